@@ -1,0 +1,55 @@
+# make demo         train a DLRM with the 26 MLPerf tables on 2 ranks under three planners; ends with a table
+# make test         all tests
+# make test-matrix  the smoke test with other releases of TorchRec
+# Each makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+LOCK := requirements/$(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),cuda,cpu).txt
+# Asked only if pip's configured indexes lack a locked file, as most lack torch's CPU build.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ELSE_TORCH_INDEX = $(if $(findstring cpu,$(LOCK)),|| $(PIP) --no-build-isolation --extra-index-url $(TORCH_CPU_INDEX) -r $(LOCK))
+MATRIX := 1.6.1 1.7.0 1.9.2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+STAMP := .venv/installed-$(notdir $(LOCK:.txt=))
+
+# Ranks and tests are processes side by side: one thread each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv demo test test-matrix clean
+.DELETE_ON_ERROR:
+
+venv: $(STAMP)
+
+$(STAMP): $(LOCK) setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed, this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11")'
+	@echo "installing $(LOCK) into .venv, about a minute ..."
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	@# The build tools first: a source archive in the lock builds with them, not with newer ones downloaded unasked.
+	@$(PIP) $$(grep -E '^(setuptools|wheel)==' $(LOCK))
+	@$(PIP) --no-build-isolation -r $(LOCK) $(ELSE_TORCH_INDEX)
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/run_dlrm.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+# A release of TorchRec lies in a folder of its own, first on the path, over the locked torch and FBGEMM.
+.matrix/%/installed: $(STAMP)
+	@rm -rf $(@D)
+	@$(PIP) --target $(@D) torchrec==$*
+	@touch $@
+
+test-matrix: $(MATRIX:%=.matrix/%/installed)
+	@set -e; for release in $(MATRIX); do \
+	    echo "== torchrec $$release"; \
+	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q tests/distributed/test_smoke.py; \
+	done
+
+clean:
+	rm -rf .venv .matrix .pytest_cache *.egg-info
