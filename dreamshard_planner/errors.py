@@ -1,0 +1,22 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The errors a user can meet. Infeasible plans raise TorchRec's own ``PlannerError`` instead."""
+
+
+class DreamShardError(Exception):
+    """Root of the package's own errors."""
+
+
+class CheckpointError(DreamShardError):
+    """A checkpoint is missing, damaged, foreign or newer than this package; names the file."""
+
+
+class DatasetError(DreamShardError):
+    """A cost dataset or journal is missing, damaged or of other hardware; names the file."""
+
+
+class StatisticsError(DreamShardError, ValueError):
+    """Table statistics hold an impossible value or name a feature that the model lacks."""
+
+
+class TaskError(DreamShardError, ValueError):
+    """A placement task is malformed: no devices, a table without rows, and the like."""

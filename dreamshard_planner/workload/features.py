@@ -1,0 +1,127 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Workloads as numbers: the one table of feature names, and the scaler fitted once on training tables.
+
+Shapes: S shards, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
+from dreamshard_planner.workload.tables import Workload
+
+REUSE_FEATURES = tuple(f"reuse_{bin_index}" for bin_index in range(NUM_REUSE_BINS))
+
+DESCRIPTORS = (
+    "log2_rows",
+    "log2_dim",
+    "log2_pooling_factor",  # of 1 + pooling factor per feature
+    "log2_lookups",
+    "log2_distinct_rows",
+    "log2_batch_size",
+    "log2_num_features",
+    "log2_mean_reuse",
+    "log2_distinct_bytes",
+    "weight_bytes",
+    "sequence",
+    "weighted",
+    "stateful_optimizer",
+    *REUSE_FEATURES,
+)
+"""What a shard looks like; inputs of the networks."""
+
+WORK = (
+    "tables",
+    "samples",
+    "lookups",
+    "lookup_elements",
+    "lookup_bytes",
+    "distinct_rows",
+    "distinct_elements",
+    "output_elements",
+)
+"""How much a shard asks for, in plain units; these add up over the shards of a fused group."""
+
+PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
+"""The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
+
+MEMORY_FEATURES = ("uvm_caching", "uvm")
+"""One where the weights live outside the device's own memory."""
+
+FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *MEMORY_FEATURES)
+FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
+
+
+def columns(names: Sequence[str]) -> list[int]:
+    """Columns of ``names`` in a feature matrix."""
+    return [FEATURE_INDEX[name] for name in names]
+
+
+def feature_matrix(workloads: Sequence[Workload]) -> Tensor:
+    """Features of shards, [S, F] float32, columns in the order of :data:`FEATURE_NAMES`."""
+    if not workloads:
+        return torch.zeros(0, len(FEATURE_NAMES))
+    return torch.tensor([_row(workload) for workload in workloads], dtype=torch.float64).float()
+
+
+def _row(w: Workload) -> list[float]:
+    lookups, elements = w.lookups, w.lookups * w.dim
+    values = {
+        "log2_rows": math.log2(w.rows),
+        "log2_dim": math.log2(w.dim),
+        "log2_pooling_factor": math.log2(1 + w.pooling_factor / w.num_features),
+        "log2_lookups": math.log2(1 + lookups),
+        "log2_distinct_rows": math.log2(1 + w.distinct_rows),
+        "log2_batch_size": math.log2(w.batch_size),
+        "log2_num_features": math.log2(w.num_features),
+        "log2_mean_reuse": math.log2(max(1.0, lookups / max(1.0, w.distinct_rows))),
+        "log2_distinct_bytes": math.log2(1 + w.distinct_rows * w.dim * w.weight_bytes),
+        "weight_bytes": w.weight_bytes,
+        "sequence": not w.pooled,
+        "weighted": w.weighted,
+        "stateful_optimizer": w.optimizer != "sgd",
+        "tables": 1,
+        "samples": w.batch_size * w.num_features,
+        "lookups": lookups,
+        "lookup_elements": elements,
+        "lookup_bytes": elements * w.weight_bytes,
+        "distinct_rows": w.distinct_rows,
+        "distinct_elements": w.distinct_rows * w.dim,
+        "output_elements": w.output_elements,
+        "dim": w.dim,
+        "rows": w.rows,
+        "pooling_factor": w.pooling_factor,
+        "size": w.rows * w.dim * w.weight_bytes,
+        "uvm_caching": w.memory == "uvm_caching",
+        "uvm": w.memory == "uvm",
+        **dict(zip(REUSE_FEATURES, w.reuse_histogram, strict=True)),
+    }
+    return [float(values[name]) for name in FEATURE_NAMES]
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """Normalises features with constants fitted once, on training tables, and stored in the checkpoint.
+
+    A column that was constant in training is only centred, so that nothing is divided by zero.
+    """
+
+    mean_F: Tensor
+    scale_F: Tensor
+
+    @classmethod
+    def fit(cls, features_SF: Tensor) -> Scaler:
+        """Mean and standard deviation of each column of [S, F]."""
+        std_F = features_SF.double().std(dim=0, unbiased=False)
+        scale_F = torch.where(std_F > 1e-6, std_F, torch.ones_like(std_F))
+        return cls(features_SF.double().mean(dim=0).float(), scale_F.float())
+
+    def __call__(self, features_SF: Tensor) -> Tensor:
+        """Scaled features, same shape."""
+        return (features_SF - self.mean_F) / self.scale_F

@@ -1,0 +1,153 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Table pools: the published collections, and a generator of pools whose statistics match Meta's.
+
+Shapes: T tables, K = 17 reuse bins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+
+META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Dims are not published; these span what production models use, each as likely as the others."""
+MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
+
+
+@cache
+def _data(name: str) -> dict[str, Any]:
+    return json.loads(resources.files("dreamshard_planner.workload").joinpath("data", name).read_text())
+
+
+def mlperf_dlrm_dcnv2() -> list[Table]:
+    """The 26 Criteo tables of the MLPerf DLRM-DCNv2 benchmark, with their multi-hot sizes."""
+    return [
+        Table(
+            entry["name"],
+            entry["num_embeddings"],
+            entry["embedding_dim"],
+            (FeatureStatistics(float(entry["pooling_factor"])),),
+        )
+        for entry in _data("mlperf_dlrm_dcnv2.json")["tables"]
+    ]
+
+
+def merlin(model: str) -> list[Table]:
+    """A synthetic model of NVIDIA Merlin's distributed-embeddings, ``tiny`` (55 tables) to ``colossal`` (2,002)."""
+    if model not in MERLIN_MODELS:
+        raise TaskError(f"unknown Merlin model {model!r}; known are {', '.join(MERLIN_MODELS)}")
+    tables = []
+    for group, entry in enumerate(_data("merlin_synthetic_models.json")["models"][model]):
+        features = tuple(FeatureStatistics(float(factor)) for factor in entry["pooling_factors"])
+        tables += [
+            Table(f"{model}_{group}_{index}", entry["num_embeddings"], entry["embedding_dim"], features)
+            for index in range(entry["num_tables"])
+        ]
+    return tables
+
+
+def meta_like(
+    seed: int = 0,
+    num_tables: int = 856,
+    year: int = 2021,
+    dims: Sequence[int] = META_DIMS,
+    max_rows: int = 10_000_000,
+) -> list[Table]:
+    """Random tables whose pooled statistics are those published for Meta's dlrm_datasets.
+
+    Pooling factors are log-normal with the published mean. Lookups are spread over tables and reuse bins by
+    iterative proportional fitting: rows of that matrix are the tables' lookups, columns the published
+    share of lookups by bin, the start a random tilt of the published histogram for every table.
+
+    Args:
+        seed: of everything.
+        num_tables: any number; the published pools have 856 (2021) and 788 (2022) tables.
+        year: 2021 (batch 65,536) or 2022 (batch 131,072).
+        dims: to choose from.
+        max_rows: cap on rows, as far as the distinct rows of one batch allow.
+    """
+    published = _data("meta_dlrm_reuse.json").get(str(year))
+    if published is None:
+        raise TaskError(f"statistics are published for 2021 and 2022, not for {year}")
+    batch_size = published["batch_size"]
+    generator = torch.Generator().manual_seed(seed)
+    mean_pooling = published["num_indices"] / published["tables"] / batch_size
+    normal_T = torch.randn(num_tables, generator=generator, dtype=torch.float64)
+    pooling_T = (1.5 * normal_T).exp().clamp(max=40)
+    pooling_T = (pooling_T / pooling_T.mean() * mean_pooling).clamp_min(0.02)
+    lookups_T = pooling_T * batch_size
+    lookups_TK = _spread_lookups(lookups_T, torch.tensor(published["share_of_lookups"]).double(), generator)
+    distinct_TK = lookups_TK / bin_mean_reuse()
+    distinct_T = distinct_TK.sum(-1)
+    histogram_TK = distinct_TK / distinct_T[:, None]
+    # How many rows one batch leaves unread is not published: 1.2 to 60 times the distinct rows, log-uniform.
+    growth_T = (torch.rand(num_tables, generator=generator, dtype=torch.float64) * 3.9 + 0.2).exp()
+    rows_T = torch.maximum((distinct_T * growth_T).clamp(max=max_rows), distinct_T * 1.05).ceil().long()
+    dim_T = torch.tensor(dims)[torch.randint(len(dims), (num_tables,), generator=generator)]
+    return [
+        Table(
+            f"meta{year}_{index}",
+            rows,
+            dim,
+            (FeatureStatistics(pooling, tuple(histogram), batch_size),),
+        )
+        for index, (rows, dim, pooling, histogram) in enumerate(
+            zip(rows_T.tolist(), dim_T.tolist(), pooling_T.tolist(), histogram_TK.tolist(), strict=True)
+        )
+    ]
+
+
+def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generator) -> Tensor:
+    """Lookups by table and reuse bin, [T, K]: table sums as given, bin sums in the given proportion."""
+    bins = torch.linspace(-1, 1, len(share_K), dtype=torch.float64)
+    tilt_T = 2.0 * torch.randn(len(lookups_T), generator=generator, dtype=torch.float64)
+    spread_TK = share_K * (tilt_T[:, None] * bins).exp()
+    # A bin of high reuse needs at least one row's lookups.
+    spread_TK[bin_mean_reuse().clamp(max=TOP_COUNT) > lookups_T[:, None]] = 0
+    target_K = share_K / share_K.sum() * lookups_T.sum()
+    for _ in range(200):
+        spread_TK *= (target_K / spread_TK.sum(0).clamp_min(1e-9))[None]
+        spread_TK *= (lookups_T / spread_TK.sum(-1))[:, None]
+    return spread_TK
+
+
+POOLS: dict[str, Callable[[], list[Table]]] = {
+    "mlperf_dlrm_dcnv2": mlperf_dlrm_dcnv2,
+    **{f"merlin_{model}": (lambda model=model: merlin(model)) for model in MERLIN_MODELS},
+    "meta_like_2021": lambda: meta_like(num_tables=856, year=2021),
+    "meta_like_2022": lambda: meta_like(num_tables=788, year=2022),
+}
+
+
+def named_pool(name: str) -> list[Table]:
+    """A pool by name; TaskError lists the names."""
+    if name not in POOLS:
+        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}")
+    return POOLS[name]()
+
+
+def split_tables(tables: Sequence[Table], seed: int, test_fraction: float = 0.5) -> tuple[list[Table], list[Table]]:
+    """Training and test tables, disjoint, the same for the same seed."""
+    if not 0 < test_fraction < 1:
+        raise TaskError(f"test_fraction must be between 0 and 1, got {test_fraction}")
+    order = torch.randperm(len(tables), generator=torch.Generator().manual_seed(seed)).tolist()
+    cut = round(len(tables) * (1 - test_fraction))
+    return [tables[index] for index in sorted(order[:cut])], [tables[index] for index in sorted(order[cut:])]
+
+
+def scale_rows(tables: Sequence[Table], max_rows: int) -> list[Table]:
+    """Tables of at most ``max_rows`` rows; nothing else changes."""
+    if max_rows < 1:
+        raise TaskError(f"max_rows must be at least 1, got {max_rows}")
+    return [replace(table, rows=min(table.rows, max_rows)) for table in tables]

@@ -1,0 +1,146 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Workload statistics per feature, taken from batches or kept in a file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, reuse_histogram
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+SCHEMA = "dreamshard_planner.statistics/1"
+
+
+class TableStatistics(Mapping[str, FeatureStatistics]):
+    """How each feature reads its table: pooling factor, reuse histogram, and the batch size of both.
+
+    Args:
+        features: by feature name.
+
+    Raises:
+        StatisticsError: for values that cannot be (see :class:`FeatureStatistics`).
+    """
+
+    def __init__(self, features: Mapping[str, FeatureStatistics]) -> None:
+        for name, value in features.items():
+            if not isinstance(value, FeatureStatistics):
+                raise StatisticsError(f"feature {name!r}: expected FeatureStatistics, got {type(value).__name__}")
+        self._features = dict(features)
+
+    def __getitem__(self, name: str) -> FeatureStatistics:
+        return self._features[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._features)
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def __repr__(self) -> str:
+        return f"TableStatistics({len(self)} features)"
+
+    @classmethod
+    def from_batches(cls, batches: Iterable[KeyedJaggedTensor]) -> TableStatistics:
+        """Statistics over batches, each of about the local batch size.
+
+        Pooling factors are lookups over samples; histograms are averaged over batches, weighted by their
+        distinct rows.
+
+        Args:
+            batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, all with the same keys.
+
+        Raises:
+            StatisticsError: where there is no batch, or the keys differ between batches.
+        """
+        keys: list[str] | None = None
+        lookups: dict[str, int] = {}
+        samples: dict[str, int] = {}
+        counts: dict[str, torch.Tensor] = {}
+        num_batches = 0
+        for batch in batches:
+            if keys is None:
+                keys = list(batch.keys())
+                lookups, samples = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
+                counts = {key: torch.zeros(NUM_REUSE_BINS, dtype=torch.float64) for key in keys}
+            elif set(batch.keys()) != set(keys):
+                changed = sorted(set(batch.keys()) ^ set(keys))
+                raise StatisticsError(f"batch {num_batches} has other keys than the first one: {changed}")
+            for key in keys:
+                jagged = batch[key]
+                histogram, distinct = reuse_histogram(jagged.values().cpu())
+                lookups[key] += jagged.values().numel()
+                samples[key] += jagged.lengths().numel()
+                counts[key] += histogram * distinct
+            num_batches += 1
+        if keys is None:
+            raise StatisticsError("no batches: cannot take statistics of nothing")
+        features = {}
+        for key in keys:
+            if samples[key] == 0:
+                raise StatisticsError(f"feature {key!r}: all batches are without samples")
+            histogram = counts[key] / counts[key].sum() if lookups[key] else None
+            features[key] = FeatureStatistics(
+                pooling_factor=lookups[key] / samples[key],
+                reuse_histogram=None if histogram is None else tuple(histogram.tolist()),
+                batch_size=max(1, round(samples[key] / num_batches)),
+            )
+        return cls(features)
+
+    def check_features(self, known: Iterable[str]) -> None:
+        """Raise StatisticsError naming every feature that is not among ``known``, with close matches."""
+        known = list(dict.fromkeys(known))
+        unknown = [name for name in self if name not in set(known)]
+        if not unknown:
+            return
+        hints = {name: difflib.get_close_matches(name, known, n=1) for name in unknown[:10]}
+        named = [f"{name!r} (did you mean {match[0]!r}?)" if match else repr(name) for name, match in hints.items()]
+        rest = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+        raise StatisticsError(f"statistics for features that no table of the model serves: {', '.join(named)}{rest}")
+
+    def to_json(self, path: str | Path) -> None:
+        """Write a file that :meth:`from_json` reads back without loss."""
+        features = {
+            name: {
+                "pooling_factor": feature.pooling_factor,
+                "reuse_histogram": feature.reuse_histogram,
+                "batch_size": feature.batch_size,
+            }
+            for name, feature in self.items()
+        }
+        Path(path).write_text(json.dumps({"schema": SCHEMA, "features": features}, indent=1))
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> TableStatistics:
+        """Read a file; StatisticsError names the file, the feature and the reason."""
+        try:
+            document = json.loads(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise StatisticsError(f"{path}: no such file") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise StatisticsError(f"{path}: not a JSON file, or a truncated one ({error})") from error
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise StatisticsError(f"{path}: not a statistics file of schema {SCHEMA!r}")
+        features = {}
+        for name, entry in document.get("features", {}).items():
+            try:
+                histogram = entry["reuse_histogram"]
+                features[name] = FeatureStatistics(
+                    pooling_factor=float(entry["pooling_factor"]),
+                    reuse_histogram=None if histogram is None else tuple(histogram),
+                    batch_size=int(entry["batch_size"]),
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise StatisticsError(f"{path}: feature {name!r}: {error}") from error
+        return cls(features)
+
+

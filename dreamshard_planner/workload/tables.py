@@ -1,0 +1,185 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What embedding tables ask of a device: the value types that every other layer speaks.
+
+A :class:`Table` is what a model declares plus what its data looks like. A :class:`Workload` is what one
+shard of it asks of one device in one training step, at the batch size that its kernel sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse
+
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "other")
+"""Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
+
+MEMORIES = ("device", "uvm_caching", "uvm")
+"""Where the weights live: the device's own memory, unified memory behind a cache on the device, or
+unified memory alone (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureStatistics:
+    """How one sparse feature reads its table, averaged over batches of ``batch_size`` samples."""
+
+    pooling_factor: float
+    """Lookups per sample. Zero is legal: a feature that is always empty."""
+
+    reuse_histogram: tuple[float, ...] | None = None
+    """Share of the distinct rows of one batch by how often the batch reads them, over the 17 bins
+    (0,1], (1,2], (2,4] ... (32768,inf). None: derived from rows and lookups."""
+
+    batch_size: int = 1
+    """Samples in the batches that the histogram was taken at."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
+            raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
+        if self.batch_size < 1:
+            raise StatisticsError(f"batch size must be at least 1, got {self.batch_size}")
+        if self.reuse_histogram is None:
+            return
+        bins = tuple(float(share) for share in self.reuse_histogram)
+        if len(bins) != NUM_REUSE_BINS:
+            raise StatisticsError(f"a reuse histogram has {NUM_REUSE_BINS} bins, got {len(bins)}")
+        if not all(math.isfinite(share) and share >= 0 for share in bins):
+            raise StatisticsError(f"reuse histogram shares must be finite and >= 0, got {bins}")
+        total = sum(bins)
+        if self.pooling_factor > 0 and abs(total - 1.0) > 0.02:
+            raise StatisticsError(f"reuse histogram shares must sum to 1, got {total:.4f}")
+        object.__setattr__(self, "reuse_histogram", bins)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One embedding table as a model declares it, with what is known of its data."""
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[FeatureStatistics, ...]
+    """One entry per feature that the table serves; a shared table has several."""
+    weight_bytes: int = 4
+    """Bytes of one weight: 4 for fp32, 2 for fp16 and bf16, 1 for int8 and fp8."""
+    pooled: bool = True
+    """True for EmbeddingBag tables, False for sequence (EmbeddingCollection) tables."""
+    weighted: bool = False
+    """Whether lookups carry per-sample weights."""
+    optimizer: str = "sgd"
+    memory: str = "device"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.dim < 1:
+            raise TaskError(f"table {self.name!r}: rows and dim must be at least 1, got {self.rows} x {self.dim}")
+        if not self.features:
+            raise TaskError(f"table {self.name!r} serves no feature")
+        if self.optimizer not in OPTIMIZERS:
+            raise TaskError(f"table {self.name!r}: optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
+        if self.memory not in MEMORIES:
+            raise TaskError(f"table {self.name!r}: memory must be one of {MEMORIES}, got {self.memory!r}")
+
+    @property
+    def pooling_factor(self) -> float:
+        """Lookups per sample, summed over the features."""
+        return sum(feature.pooling_factor for feature in self.features)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights alone."""
+        return self.rows * self.dim * self.weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one shard asks of one device in one training step."""
+
+    name: str
+    rows: int
+    dim: int
+    batch_size: int
+    """Samples that the kernel sees: local batch x world size for a table-wise shard."""
+    pooling_factor: float
+    """Lookups per sample, summed over the features of the shard."""
+    distinct_rows: float
+    """Distinct rows read by one batch."""
+    reuse_histogram: tuple[float, ...] = field(repr=False)
+    """At ``batch_size``; sums to 1, or is all zero where there are no lookups."""
+    num_features: int = 1
+    weight_bytes: int = 4
+    pooled: bool = True
+    weighted: bool = False
+    optimizer: str = "sgd"
+    memory: str = "device"
+
+    @property
+    def lookups(self) -> float:
+        """Lookups of one batch."""
+        return self.pooling_factor * self.batch_size
+
+    @property
+    def output_elements(self) -> float:
+        """Elements that the kernel writes in the forward pass: one pooled vector per sample and
+        feature, or one vector per lookup for a sequence table."""
+        vectors = self.num_features * self.batch_size if self.pooled else self.lookups
+        return vectors * self.dim
+
+
+def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
+    """The workloads of whole tables (table-wise shards) whose kernel sees ``batch_size`` samples.
+
+    Histograms taken at another batch size are rescaled; missing ones are derived from rows and lookups.
+    A shared table's features are merged: lookups add up, and rows that several features read are
+    counted once per feature, as the kernel sees them.
+    """
+    if batch_size < 1:
+        raise TaskError(f"batch size must be at least 1, got {batch_size}")
+    flat = [(t, feature) for t, table in enumerate(tables) for feature in table.features]
+    histograms: list[tuple[float, ...] | None] = [None] * len(flat)
+    distinct = [0.0] * len(flat)
+    known = [i for i, (_, feature) in enumerate(flat) if feature.reuse_histogram is not None]
+    unknown = [i for i, (_, feature) in enumerate(flat) if feature.reuse_histogram is None]
+    for indices, reuse in ((known, rescale_reuse), (unknown, default_reuse)):
+        if not indices:
+            continue
+        rows = [tables[flat[i][0]].rows for i in indices]
+        features = [flat[i][1] for i in indices]
+        lookups = [feature.pooling_factor * batch_size for feature in features]
+        if reuse is default_reuse:
+            new_bins, new_distinct = default_reuse(rows, lookups)
+        else:
+            new_bins, new_distinct = rescale_reuse(
+                [feature.reuse_histogram for feature in features],
+                rows,
+                [feature.pooling_factor * feature.batch_size for feature in features],
+                [batch_size / feature.batch_size for feature in features],
+            )
+        for i, bins, count in zip(indices, new_bins.tolist(), new_distinct.tolist(), strict=True):
+            histograms[i], distinct[i] = tuple(bins), count
+
+    workloads, start = [], 0
+    for table in tables:
+        stop = start + len(table.features)
+        bins, count = merge_reuse(histograms[start:stop], distinct[start:stop])
+        workloads.append(
+            Workload(
+                name=table.name,
+                rows=table.rows,
+                dim=table.dim,
+                batch_size=batch_size,
+                pooling_factor=table.pooling_factor,
+                distinct_rows=count,
+                reuse_histogram=bins,
+                num_features=len(table.features),
+                weight_bytes=table.weight_bytes,
+                pooled=table.pooled,
+                weighted=table.weighted,
+                optimizer=table.optimizer,
+                memory=table.memory,
+            )
+        )
+        start = stop
+    return workloads
