@@ -1,0 +1,260 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Draw sets of tables, measure them as fused kernels, and keep the result through any interruption.
+
+Sets are measured in blocks: the repeats of one block are interleaved, so that the repeats of one set lie apart in
+time, each right behind a run of one fixed reference set. A block's records are written when it is done.
+
+Shape letters: R repeats, 2 (forward, backward).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.errors import DatasetError, TaskError
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.timing import Samples, pinned, time_groups
+from dreamshard_planner.workload.tables import Table, Workload, workloads_of
+
+DEFAULT_BATCH_SIZES = (256, 512, 1024, 2048, 4096)
+
+MAX_SET_WORK = 60e6
+"""Largest :func:`set_work` of a drawn set: about 60 ms, forward and backward, on one 2.6 GHz Zen 4 core."""
+
+_SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
+"""How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
+sequences is slow."""
+
+REFERENCE_SET = tuple(
+    Workload(
+        name=f"reference {dim}",
+        rows=200_000,
+        dim=dim,
+        batch_size=512,
+        pooling_factor=16.0,
+        distinct_rows=2048.0,
+        reuse_histogram=(0.45, 0.20, 0.14, 0.10, 0.07, 0.04) + (0.0,) * 11,
+    )
+    for dim in (16, 32, 64, 128)
+)
+"""Timed beside every set of every collection: its time tells how fast the machine is just then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMix:
+    """What share of the drawn sets has each attribute; the rest is pooled, unweighted, fp32, SGD."""
+
+    sequence: float = 0.08
+    weighted: float = 0.08
+    """Of the pooled sets; sequence lookups take no weights."""
+    fp16: float = 0.10
+    rowwise_adagrad: float = 0.30
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "weighted", "fp16", "rowwise_adagrad"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TaskError(f"share of {name} sets must be between 0 and 1, got {getattr(self, name)}")
+
+    def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
+        """Attributes of one set."""
+        sequence, weighted, fp16, adagrad = torch.rand(4, generator=generator).tolist()
+        pooled = sequence >= self.sequence
+        return {
+            "pooled": pooled,
+            "weighted": pooled and weighted < self.weighted,
+            "weight_bytes": 2 if fp16 < self.fp16 else 4,
+            "optimizer": "rowwise_adagrad" if adagrad < self.rowwise_adagrad else "sgd",
+            "memory": "device",
+        }
+
+
+def draw_sets(
+    tables: Sequence[Table],
+    num_sets: int,
+    seed: int,
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
+    max_tables: int = 40,
+    mix: GroupMix | None = None,
+    max_work: float = MAX_SET_WORK,
+) -> list[list[Workload]]:
+    """Random groups to measure.
+
+    Set sizes are log-uniform from 1 to ``max_tables``; batch sizes come from a ladder, each as likely as the
+    others; tables of a set are distinct, and of one dim where sequences are looked up. Tables that would carry a
+    set past ``max_work`` are left out of it; a set always keeps one table, the lightest if none fits.
+
+    Args:
+        tables: the pool; its own pooling, weighting, precision, optimizer and memory are replaced by drawn ones.
+        num_sets: how many.
+        seed: of everything.
+        batch_sizes: samples that a kernel sees.
+        max_tables: largest set.
+        mix: shares of the attributes.
+        max_work: see ``MAX_SET_WORK``.
+    """
+    if not tables or not batch_sizes or max_tables < 1:
+        raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
+    mix = mix or GroupMix()
+    generator = torch.Generator().manual_seed(seed)
+    pools = {batch: workloads_of(tables, batch) for batch in batch_sizes}
+    of_dim: dict[int, list[int]] = {}
+    for t, table in enumerate(tables):
+        of_dim.setdefault(table.dim, []).append(t)
+    variants: dict[tuple, Workload] = {}
+    sets = []
+    for _ in range(num_sets):
+        size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
+        size = int(math.exp(size_share * math.log(max_tables + 1)))
+        batch = batch_sizes[int(batch_share * len(batch_sizes))]
+        attributes = mix.draw(generator)
+        candidates = range(len(tables))
+        if not attributes["pooled"]:
+            candidates = of_dim[tables[int(dim_share * len(tables))].dim]
+        group = []
+        for i in torch.randperm(len(candidates), generator=generator)[:size].tolist():
+            key = (candidates[i], batch, *attributes.values())
+            if key not in variants:
+                variants[key] = replace(pools[batch][candidates[i]], **attributes)
+            group.append(variants[key])
+        sets.append(_within(max_work, group))
+    return sets
+
+
+def set_work(workloads: Iterable[Workload]) -> float:
+    """What a set costs by rule of thumb, in nanoseconds of the core that :data:`MAX_SET_WORK` names.
+
+    An element of a lookup takes about 1 ns, a lookup as long as 16 elements more.
+    """
+    total = 0.0
+    for w in workloads:
+        slower = 1.0 if w.pooled else _SEQUENCE_WORK
+        slower *= _WEIGHTED_WORK if w.weighted else 1.0
+        slower *= _FP16_WORK if w.weight_bytes == 2 else 1.0
+        total += w.lookups * (w.dim + 16) * slower
+    return total
+
+
+def _within(max_work: float, workloads: list[Workload]) -> list[Workload]:
+    """The workloads, in order, without those that carry the sum of work past the limit."""
+    work = [set_work([workload]) for workload in workloads]
+    kept, total = [], 0.0
+    for workload, cost in zip(workloads, work, strict=True):
+        if total + cost <= max_work:
+            kept.append(workload)
+            total += cost
+    return kept or [workloads[work.index(min(work))]]
+
+
+def collect(
+    sets: Sequence[Sequence[Workload]],
+    journal_path: str | os.PathLike,
+    device: torch.device | str = "cpu",
+    threads: int = 1,
+    repeats: int = 3,
+    seed: int = 0,
+    seconds: float | None = None,
+    progress: bool = True,
+    cores: Iterable[int] | None = None,
+    block: int = 8,
+    arena: Arena | None = None,
+) -> CostDataset:
+    """Measure ``sets`` in order, continuing where the journal ends.
+
+    Args:
+        sets: groups, each of which fits one fused kernel.
+        journal_path: appended to; made if missing. What it holds must be the first of ``sets``.
+        device: where kernels run.
+        threads: intra-op threads.
+        repeats: timed runs of each set.
+        seed: of indices, lengths and order.
+        seconds: stop after the first block that ends later than this.
+        progress: a bar with sets per second and noise floor, on stderr.
+        cores: pin to these cores.
+        block: sets whose repeats are interleaved; as many are measured again after an interruption.
+        arena: weights to use. Default: one of default size.
+
+    Returns:
+        All sets that the journal holds at the end.
+
+    Raises:
+        DatasetError: the journal is damaged, or of other sets, repeats, seed or hardware.
+        TaskError: a set does not fit one kernel.
+    """
+    if block < 1 or repeats < 1:
+        raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal.open(journal_path, describe_hardware(device, threads), seed))
+        _require_prefix(journal, sets, repeats)
+        if len(journal) == len(sets):
+            return journal.to_dataset()
+        stack.enter_context(pinned(threads, cores))
+        arena = arena or Arena(device, seed=seed)
+        reference = FusedKernel(REFERENCE_SET, device, seed, arena)
+        bar = stack.enter_context(_Bar(len(sets), len(journal), enabled=progress))
+        for start in range(len(journal), len(sets), block):
+            groups = sets[start : start + block]
+            kernels = [FusedKernel(group, device, seed, arena) for group in groups]
+            order = torch.Generator().manual_seed(seed + start)
+            block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
+            for group, samples in zip(groups, block_samples, strict=True):
+                journal.append(group, samples.samples_ms, samples.reference_ms)
+            bar.advance(block_samples)
+            if time.monotonic() > deadline:
+                break
+        return journal.to_dataset()
+
+
+def _require_prefix(journal: Journal, sets: Sequence[Sequence[Workload]], repeats: int) -> None:
+    """Raise DatasetError unless the journal holds the first of ``sets``, with this many repeats."""
+    held = len(journal)
+    if held > len(sets) or any(list(ours) != theirs for ours, theirs in zip(sets, journal.sets, strict=False)):
+        raise DatasetError(
+            f"{journal.path}: its {held} sets are not the first of the {len(sets)} asked for; "
+            "continue with the same tables, seed and options, or use another file"
+        )
+    if held and journal.repeats != repeats:
+        raise DatasetError(f"{journal.path}: holds {journal.repeats} repeats of each set, asked for {repeats}")
+
+
+class _Bar:
+    """Progress on stderr: sets per second, and the noise floor (median spread of the samples so far)."""
+
+    def __init__(self, total: int, done: int, enabled: bool) -> None:
+        self._bar = Progress(
+            TextColumn("measuring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            disable=not enabled,
+        )
+        self._task = self._bar.add_task("measuring", total=total, completed=done, note="")
+        self._start, self._measured, self._spreads = time.monotonic(), 0, []
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def advance(self, block: Sequence[Samples]) -> None:
+        self._measured += len(block)
+        self._spreads += [float(samples.spread.mean()) for samples in block]
+        rate = self._measured / (time.monotonic() - self._start)
+        note = f"{rate:.1f} sets/s, noise floor {statistics.median(self._spreads):.1%}"
+        self._bar.update(self._task, advance=len(block), note=note)

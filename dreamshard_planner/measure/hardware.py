@@ -1,0 +1,86 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from dreamshard_planner.cost.dataset import hardware_key
+
+__all__ = ["describe_hardware", "hardware_key"]
+
+_FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
+
+
+def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
+    """Device, host and library versions behind a measurement, ready for JSON.
+
+    Args:
+        device: where kernels run.
+        threads: intra-op threads of the kernels.
+    """
+    device = torch.device(device)
+    cpu = _cpu_name()
+    description: dict[str, str | int] = {
+        "device": device.type,
+        "name": cpu,
+        "threads": threads,
+        "cpu": cpu,
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cache_bytes": _last_level_cache_bytes(),
+        "driver": "none",
+        "torch": torch.__version__,
+        "fbgemm": _version(*_FBGEMM_PACKAGES),
+        "torchrec": _version("torchrec", "torchrec-cpu"),
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        description |= {
+            "name": card.name,
+            "memory_bytes": card.total_memory,
+            "cache_bytes": card.L2_cache_size,
+            "driver": f"{_driver()} (CUDA {torch.version.cuda})",
+        }
+    return description
+
+
+def _version(*packages: str) -> str:
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _cpu_name() -> str:
+    """Model name with family and model numbers: clouds often hide the rest of the name."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor() or platform.machine()
+    lines = (line.partition(":") for line in path.read_text().split("\n\n")[0].splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    name = fields.get("model name", platform.machine())
+    return f"{name} (family {fields['cpu family']} model {fields['model']})" if "cpu family" in fields else name
+
+
+def _last_level_cache_bytes() -> int:
+    """Largest cache of core 0, or 0 where the system does not tell."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    if not path.exists():
+        return "unknown"
+    words = path.read_text().splitlines()[0].split()
+    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")

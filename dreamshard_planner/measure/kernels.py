@@ -1,0 +1,287 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""One fused FBGEMM kernel, as TorchRec would build it for a group of shards, ready to be run and timed.
+
+Building a kernel the plain way costs more than running it: weights are allocated and zeroed, indices drawn.
+An :class:`Arena` does both once. Its weights are one buffer, touched in advance, and every table of every kernel
+is a window of it. Windows of one kernel may overlap when its tables are larger than the arena together: only the
+rows that are looked up are ever touched, a small share of any table. Before each run the windows move to
+random places, so that no run finds the rows that an earlier one left in a cache. Indices are drawn once
+per table and batch size, then shared by all kernels that hold this table.
+
+Shape letters: L lookups of a kernel, F features, B batch, O outputs (vectors x dim), T tables, N elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.workload.reuse import draw_indices
+from dreamshard_planner.workload.tables import Workload
+
+GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer", "memory")
+"""What all shards of one fused kernel have in common."""
+
+_PRECISION = {4: SparseType.FP32, 2: SparseType.FP16}
+_ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
+_LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
+_ARENA_BYTES = 2 << 30
+
+
+class Arena:
+    """Weights, gradients and indices that measured kernels share.
+
+    Args:
+        device: where kernels run.
+        size_bytes: of the weight buffer, one for each weight precision in use. Must exceed the last-level cache
+            many times, or runs find warm rows. Default: 2 GiB on CPU, a quarter of the card's memory on CUDA.
+        index_bytes: how many bytes of indices to keep; the least recently used go first.
+        seed: of the random windows.
+    """
+
+    def __init__(
+        self, device: torch.device | str, size_bytes: int | None = None, index_bytes: int = 1 << 30, seed: int = 0
+    ) -> None:
+        self.device = torch.device(device)
+        if size_bytes is None:
+            on_cuda = self.device.type == "cuda"
+            size_bytes = torch.cuda.get_device_properties(self.device).total_memory // 4 if on_cuda else _ARENA_BYTES
+        self.size_bytes = size_bytes
+        self.index_bytes = index_bytes
+        self._generator = torch.Generator().manual_seed(seed)
+        self._weights: dict[torch.dtype, Tensor] = {}
+        self._states_N = torch.zeros(0, device=self.device)
+        self._noise_N = torch.zeros(0, device=self.device)
+        self._indices: OrderedDict[tuple, tuple[Tensor, Tensor]] = OrderedDict()
+        self._index_bytes_held = 0
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """The weight buffer [N] of one precision, filled on first use."""
+        if dtype not in self._weights:
+            # One page-sized pattern, written everywhere: touches every page without gigabytes of random numbers.
+            pattern = torch.empty(1 << 20, device=self.device, dtype=torch.float32)
+            pattern.uniform_(-0.05, 0.05, generator=torch.Generator(self.device).manual_seed(0))
+            count = -(-self.size_bytes // (dtype.itemsize * pattern.numel()))
+            self._weights[dtype] = pattern.to(dtype).repeat(count)
+        return self._weights[dtype]
+
+    def states(self, elements: int) -> Tensor:
+        """A buffer [N] of at least ``elements`` optimizer states, and of an eighth of the arena's bytes."""
+        if self._states_N.numel() < elements:
+            self._states_N = torch.full((max(elements, self.size_bytes // 32),), 0.01, device=self.device)
+        return self._states_N
+
+    def noise(self, elements: int) -> Tensor:
+        """[elements] fixed random numbers in [-0.5, 0.5): gradients and per-sample weights."""
+        if self._noise_N.numel() < elements:
+            noise_N = torch.empty(elements + elements // 2, device=self.device)
+            self._noise_N = noise_N.uniform_(-0.5, 0.5, generator=torch.Generator(self.device).manual_seed(1))
+        return self._noise_N[:elements]
+
+    def inputs(self, workload: Workload, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Indices [L] and lengths [F * B] of one workload, on the device; drawn once.
+
+        ``rows`` is what the arena holds of the table; larger tables are folded into it.
+        """
+        key = (
+            workload.name,
+            workload.rows,
+            rows,
+            workload.batch_size,
+            workload.num_features,
+            workload.pooling_factor,
+            workload.distinct_rows,
+            workload.reuse_histogram,
+            seed,
+        )
+        if key in self._indices:
+            self._indices.move_to_end(key)
+            return self._indices[key]
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        indices_L, lengths_FB = draw_inputs(workload, generator)
+        if rows < workload.rows:
+            indices_L = indices_L % rows
+        entry = indices_L.to(self.device), lengths_FB.to(self.device)
+        self._indices[key] = entry
+        self._index_bytes_held += sum(tensor.nbytes for tensor in entry)
+        while self._index_bytes_held > self.index_bytes and len(self._indices) > 1:
+            _, dropped = self._indices.popitem(last=False)
+            self._index_bytes_held -= sum(tensor.nbytes for tensor in dropped)
+        return entry
+
+    def windows(self, sizes: Sequence[int], capacity: int) -> list[int]:
+        """Random starts for windows of ``sizes`` elements in a buffer of ``capacity``.
+
+        They lie one after another in a random place where they fit together, else each in a place of its own.
+        """
+        padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+        total = sum(padded)
+        share_T = torch.rand(len(sizes), generator=self._generator, dtype=torch.float64).tolist()
+        if total <= capacity:
+            start = int(share_T[0] * ((capacity - total) // _ALIGN + 1)) * _ALIGN
+            starts = [start]
+            for size in padded[:-1]:
+                starts.append(starts[-1] + size)
+            return starts
+        return [
+            int(share * ((capacity - size) // _ALIGN + 1)) * _ALIGN for share, size in zip(share_T, sizes, strict=True)
+        ]
+
+
+def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Indices [L] and lengths [F * B] that follow a workload's histogram and pooling factor.
+
+    The lookups are spread over features evenly and over samples at random (Poisson-like lengths); at least one
+    lookup is drawn where the workload has any.
+    """
+    features, batch = workload.num_features, workload.batch_size
+    lookups = max(1, round(workload.lookups)) if workload.lookups > 0 else 0
+    lengths, indices = [], []
+    for feature in range(features):
+        count = lookups // features + (feature < lookups % features)
+        sample_L = torch.randint(batch, (count,), generator=generator)
+        lengths.append(torch.bincount(sample_L, minlength=batch))
+        if count:
+            distinct = min(count, max(1, round(workload.distinct_rows / features)))
+            histogram = workload.reuse_histogram
+            indices.append(draw_indices(histogram, workload.rows, count, generator, distinct_rows=distinct))
+    indices_L = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64)
+    return indices_L.long(), torch.cat(lengths)
+
+
+class _WindowedTBE(SplitTableBatchedEmbeddingBagsCodegen):
+    """FBGEMM's fused module on buffers that somebody else owns: it allocates no weights and no states."""
+
+    def _apply_split(self, split, prefix: str, dtype: torch.dtype, **kwargs) -> None:  # noqa: ANN001
+        # Sizes of zero make the module allocate nothing; use_window() then gives it the real buffers.
+        super()._apply_split(split._replace(dev_size=0, host_size=0), prefix, dtype, **kwargs)
+
+    def use_window(self, prefix: str, buffer_N: Tensor, starts: list[int]) -> None:
+        """Let table t's weights (or states) begin at element ``starts[t]`` of the buffer."""
+        on_host = self.use_cpu
+        name = f"{prefix}_host" if on_host else f"{prefix}_dev"
+        if getattr(self, name).data_ptr() != buffer_N.data_ptr():
+            delattr(self, name)
+            setattr(self, name, torch.nn.Parameter(buffer_N) if on_host else buffer_N)
+        setattr(self, f"{prefix}_physical_offsets", starts)
+        offsets = [starts[table] for table in self.feature_table_map]
+        setattr(self, f"{prefix}_offsets", torch.tensor(offsets, dtype=torch.int64).to(self.current_device))
+
+
+class FusedKernel:
+    """The fused kernel of one group of shards, forward and backward with the fused optimizer.
+
+    Args:
+        workloads: the group, at least one; all with the same batch size, weight bytes, pooling, weighting
+            and optimizer (and dim, where sequences are looked up).
+        device: where to run it.
+        seed: of the indices and lengths; the same table has the same ones in every kernel of an arena.
+        arena: shared buffers. Default: a private one that just holds the tables, whose rows may stay in cache.
+
+    Raises:
+        TaskError: the workloads cannot share a kernel, or no kernel for them exists; names the table.
+    """
+
+    def __init__(
+        self, workloads: Sequence[Workload], device: torch.device | str, seed: int = 0, arena: Arena | None = None
+    ) -> None:
+        check_group(workloads)
+        first, self.device = workloads[0], torch.device(device)
+        on_cpu = self.device.type == "cpu"
+        precision = _PRECISION[first.weight_bytes]
+        self._dtype = precision.as_dtype()
+        if arena is None:
+            needed = sum(-(-w.rows * w.dim // _ALIGN) * _ALIGN for w in workloads) * first.weight_bytes
+            arena = Arena(self.device, size_bytes=needed)
+        self.arena = arena
+        self._capacity = arena.weights(self._dtype).numel()
+        held = [min(w.rows, self._capacity // w.dim) for w in workloads]
+        self._sizes = [rows * w.dim for rows, w in zip(held, workloads, strict=True)]
+        self._state_sizes = [0] * len(held) if first.optimizer == "sgd" else held
+
+        inputs = [arena.inputs(w, rows, seed) for w, rows in zip(workloads, held, strict=True)]
+        self.indices_L = torch.cat([indices for indices, _ in inputs])
+        lengths_FB = torch.cat([lengths for _, lengths in inputs])
+        self.offsets_FB = torch.nn.functional.pad(lengths_FB.cumsum(0), (1, 0))
+        lookups = self.indices_L.numel()
+        self.sample_weights_L = arena.noise(lookups) if first.weighted else None
+        location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+        compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
+        self.module = _WindowedTBE(
+            [(rows, w.dim, location, compute) for rows, w in zip(held, workloads, strict=True)],
+            feature_table_map=[t for t, w in enumerate(workloads) for _ in range(w.num_features)],
+            weights_precision=precision,
+            output_dtype=SparseType.FP32,
+            optimizer=EmbOptimType.EXACT_SGD if first.optimizer == "sgd" else EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            pooling_mode=PoolingMode.SUM if first.pooled else PoolingMode.NONE,
+            learning_rate=_LEARNING_RATE,
+            device=self.device,
+        )
+        if first.pooled:
+            shape = (first.batch_size, sum(w.num_features * w.dim for w in workloads))
+        else:
+            shape = (lookups, first.dim)
+        self.grad_O = arena.noise(shape[0] * shape[1]).view(shape)
+        self._output_O: Tensor | None = None
+        self.move()
+
+    def move(self) -> None:
+        """Point the tables at fresh random windows of the arena: the next run finds cold rows."""
+        starts = self.arena.windows(self._sizes, self._capacity)
+        self.module.use_window("weights", self.arena.weights(self._dtype), starts)
+        if any(self._state_sizes):
+            states_N = self.arena.states(sum(-(-size // _ALIGN) * _ALIGN for size in self._state_sizes))
+            self.module.use_window("momentum1", states_N, self.arena.windows(self._state_sizes, states_N.numel()))
+
+    def forward(self) -> Tensor:
+        """Run the forward pass once. Returns the output: [B, sum of F * dim] pooled, [L, dim] for sequences."""
+        self._output_O = self.module(self.indices_L, self.offsets_FB, self.sample_weights_L)
+        return self._output_O
+
+    def backward(self) -> None:
+        """Run the backward pass, optimizer included, of the forward pass before it."""
+        if self._output_O is None:
+            raise RuntimeError("backward() needs a forward() before it")
+        self._output_O.backward(self.grad_O)
+        self._output_O = None
+
+
+def check_group(workloads: Sequence[Workload]) -> None:
+    """Raise TaskError, naming the table, unless one fused kernel can compute ``workloads`` together."""
+    if not workloads:
+        raise TaskError("a fused kernel needs at least one table")
+    first = workloads[0]
+    for workload in workloads:
+        fields = GROUP_FIELDS if first.pooled else (*GROUP_FIELDS, "dim")
+        for name in fields:
+            ours, others = getattr(workload, name), getattr(first, name)
+            if ours != others:
+                raise TaskError(
+                    f"table {workload.name!r} cannot share a fused kernel with {first.name!r}: "
+                    f"{name} is {ours!r}, not {others!r}; put it into a group of its own"
+                )
+        if workload.dim % 4:
+            raise TaskError(f"table {workload.name!r}: FBGEMM needs a dim that is a multiple of 4, got {workload.dim}")
+        if workload.weight_bytes not in _PRECISION:
+            raise TaskError(
+                f"table {workload.name!r}: weights of {workload.weight_bytes} bytes cannot be trained by a fused "
+                f"kernel here; choose one of {sorted(_PRECISION)}"
+            )
+    if first.memory != "device":
+        raise TaskError(
+            f"table {first.name!r}: only kernels with weights in device memory are measured, got {first.memory!r}"
+        )
+    if first.weighted and not first.pooled:
+        raise TaskError(f"table {first.name!r}: sequence lookups take no per-sample weights; set weighted=False")

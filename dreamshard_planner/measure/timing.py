@@ -1,0 +1,149 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Time fused kernels: warm-up, interleaved repeats in shuffled order, every sample kept.
+
+Cache state. Before every run a kernel's tables move to windows of the arena that no recent run has touched, so
+the forward pass reads cold rows. Indices, offsets and the output gradient are as warm as a previous layer leaves
+them. On the CPU the backward pass finds what its own forward pass left in the caches (emptying them costs more than
+most kernels take); on CUDA the L2 cache is overwritten before either pass.
+
+Shape letters: R repeats, 2 (forward, backward).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.measure.kernels import FusedKernel
+
+_FLUSH_BYTES = 512 << 20
+"""Written before each timed run on CUDA: many times any L2, and long enough for the host to queue the run, so that
+the device never waits for a launch between the two events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """All timed runs of one kernel."""
+
+    samples_ms: Tensor
+    """[R, 2] float64: forward and backward of each round, in the order of the rounds."""
+
+    reference_ms: Tensor | None = None
+    """[R, 2] float64: the reference kernel, run right before each of them."""
+
+    @property
+    def median_ms(self) -> Tensor:
+        """[2] medians over the rounds."""
+        return self.samples_ms.quantile(0.5, dim=0)
+
+    @property
+    def spread(self) -> Tensor:
+        """[2] mean absolute deviation from the median, as a share of the median."""
+        return (self.samples_ms - self.median_ms).abs().mean(0) / self.median_ms
+
+
+@contextmanager
+def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
+    """Run kernels with ``threads`` intra-op threads, on ``cores`` only where given; restored afterwards.
+
+    Threads that the kernels start inside inherit the cores; where the system has no affinities, none are set.
+    """
+    if threads < 1:
+        raise TaskError(f"kernels need at least one thread, got {threads}")
+    threads_before, affinities = torch.get_num_threads(), {}
+    torch.set_num_threads(threads)
+    try:
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            wanted = set(cores)
+            for task in Path("/proc/self/task").iterdir():
+                affinities[int(task.name)] = os.sched_getaffinity(int(task.name))
+                os.sched_setaffinity(int(task.name), wanted)
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        for task_id, before in affinities.items():
+            with suppress(ProcessLookupError):  # a thread that has ended
+                os.sched_setaffinity(task_id, before)
+
+
+def time_groups(
+    kernels: Sequence[FusedKernel],
+    repeats: int,
+    warmup: int = 1,
+    generator: torch.Generator | None = None,
+    reference: FusedKernel | None = None,
+) -> list[Samples]:
+    """Time each kernel ``repeats`` times.
+
+    Every round runs all kernels once, in an order of its own, so that a slow spell of the machine hits them alike.
+    The backward pass is timed as ``output.backward(gradient)``: fused optimizer included.
+
+    Args:
+        kernels: all on one device.
+        repeats: timed rounds, at least 1.
+        warmup: untimed rounds before.
+        generator: of the order. Default: seeded with 0.
+        reference: a kernel to run right before each of the others, whose times tell how fast the machine was then.
+    """
+    if repeats < 1 or not kernels:
+        raise TaskError(f"nothing to time: {len(kernels)} kernels, {repeats} repeats")
+    generator = generator or torch.Generator().manual_seed(0)
+    runs = _CudaRuns(kernels[0].device) if kernels[0].device.type == "cuda" else _CpuRuns()
+    for kernel in [*kernels, *([reference] if reference else [])] * warmup:
+        runs(kernel)
+    marks: list[list] = [[] for _ in kernels]
+    reference_marks: list[list] = [[] for _ in kernels]
+    for _ in range(repeats):
+        for position in torch.randperm(len(kernels), generator=generator).tolist():
+            if reference:
+                reference_marks[position].append(runs(reference))
+            marks[position].append(runs(kernels[position]))
+    return [
+        Samples(runs.elapsed_ms(rounds), runs.elapsed_ms(reference_rounds) if reference else None)
+        for rounds, reference_rounds in zip(marks, reference_marks, strict=True)
+    ]
+
+
+class _CpuRuns:
+    """Runs with the host clock."""
+
+    def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
+        kernel.move()
+        start = time.perf_counter_ns()
+        kernel.forward()
+        middle = time.perf_counter_ns()
+        kernel.backward()
+        return start, middle, time.perf_counter_ns()
+
+    def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:
+        return torch.tensor(rounds, dtype=torch.int64).diff(dim=1).double() / 1e6
+
+
+class _CudaRuns:
+    """Runs with device events, queued without waiting; one synchronise when times are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flush_N = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def __call__(self, kernel: FusedKernel) -> tuple[torch.cuda.Event, ...]:
+        events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(4))
+        kernel.move()
+        for run, start, end in ((kernel.forward, *events[:2]), (kernel.backward, *events[2:])):
+            self._flush_N.zero_()
+            start.record()
+            run()
+            end.record()
+        return events
+
+    def elapsed_ms(self, rounds: list[tuple[torch.cuda.Event, ...]]) -> Tensor:
+        torch.cuda.synchronize()
+        times = [(e[0].elapsed_time(e[1]), e[2].elapsed_time(e[3])) for e in rounds]
+        return torch.tensor(times, dtype=torch.float64)

@@ -1,0 +1,134 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Drawn sets cover what planning meets; a collection survives whatever stops it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.errors import DatasetError, TaskError
+from dreamshard_planner.measure.collect import GroupMix, collect, draw_sets, set_work
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.kernels import Arena, check_group
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+
+TABLES = [
+    Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
+    for i in range(60)
+]
+SMALL_SETS = draw_sets(TABLES, 12, seed=1, batch_sizes=(4, 8), max_tables=5)
+MANY_SETS = draw_sets(TABLES, 400, seed=2, batch_sizes=(4, 8), max_tables=5)
+
+
+def run(sets: list, path: Path, **options) -> CostDataset:
+    options = {"repeats": 2, "progress": False, "block": 2} | options
+    return collect(sets, path, arena=Arena("cpu", size_bytes=4 << 20), **options)
+
+
+def test_sets_cover_sizes_and_attributes() -> None:
+    sets = draw_sets(TABLES, 600, seed=3, batch_sizes=(16, 64), max_work=1e12)
+    sizes = [len(group) for group in sets]
+    assert min(sizes) == 1 and max(sizes) > 30 and 0.1 < sizes.count(1) / 600 < 0.3
+    for group in sets:
+        check_group(group)
+        assert len({workload.name for workload in group}) == len(group)
+    firsts = [group[0] for group in sets]
+    assert {w.batch_size for w in firsts} == {16, 64}
+    assert {w.weight_bytes for w in firsts} == {2, 4} and {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad"}
+    assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
+
+
+def test_sets_follow_the_seed() -> None:
+    assert draw_sets(TABLES, 20, seed=3) == draw_sets(TABLES, 20, seed=3)
+    assert draw_sets(TABLES, 20, seed=3) != draw_sets(TABLES, 20, seed=4)
+    assert draw_sets(TABLES, 20, seed=3)[:10] == draw_sets(TABLES, 10, seed=3)
+
+
+def test_sets_stay_within_their_work() -> None:
+    sets = draw_sets(TABLES, 200, seed=3, batch_sizes=(64,), max_work=20_000)
+    work = [set_work(group) for group in sets]
+    assert all(total <= 20_000 or len(group) == 1 for total, group in zip(work, sets, strict=True))
+    assert 15_000 < sorted(work)[150] <= 20_000
+    heavy = [Table("light", 100, 8, (FeatureStatistics(10.0),)), Table("heavy", 100, 8, (FeatureStatistics(90.0),))]
+    for group in draw_sets(heavy, 20, seed=0, batch_sizes=(64,), max_work=1.0):
+        assert len(group) == 1
+
+
+def test_work_of_a_set() -> None:
+    (w,) = draw_sets(TABLES[4:5], 1, seed=0, batch_sizes=(10,), mix=GroupMix(sequence=0, weighted=0, fp16=0))[0]
+    assert (w.lookups, w.dim, set_work([w]), set_work([w, w])) == (40.0, 16, 1280.0, 2560.0)
+    assert set_work([replace(w, pooled=False)]) == 12800.0
+    assert set_work([replace(w, weighted=True, weight_bytes=2)]) == pytest.approx(1280 * 3.2)
+
+
+def test_mix_decides_the_attributes() -> None:
+    plain = GroupMix(sequence=0, weighted=0, fp16=0, rowwise_adagrad=1)
+    for w, *_ in draw_sets(TABLES, 50, seed=0, mix=plain):
+        assert (w.pooled, w.weighted, w.weight_bytes, w.optimizer) == (True, False, 4, "rowwise_adagrad")
+    with pytest.raises(TaskError, match="fp16.*1.5"):
+        GroupMix(fp16=1.5)
+    with pytest.raises(TaskError, match="0 tables"):
+        draw_sets([], 1, seed=0)
+
+
+def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
+    data = run(SMALL_SETS[:5], tmp_path / "journal")
+    assert [data.workloads(i) for i in range(5)] == SMALL_SETS[:5]
+    assert data.samples_ms.shape == data.reference_ms.shape == (5, 2, 2)
+    more = run(SMALL_SETS, tmp_path / "journal")
+    assert [more.workloads(i) for i in range(12)] == SMALL_SETS
+    assert np.array_equal(more.samples_ms[:5], data.samples_ms)
+    assert run(SMALL_SETS, tmp_path / "journal").digest == more.digest
+
+
+def test_collect_stops_after_its_seconds(tmp_path: Path) -> None:
+    assert len(run(SMALL_SETS, tmp_path / "journal", seconds=0.0, block=3)) == 3
+    assert len(run(SMALL_SETS, tmp_path / "journal", seconds=0.0, block=3)) == 6
+
+
+def test_collect_refuses_other_sets_and_repeats(tmp_path: Path) -> None:
+    run(SMALL_SETS[:4], tmp_path / "journal")
+    for other in (SMALL_SETS[1:], SMALL_SETS[:3]):
+        with pytest.raises(DatasetError, match="journal: its 4 sets are not the first"):
+            run(other, tmp_path / "journal")
+    with pytest.raises(DatasetError, match="holds 2 repeats of each set, asked for 3"):
+        run(SMALL_SETS, tmp_path / "journal", repeats=3)
+    with pytest.raises(DatasetError, match="'threads': 1.*'threads': 2"):
+        run(SMALL_SETS, tmp_path / "journal", threads=2)
+
+
+def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run(SMALL_SETS[:2], tmp_path / "journal", progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == "" and "sets/s" in captured.err and "noise floor" in captured.err
+
+
+def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
+    """Real processes, really killed; the forkserver imports the package once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dreamshard_planner.measure.collect"])
+    path, moments, held = tmp_path / "journal", random.Random(0), 0
+    for _ in range(6):
+        process = context.Process(target=run, args=(MANY_SETS, path), kwargs={"block": 1})
+        process.start()
+        size = path.stat().st_size if path.exists() else 1 << 10  # a header is shorter, with a record it is longer
+        while process.is_alive() and (not path.exists() or path.stat().st_size <= size):
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0.0, 0.05))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        with Journal.open(path, describe_hardware("cpu", threads=1)) as journal:
+            assert len(journal) >= held and journal.sets == MANY_SETS[: len(journal)]
+            held = len(journal)
+        assert held > 0
+    data = run(MANY_SETS, path)
+    assert [data.workloads(i) for i in range(len(data))] == MANY_SETS

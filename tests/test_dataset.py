@@ -1,0 +1,232 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Cost datasets and journals keep everything, and refuse whatever is not whole.
+
+Shape letters: N sets, R repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dreamshard_planner.cost.dataset import CostDataset, Journal, _frame
+from dreamshard_planner.errors import DatasetError
+from dreamshard_planner.workload.tables import Workload
+
+HARDWARE = {"device": "cpu", "name": "abacus", "threads": 1, "fbgemm": "1.8.0", "memory_bytes": 1 << 30}
+W = Workload("a", 50, 8, 6, 2.5, 8.0, (0.1, 0.7, 0.2) + (0.0,) * 14)
+SETS = [
+    [W, replace(W, name="table ü", dim=12)],
+    [replace(W, pooled=False, optimizer="rowwise_adagrad", num_features=3)],
+    [replace(W, pooling_factor=0.0, distinct_rows=0.0, reuse_histogram=(0.0,) * 17), W, W],
+]
+SAMPLES_NR2 = [[[1.0, 2.0], [3.0, 4.0], [2.0, 9.0]], [[0.1, 0.2], [0.1, 0.2], [0.1, 0.2]], [[5.0, 6.0]] * 3]
+REFERENCE_NR2 = [[[0.4, 0.6], [0.8, 1.2], [0.4, 0.6]], [[0.4, 0.6]] * 3, [[0.4, 0.6]] * 3]
+
+
+def dataset(**changes) -> CostDataset:
+    return CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE, REFERENCE_NR2, **changes)
+
+
+def test_workloads_come_back_as_they_were() -> None:
+    data = dataset()
+    assert len(data) == 3 and data.repeats == 3
+    assert [data.workloads(i) for i in range(3)] == SETS and data.workloads(-1) == SETS[-1]
+    assert data.all_workloads() == [w for group in SETS for w in group]
+    assert data.set_offsets.tolist() == [0, 2, 3, 6]
+    assert isinstance(data.workloads(0)[0].rows, int) and data.workloads(1)[0].pooled is False
+    with pytest.raises(IndexError, match="set 3 of a dataset of 3"):
+        data.workloads(3)
+
+
+def test_medians_with_and_without_reference() -> None:
+    plain = CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE)
+    assert plain.forward_backward_ms.tolist() == [[2.0, 4.0], [0.1, 0.2], [5.0, 6.0]]
+    assert plain.spread[0].tolist() == pytest.approx([(1 + 1 + 0) / 3 / 2, (2 + 0 + 5) / 3 / 4])
+    # In the second round of set 0 the reference took 2 ms instead of 1: that round shrinks by the root of 2.
+    corrected = dataset()
+    assert corrected.corrected_ms[0, :, 1].tolist() == pytest.approx([2.0, 4.0 * 0.5**0.5, 9.0])
+    assert corrected.forward_backward_ms.flatten().tolist() == pytest.approx([2.0, 8**0.5, 0.1, 0.2, 5.0, 6.0])
+    assert dataset().forward_backward_ms.dtype == torch.float64
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    data = dataset(seed=7)
+    data.save(tmp_path / "costs.npz")
+    loaded = CostDataset.load(tmp_path / "costs.npz")
+    assert [loaded.workloads(i) for i in range(3)] == SETS
+    assert np.array_equal(loaded.samples_ms, data.samples_ms) and np.array_equal(loaded.reference_ms, data.reference_ms)
+    assert (loaded.hardware, loaded.seed, loaded.created) == (HARDWARE, 7, data.created)
+    assert loaded.digest == data.digest and len(data.digest) == 64
+    assert os.listdir(tmp_path) == ["costs.npz"]
+
+
+def test_digest_follows_content_and_not_the_date() -> None:
+    data = dataset()
+    other_date = CostDataset(data.columns, data.set_offsets, data.samples_ms, HARDWARE, data.reference_ms, 0, "today")
+    assert other_date.digest == data.digest
+    assert dataset(seed=1).digest != data.digest
+    assert CostDataset.from_sets(SETS, np.array(SAMPLES_NR2) * 2, HARDWARE, REFERENCE_NR2).digest != data.digest
+    assert data.select([0, 1, 2]).digest == data.digest
+
+
+def test_select_and_concatenate() -> None:
+    data = dataset()
+    parts = [data.select([2]), data.select([0, 1])]
+    joined = CostDataset.concatenate(parts)
+    assert [joined.workloads(i) for i in range(3)] == [SETS[2], SETS[0], SETS[1]]
+    assert joined.samples_ms.tolist() == [SAMPLES_NR2[2], SAMPLES_NR2[0], SAMPLES_NR2[1]]
+    other = CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE | {"name": "slide rule"}, REFERENCE_NR2)
+    with pytest.raises(DatasetError, match="abacus.*slide rule"):
+        CostDataset.concatenate([data, other])
+    with pytest.raises(DatasetError, match="repeats"):
+        CostDataset.concatenate([data, CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE)])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("which", ["samples_ms", "reference_ms"])
+def test_impossible_times_are_refused(bad: float, which: str, tmp_path: Path) -> None:
+    dataset().save(tmp_path / "costs.npz")
+    with np.load(tmp_path / "costs.npz") as archive:
+        arrays = dict(archive)
+    arrays[which][1, 2, 0] = bad
+    np.savez(tmp_path / "costs.npz", **arrays)
+    with pytest.raises(DatasetError, match=rf"costs.npz.*{which}.*NaN, infinite, zero or negative"):
+        CostDataset.load(tmp_path / "costs.npz")
+
+
+def _header(arrays: dict, **changes) -> np.ndarray:
+    return np.array(json.dumps(json.loads(str(arrays["header"])) | changes))
+
+
+DAMAGE = {
+    "newer": (lambda a: a | {"header": _header(a, schema=99)}, "schema 99.*newer"),
+    "wrong schema": (lambda a: a | {"header": _header(a, schema="x")}, "schema x"),
+    "other kind": (lambda a: {"weights": np.zeros(3)}, "not a dreamshard cost dataset"),
+    "lacks a column": (lambda a: {k: v for k, v in a.items() if k != "dim"}, "lacks dim"),
+    "lacks hardware": (lambda a: a | {"header": np.array('{"kind":"dreamshard cost dataset","schema":1}')}, "lacks"),
+    "object array": (lambda a: a | {"rows": np.array([{}] * 6, dtype=object)}, "not a readable"),
+    "short column": (lambda a: a | {"rows": a["rows"][:-1]}, "rows has shape"),
+    "altered": (lambda a: a | {"rows": a["rows"] + 1}, "digest"),
+    "NaN statistics": (lambda a: a | {"distinct_rows": a["distinct_rows"] * np.nan}, "distinct_rows holds NaN"),
+    "empty set": (lambda a: a | {"set_offsets": np.array([0, 2, 2, 6])}, "set_offsets must grow"),
+    "lost shards": (lambda a: a | {"set_offsets": np.array([0, 2, 3, 5])}, "set_offsets must run"),
+    "lost sets": (lambda a: a | {"samples_ms": a["samples_ms"][:2]}, "samples_ms has shape"),
+    "wild index": (lambda a: a | {"histogram_index": a["histogram_index"] + 9}, "histogram_index"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_foreign_and_damaged_files_are_refused(damage, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.npz"
+    dataset().save(path)
+    with np.load(path) as archive:
+        arrays = damage(dict(archive))
+    np.savez(path, **arrays)
+    with pytest.raises(DatasetError, match=f"costs.npz.*{message}"):
+        CostDataset.load(path)
+
+
+def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.npz"
+    dataset().save(path)
+    content = path.read_bytes()
+    for length in (0, 10, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(DatasetError, match="costs.npz.*not a readable"):
+            CostDataset.load(path)
+    with pytest.raises(DatasetError, match="none.npz: no such file"):
+        CostDataset.load(tmp_path / "none.npz")
+
+
+def fill(path: Path, sets: list[list[Workload]] = SETS) -> bytes:
+    with Journal.open(path, HARDWARE, seed=7) as journal:
+        for group, samples, reference in zip(sets, SAMPLES_NR2, REFERENCE_NR2, strict=False):
+            journal.append(group, torch.tensor(samples), torch.tensor(reference, dtype=torch.float64))
+    return path.read_bytes()
+
+
+def test_journal_becomes_the_dataset(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    fill(path, SETS[:2])
+    with Journal.open(path, HARDWARE, seed=7) as journal:
+        assert journal.sets == SETS[:2] and journal.repeats == 3
+        journal.append(SETS[2], torch.tensor(SAMPLES_NR2[2]), torch.tensor(REFERENCE_NR2[2], dtype=torch.float64))
+        data = journal.to_dataset()
+    with Journal.open(path, HARDWARE, seed=7) as journal:
+        assert journal.sets == SETS and len(journal) == 3
+        assert journal.to_dataset().digest == data.digest
+        assert journal.to_dataset().created == journal.created
+    assert [data.workloads(i) for i in range(3)] == SETS and data.seed == 7
+    np.testing.assert_allclose(data.samples_ms, SAMPLES_NR2, rtol=1e-6)
+
+
+def test_every_torn_tail_loses_one_record_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    content = fill(path)
+    lines = content.splitlines(keepends=True)
+    whole = len(content) - len(lines[-1])
+    for cut in range(whole, len(content)):
+        path.write_bytes(content[:cut])
+        with Journal.open(path, HARDWARE, seed=7) as journal:
+            assert journal.sets == SETS[:2]
+        assert path.read_bytes() == content[:whole]
+    path.write_bytes(content[:-9] + b"00000000\n")  # whole in length, not in content
+    with Journal.open(path, HARDWARE, seed=7) as journal:
+        assert journal.sets == SETS[:2]
+        journal.append(SETS[2], torch.tensor(SAMPLES_NR2[2]), torch.tensor(REFERENCE_NR2[2], dtype=torch.float64))
+    assert path.read_bytes() == content
+
+
+def test_damage_before_the_last_record_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    content = fill(path)
+    for line, start in ((2, content.index(b"\n") + 20), (1, 12)):
+        damaged = bytearray(content)
+        damaged[start] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(DatasetError, match="journal: line 2 is damaged" if line == 2 else "not a dreamshard"):
+            Journal.open(path, HARDWARE, seed=7)
+        assert path.read_bytes() == damaged
+    header = content.splitlines(keepends=True)[0]
+    path.write_bytes(header + _frame({"set": [5], "new": [], "ms": []}) + content[len(header) :])
+    with pytest.raises(DatasetError, match="line 2 is not a record"):
+        Journal.open(path, HARDWARE, seed=7)
+
+
+def test_journals_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    fill(path)
+    with pytest.raises(DatasetError, match="'abacus'.*'slide rule'"):
+        Journal.open(path, HARDWARE | {"name": "slide rule"}, seed=7)
+    with Journal.open(path, HARDWARE | {"memory_bytes": 1}, seed=7), pytest.raises(DatasetError, match="another proc"):
+        Journal.open(path, HARDWARE, seed=7)
+    with pytest.raises(DatasetError, match="seed 7, asked for 8"):
+        Journal.open(path, HARDWARE, seed=8)
+    path.write_bytes(_frame({"kind": "dreamshard cost journal", "schema": 2}))
+    with pytest.raises(DatasetError, match="schema 2.*newer"):
+        Journal.open(path, HARDWARE)
+    for foreign in (b"", b"hello", b"hello\n", b"\x80\x00\n"):
+        path.write_bytes(foreign)
+        with pytest.raises(DatasetError, match="not a dreamshard cost journal"):
+            Journal.open(path, HARDWARE)
+        assert path.read_bytes() == foreign
+
+
+def test_empty_journal_has_no_dataset(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal", HARDWARE) as journal, pytest.raises(DatasetError, match="nothing"):
+        journal.to_dataset()
+
+
+def test_sets_with_different_repeats_do_not_mix(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal", HARDWARE) as journal:
+        journal.append(SETS[0], torch.ones(3, 2))
+        journal.append(SETS[1], torch.ones(2, 2))
+        with pytest.raises(DatasetError, match="repeats"):
+            journal.to_dataset()

@@ -1,0 +1,220 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Fused kernels compute what plain PyTorch computes, on exactly the inputs asked for.
+
+Shape letters: L lookups, F features, B batch, O outputs, N elements.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.measure.hardware import describe_hardware, hardware_key
+from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
+from dreamshard_planner.measure.timing import pinned, time_groups
+from dreamshard_planner.workload.tables import Workload
+
+REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14
+LEARNING_RATE = 1e-3
+
+
+def workload(name: str = "a", **changes) -> Workload:
+    base = Workload(
+        name=name, rows=50, dim=8, batch_size=6, pooling_factor=2.5, distinct_rows=8.0, reuse_histogram=REUSE
+    )
+    return replace(base, **changes)
+
+
+GROUPS = {
+    "mixed dims": [workload(), workload("b", dim=12, rows=7, pooling_factor=1.0, distinct_rows=3.0)],
+    "one table": [workload()],
+    "one row": [workload(rows=1, distinct_rows=1.0)],
+    "shared table": [workload(num_features=3), workload("b")],
+    "weighted": [workload(weighted=True), workload("b", weighted=True)],
+    "sequence": [workload(pooled=False), workload("b", pooled=False, rows=9, distinct_rows=5.0)],
+    "no lookups": [workload(pooling_factor=0.0, distinct_rows=0.0, reuse_histogram=(0.0,) * 17), workload("b")],
+}
+
+
+def plain_output(kernel: FusedKernel, workloads: list[Workload], tables: list[torch.Tensor]) -> torch.Tensor:
+    """The kernel's output by torch.nn.functional, from [rows, dim] tables."""
+    batch, first, feature, outputs = workloads[0].batch_size, workloads[0], 0, []
+    for w, table in zip(workloads, tables, strict=True):
+        for _ in range(w.num_features):
+            offsets = kernel.offsets_FB[feature * batch : (feature + 1) * batch + 1]
+            span = slice(int(offsets[0]), int(offsets[-1]))
+            indices_L = kernel.indices_L[span]
+            if first.pooled:
+                weights_L = kernel.sample_weights_L[span] if w.weighted else None
+                starts_B = offsets[:-1] - offsets[0]
+                outputs.append(
+                    torch.nn.functional.embedding_bag(
+                        indices_L, table, starts_B, mode="sum", per_sample_weights=weights_L
+                    )
+                )
+            else:
+                outputs.append(table[indices_L])
+            feature += 1
+    return torch.cat(outputs, dim=1 if first.pooled else 0)
+
+
+@pytest.mark.parametrize("with_arena", [False, True])
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
+def test_forward_and_sgd_match_plain_torch(group: list[Workload], with_arena: bool) -> None:
+    kernel = FusedKernel(group, "cpu", seed=3, arena=Arena("cpu", size_bytes=1 << 20) if with_arena else None)
+    for _ in range(2):
+        tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
+        assert [tuple(t.shape) for t in tables] == [(w.rows, w.dim) for w in group]
+        expected_O = plain_output(kernel, group, tables)
+        torch.testing.assert_close(kernel.forward(), expected_O)
+        expected_O.backward(kernel.grad_O)
+        kernel.backward()
+        for table, updated in zip(tables, kernel.module.split_embedding_weights(), strict=True):
+            torch.testing.assert_close(updated, table.detach() - LEARNING_RATE * table.grad, rtol=1e-5, atol=1e-7)
+        kernel.move()
+
+
+def test_rowwise_adagrad_matches_its_formula() -> None:
+    group = [workload(optimizer="rowwise_adagrad"), workload("b", dim=4, rows=5, optimizer="rowwise_adagrad")]
+    kernel = FusedKernel(group, "cpu", seed=1, arena=Arena("cpu", size_bytes=1 << 20))
+    tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
+    (states,) = zip(*kernel.module.split_optimizer_states(), strict=True)
+    before = [state.clone() for state in states]
+    plain_output(kernel, group, tables).backward(kernel.grad_O)
+    kernel.forward()
+    kernel.backward()
+    for table, state, old, new in zip(tables, states, before, kernel.module.split_embedding_weights(), strict=True):
+        squares = old + table.grad.square().mean(dim=1)
+        step = table.grad / (squares.sqrt() + 1e-8).unsqueeze(1)
+        torch.testing.assert_close(state, squares)
+        torch.testing.assert_close(new, table.detach() - LEARNING_RATE * step, rtol=1e-5, atol=1e-7)
+
+
+def test_half_precision_weights() -> None:
+    kernel = FusedKernel([workload(weight_bytes=2)], "cpu")
+    (table,) = kernel.module.split_embedding_weights()
+    assert table.dtype == torch.float16
+    expected_O = plain_output(kernel, [workload()], [table.float()])
+    torch.testing.assert_close(kernel.forward(), expected_O)
+    kernel.backward()
+
+
+@pytest.mark.parametrize(("pooling", "lookups"), [(0.0, 0), (1e-3, 1), (2.5, 15), (2.45, 15), (40.0, 240)])
+def test_inputs_have_the_exact_lookups(pooling: float, lookups: int) -> None:
+    reuse = REUSE if pooling else (0.0,) * 17
+    w = workload(pooling_factor=pooling, num_features=2, reuse_histogram=reuse, distinct_rows=min(8.0, lookups))
+    indices_L, lengths_FB = draw_inputs(w, torch.Generator().manual_seed(0))
+    assert indices_L.shape == (lookups,) and indices_L.dtype == torch.int64
+    assert lengths_FB.shape == (12,) and int(lengths_FB.sum()) == lookups
+    assert not lookups or (int(indices_L.min()) >= 0 and int(indices_L.max()) < w.rows)
+
+
+def test_a_table_has_the_same_inputs_in_every_group_and_process() -> None:
+    arena = Arena("cpu", size_bytes=1 << 20)
+    alone = FusedKernel([workload()], "cpu", seed=5, arena=arena)
+    together = FusedKernel([workload("b", dim=4), workload(dim=16)], "cpu", seed=5, arena=arena)
+    private = FusedKernel([workload()], "cpu", seed=5)
+    other_seed = FusedKernel([workload()], "cpu", seed=6, arena=arena)
+    assert torch.equal(alone.indices_L, together.indices_L[-15:])
+    assert torch.equal(alone.indices_L, private.indices_L)
+    assert not torch.equal(alone.indices_L, other_seed.indices_L)
+
+
+def test_tables_larger_than_the_arena_run_inside_it() -> None:
+    arena = Arena("cpu", size_bytes=4 << 20)
+    capacity = arena.weights(torch.float32).numel()
+    huge = workload(rows=10**9, dim=8)
+    kernel = FusedKernel([huge, workload("b", rows=100_000), workload("c", rows=100_000)], "cpu", arena=arena)
+    assert kernel.module.rows_per_table.tolist() == [capacity // 8, 100_000, 100_000]
+    assert int(kernel.indices_L.max()) < capacity // 8
+    for _ in range(20):
+        kernel.move()
+        starts = kernel.module.weights_physical_offsets
+        sizes = [rows * dim for rows, dim, _, _ in kernel.module.embedding_specs]
+        assert all(s >= 0 and s + n <= capacity and s % 64 == 0 for s, n in zip(starts, sizes, strict=True))
+        assert kernel.module.weights_host.data_ptr() == arena.weights(torch.float32).data_ptr()
+        kernel.forward()
+        kernel.backward()
+
+
+def test_windows_that_fit_together_never_overlap() -> None:
+    arena = Arena("cpu", size_bytes=1 << 20)
+    places = set()
+    for _ in range(50):
+        a, b, c = arena.windows([100, 64, 7], capacity=1000)
+        assert a % 64 == 0 and b == a + 128 and c == b + 64 and c + 7 <= 1000
+        places.add(a)
+    assert len(places) > 5
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"batch_size": 7}, "batch_size"),
+        ({"weight_bytes": 2}, "weight_bytes"),
+        ({"pooled": False}, "pooled"),
+        ({"weighted": True}, "weighted"),
+        ({"optimizer": "rowwise_adagrad"}, "optimizer"),
+    ],
+)
+def test_groups_that_cannot_be_fused_are_refused(change: dict, field: str) -> None:
+    with pytest.raises(TaskError, match=f"table 'odd'.*{field}"):
+        FusedKernel([workload(), workload("odd", **change)], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ([], "at least one table"),
+        ([workload("odd", dim=6)], "'odd'.*multiple of 4, got 6"),
+        ([workload("odd", weight_bytes=1)], "'odd'.*weights of 1 bytes"),
+        ([workload("odd", pooled=False, weighted=True)], "'odd'.*per-sample weights"),
+        ([workload(pooled=False), workload("odd", pooled=False, dim=4)], "'odd'.*dim is 4, not 8"),
+        ([workload("odd", memory="uvm")], "'odd'.*device memory.*'uvm'"),
+    ],
+)
+def test_kernels_that_do_not_exist_are_refused(group: list[Workload], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        FusedKernel(group, "cpu")
+
+
+def test_backward_needs_its_forward() -> None:
+    kernel = FusedKernel([workload()], "cpu")
+    kernel.forward()
+    kernel.backward()
+    with pytest.raises(RuntimeError, match="forward"):
+        kernel.backward()
+
+
+def test_time_groups_keeps_every_sample() -> None:
+    arena = Arena("cpu", size_bytes=1 << 20)
+    kernels = [FusedKernel(group, "cpu", arena=arena) for group in (GROUPS["one table"], GROUPS["mixed dims"])]
+    timed = time_groups(kernels, repeats=3, reference=kernels[0])
+    for samples in timed:
+        assert samples.samples_ms.shape == samples.reference_ms.shape == (3, 2)
+        assert bool((samples.samples_ms > 0).all())
+        assert torch.equal(samples.median_ms, samples.samples_ms.sort(dim=0).values[1])
+        assert samples.spread.shape == (2,)
+    assert time_groups(kernels, repeats=1)[0].reference_ms is None
+    with pytest.raises(TaskError, match="0 repeats"):
+        time_groups(kernels, repeats=0)
+
+
+def test_pinned_restores_threads_and_cores() -> None:
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    with pinned(1, cores=[min(cores)]):
+        assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == {min(cores)}
+    assert torch.get_num_threads() == threads and os.sched_getaffinity(0) == cores
+    with pytest.raises(TaskError, match="0"), pinned(0):
+        pass
+
+
+def test_hardware_names_what_it_ran_on() -> None:
+    hardware = describe_hardware("cpu", threads=1)
+    assert hardware["device"] == "cpu" and hardware["threads"] == 1 and hardware["torch"] == torch.__version__
+    assert all(isinstance(value, (str, int)) for value in hardware.values())
+    assert hardware_key(hardware) != hardware_key(describe_hardware("cpu", threads=2))
