@@ -1,0 +1,148 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Fitting cost networks to measured sets, and judging them on sets of tables never seen.
+
+Shapes: X sets, S shards (of all sets, flat), F features, E ensemble members, 2 = forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.workload.features import WORK, columns, feature_matrix
+from dreamshard_planner.workload.tables import Workload
+
+
+@dataclass(frozen=True)
+class LabelledSets:
+    """Measured fused groups as flat tensors."""
+
+    features_SF: Tensor
+    offsets_X1: Tensor
+    """First shard of each set, and the end: int64 [X + 1]."""
+    labels_ms_X2: Tensor
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[Workload]], labels_ms_X2: Tensor) -> LabelledSets:
+        """From sets of workloads and their forward and backward milliseconds [X, 2]."""
+        lengths = torch.tensor([len(workloads) for workloads in sets])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        features_SF = feature_matrix([workload for workloads in sets for workload in workloads])
+        return cls(features_SF, offsets, labels_ms_X2.float())
+
+    def __len__(self) -> int:
+        return len(self.labels_ms_X2)
+
+    @property
+    def set_S(self) -> Tensor:
+        """Set of each shard."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.offsets_X1.diff())
+
+    def select(self, index_X: Tensor) -> LabelledSets:
+        """The sets at ``index_X``, in that order."""
+        lengths = self.offsets_X1.diff()[index_X]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        start_S = torch.repeat_interleave(self.offsets_X1[:-1][index_X] - offsets[:-1], lengths)
+        shard_S = start_S + torch.arange(int(offsets[-1]))
+        return LabelledSets(self.features_SF[shard_S], offsets, self.labels_ms_X2[index_X])
+
+    def sum(self, values_SH: Tensor) -> Tensor:
+        """Sum of per-shard values over each set, [X, H]."""
+        sums_XH = values_SH.new_zeros(len(self), values_SH.shape[1])
+        return sums_XH.index_add_(0, self.set_S, values_SH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """How a cost network is fitted."""
+
+    epochs: int = 120
+    """Passes over the training sets."""
+    batch_sets: int = 256
+    """Sets per update."""
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_sets < 1 or not self.learning_rate > 0:
+            raise ValueError(f"epochs, batch_sets and learning_rate must be positive, got {asdict(self)}")
+
+
+def fit_cost_network(
+    train: LabelledSets,
+    network_config: CostNetworkConfig | None = None,
+    config: FitConfig | None = None,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> CostNetwork:
+    """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss).
+
+    Members differ in initialisation and in the random weights they give to the training sets (the Bayesian
+    bootstrap), so that their spread says where data is thin. ``on_epoch(epoch, loss)`` reports progress.
+    """
+    config = config or FitConfig()
+    if len(train) < 8:
+        raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
+    network = CostNetwork(network_config or CostNetworkConfig(), seed=config.seed)
+    network.initialize(train.features_SF, train.set_S, train.labels_ms_X2)
+    generator = torch.Generator().manual_seed(config.seed)
+    uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)
+    weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one
+
+    optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    steps_per_epoch = math.ceil(len(train) / config.batch_sets)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.learning_rate, total_steps=config.epochs * steps_per_epoch, pct_start=0.1
+    )
+    network.train()
+    for epoch in range(config.epochs):
+        losses = []
+        for index_X in torch.randperm(len(train), generator=generator).split(config.batch_sets):
+            batch = train.select(index_X)
+            log_EX2 = network.member_log_cost(batch.sum(network.encode(batch.features_SF)))
+            error_EX2 = torch.nn.functional.smooth_l1_loss(
+                log_EX2, batch.labels_ms_X2.log().expand_as(log_EX2), beta=0.02, reduction="none"
+            )
+            loss = (error_EX2 * weight_EX[:, index_X, None]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        if on_epoch is not None:
+            on_epoch(epoch, sum(losses) / len(losses))
+    return network.eval()
+
+
+@torch.no_grad()
+def predict_ms(network, sets: LabelledSets) -> Tensor:
+    """Predicted forward and backward milliseconds of sets, [X, 2]; any compute cost will do."""
+    return network.group_cost_ms(sets.sum(network.encode(sets.features_SF)))
+
+
+def mape_2(predicted_ms_X2: Tensor, labels_ms_X2: Tensor) -> Tensor:
+    """Mean absolute percentage error of forward and backward, as shares, [2]."""
+    return ((predicted_ms_X2 - labels_ms_X2) / labels_ms_X2).abs().mean(0)
+
+
+def linear_baseline(train: LabelledSets, test: LabelledSets) -> Tensor:
+    """Predictions [X, 2] for ``test`` of relative least squares on the summed work of a set plus a
+    constant: the additive baseline that a network has to beat."""
+
+    def design(sets: LabelledSets) -> Tensor:
+        work_XP = sets.sum(sets.features_SF[:, columns(WORK)].double())
+        return torch.cat([work_XP, torch.ones(len(sets), 1, dtype=torch.float64)], dim=-1)
+
+    unit_P = design(train).mean(0).clamp_min(1e-9)
+    predictions = []
+    for output in range(2):
+        label_X1 = train.labels_ms_X2[:, output, None].double()
+        solution = torch.linalg.lstsq(design(train) / unit_P / label_X1, torch.ones_like(label_X1), driver="gelsd")
+        predictions.append(design(test) / unit_P @ solution.solution)
+    return torch.cat(predictions, dim=-1).clamp_min(1e-3)

@@ -1,0 +1,162 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a placement costs: one formula for labels, search, benchmarks and reports.
+
+A device's compute is the sum over its fused groups; within a group a :class:`ComputeCost` (network or
+roofline) says what the *set* of shards costs. The overall cost of a placement is
+
+    max over devices of (forward + backward)  +  forward collective  +  backward collective
+
+because between two all-to-all barriers of steady training a device runs the backward of one step and the
+forward of the next.
+
+Shapes: B placements, S shards, D devices, G fused groups, H latent channels, M kinds of memory, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.collectives import CollectiveModel
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """Where a cost came from; shown wherever a cost is shown."""
+
+    kind: str
+    """``measured``, ``network`` or ``roofline``."""
+    detail: str
+    """Checkpoint and hardware, or the bandwidths used."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.detail})"
+
+
+class ComputeCost(Protocol):
+    """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents."""
+
+    source: CostSource
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """Additive latents [S, H] of shards; channel 0 is 1 for each, so that it counts a group's shards."""
+        ...
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """Forward and backward milliseconds [..., 2] of groups from their summed latents [..., H].
+        A group without shards costs exactly nothing."""
+        ...
+
+    def glance_ms(self, latent_XH: Tensor) -> Tensor:
+        """A cheaper estimate of :meth:`group_cost_ms`, for what a policy observes at every step."""
+        ...
+
+    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+        """What a reader of these groups' costs should know, e.g. that they lie outside of what was measured."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """A task as tensors: which shards, on how many devices, with how much memory."""
+
+    num_devices: int
+    features_SF: Tensor
+    group_S: Tensor
+    """Fused group of each shard, int64 in [0, num_groups)."""
+    num_groups: int
+    output_bytes_S: Tensor
+    """Bytes of the shard's output for one rank's local batch: what it sends to each peer."""
+    storage_SM: Tensor
+    """Bytes that each shard needs, int64, by kind of memory (HBM, DDR, ...)."""
+    capacity_DM: Tensor
+    """Bytes that each device has left for shards, int64."""
+    names: tuple[str, ...] = ()
+
+    @property
+    def num_shards(self) -> int:
+        return self.features_SF.shape[0]
+
+    def fits(self, assignment_BS: Tensor) -> Tensor:
+        """Whether placements [B, S] keep every device within its memory, bool [B]."""
+        num_placements, kinds = assignment_BS.shape[0], self.storage_SM.shape[1]
+        used_BDM = torch.zeros(num_placements, self.num_devices, kinds, dtype=torch.int64)
+        index_BSM = assignment_BS[:, :, None].expand(-1, -1, kinds)
+        used_BDM.scatter_add_(1, index_BSM, self.storage_SM.expand(num_placements, -1, -1))
+        # A device that nothing is placed on is fine even where the reservation left it less than nothing.
+        return ((used_BDM <= self.capacity_DM) | (used_BDM == 0)).all(-1).all(-1)
+
+
+@dataclass(frozen=True)
+class PlacementCosts:
+    """Costs of B placements in milliseconds, compute and communication apart."""
+
+    forward_ms_BD: Tensor
+    backward_ms_BD: Tensor
+    forward_collective_ms_B: Tensor
+    backward_collective_ms_B: Tensor
+
+    @cached_property
+    def device_ms_BD(self) -> Tensor:
+        """Compute of each device, forward + backward."""
+        return self.forward_ms_BD + self.backward_ms_BD
+
+    @cached_property
+    def overall_ms_B(self) -> Tensor:
+        """The formula of this module."""
+        compute_ms_B = self.device_ms_BD.amax(-1)
+        return compute_ms_B + self.forward_collective_ms_B + self.backward_collective_ms_B
+
+
+class PlacementCost:
+    """The cost of placements of one problem: encodes its shards once, then rates any number of placements."""
+
+    def __init__(self, problem: PlacementProblem, compute: ComputeCost, collectives: CollectiveModel) -> None:
+        self.problem = problem
+        self.compute = compute
+        self.collectives = collectives
+        # Sums are kept in double precision: search subtracts shards again, and a small rest of a large
+        # sum must not drown in rounding.
+        self.latent_SH = compute.encode(problem.features_SF).double()
+
+    @cached_property
+    def single_ms_S(self) -> Tensor:
+        """Forward + backward of each shard alone on a device, [S]."""
+        return self.compute.group_cost_ms(self.latent_SH).sum(-1)
+
+    def group_latents(self, assignment_BS: Tensor) -> Tensor:
+        """Summed latents of every fused group of every device, [B, D, G, H]."""
+        problem, num_placements = self.problem, assignment_BS.shape[0]
+        slots = problem.num_devices * problem.num_groups
+        slot_BS = assignment_BS * problem.num_groups + problem.group_S
+        flat_X = (slot_BS + slots * torch.arange(num_placements)[:, None]).flatten()
+        sums_XH = torch.zeros(num_placements * slots, self.latent_SH.shape[1], dtype=self.latent_SH.dtype)
+        sums_XH.index_add_(0, flat_X, self.latent_SH.repeat(num_placements, 1))
+        return sums_XH.view(num_placements, problem.num_devices, problem.num_groups, -1)
+
+    def output_bytes(self, assignment_BS: Tensor) -> Tensor:
+        """Output bytes that each device sends to each peer, [B, D]."""
+        bytes_BD = torch.zeros(assignment_BS.shape[0], self.problem.num_devices, dtype=torch.float64)
+        return bytes_BD.scatter_add_(1, assignment_BS, self.problem.output_bytes_S.expand_as(assignment_BS))
+
+    def rate(self, assignment_BS: Tensor) -> PlacementCosts:
+        """Costs of placements [B, S] (device of each shard, int64)."""
+        cost_BD2 = self.compute.group_cost_ms(self.group_latents(assignment_BS)).sum(-2)
+        forward_B, backward_B = self.collectives.all_to_all_ms(self.output_bytes(assignment_BS))
+        return PlacementCosts(cost_BD2[..., 0], cost_BD2[..., 1], forward_B, backward_B)
+
+    def reward_ms(self, assignment_BS: Tensor) -> Tensor:
+        """What the estimated MDP counts as the overall cost of placements, [B]: the formula, or the network's
+        own overall head where it has one (recipe ``paper``)."""
+        if hasattr(self.compute, "overall_ms"):
+            return self.compute.overall_ms(self.group_latents(assignment_BS))
+        return self.rate(assignment_BS).overall_ms_B
+
+    def notes(self, assignment_S: Tensor) -> tuple[str, ...]:
+        """What a reader of the cost of this placement should know."""
+        latent_XH = self.group_latents(assignment_S[None]).flatten(0, 2)
+        return self.compute.notes(latent_XH[latent_XH[:, 0] > 0])

@@ -1,0 +1,210 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The cost network: what a set of tables costs when one fused kernel computes them.
+
+A table MLP reads each shard's descriptors and gives (a) the milliseconds that each unit of its work would
+cost, so that a group starts from an additive cost with learned, table-dependent coefficients, and (b) a few
+positive context channels. Both are *summed* over the shards of a group (DreamShard, section 3: reduction by
+sum makes the network independent of how many tables there are). A head reads the logarithms of the sums and
+corrects the additive cost for what fusion changes. Costs span three orders of magnitude, hence logarithms.
+
+Several networks of the same shape form an ensemble; their parameters are stacked and evaluated at once.
+
+Shapes: E ensemble members, S shards, X groups (any leading shape), F features, P kinds of work,
+K context channels, H latent channels = P + E * (2 + K), 2 = forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.workload.features import DESCRIPTORS, WORK, Scaler, columns
+
+MIN_LOG_SUM = 1e-9
+"""Keeps logarithms finite where subtraction left a sum at zero; far below any cost in milliseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostNetworkConfig:
+    """Size of the network."""
+
+    members: int = 4
+    """Networks in the ensemble."""
+    table_hidden: int = 64
+    """Width of the table MLP."""
+    context: int = 16
+    """Context channels beside the additive cost."""
+    head_hidden: int = 64
+    """Width of the head."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+class StackedMLP(nn.Module):
+    """E multi-layer perceptrons of the same shape, evaluated as one batched matrix product per layer."""
+
+    def __init__(self, members: int, sizes: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList()
+        self.biases = nn.ParameterList()
+        for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+            bound = math.sqrt(3.0 / fan_in)
+            weight = torch.rand(members, fan_in, fan_out, generator=generator) * 2 - 1
+            self.weights.append(nn.Parameter(weight * bound))
+            self.biases.append(nn.Parameter(torch.zeros(members, 1, fan_out)))
+
+    def forward(self, x_EXI: Tensor) -> Tensor:
+        """[E, X, in] -> [E, X, out]; of fewer members than there are, the first."""
+        members = len(x_EXI)
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x_EXI = torch.baddbmm(bias[:members], x_EXI if layer == 0 else torch.relu(x_EXI), weight[:members])
+        return x_EXI
+
+
+class CostNetwork(nn.Module):
+    """An ensemble of cost networks; a :class:`~dreamshard_planner.cost.model.ComputeCost`."""
+
+    def __init__(self, config: CostNetworkConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.source = CostSource("network", "not trained")
+        generator = torch.Generator().manual_seed(seed)
+        members, num_work, channels = config.members, len(WORK), 2 + config.context
+        self.table = StackedMLP(
+            members,
+            (len(DESCRIPTORS), config.table_hidden, config.table_hidden, 2 * num_work + config.context),
+            generator,
+        )
+        self.head = StackedMLP(members, (num_work + channels, config.head_hidden, config.head_hidden, 2), generator)
+        self.log_floor_E2 = nn.Parameter(torch.full((members, 2), -4.0))
+        with torch.no_grad():  # start from the additive cost: the correction begins at nothing
+            self.table.weights[-1].mul_(0.1)
+            self.head.weights[-1].zero_()
+        for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", num_work), ("log_cost", 2)):
+            for statistic, value in (("mean", 0.0), ("scale", 1.0), ("low", -math.inf), ("high", math.inf)):
+                self.register_buffer(f"{name}_{statistic}", torch.full((size,), value))
+        self.eval()
+
+    @torch.no_grad()
+    def initialize(self, features_SF: Tensor, set_S: Tensor, labels_ms_X2: Tensor) -> None:
+        """Set the scalers, the trained ranges and the additive start from training sets.
+
+        Args:
+            features_SF: features of all shards of the training sets, [S, F].
+            set_S: set of each shard, int64 [S].
+            labels_ms_X2: measured forward and backward milliseconds of the X sets.
+        """
+        descriptor_SF = features_SF[:, columns(DESCRIPTORS)]
+        work_XP = torch.zeros(len(labels_ms_X2), len(WORK), dtype=torch.float64)
+        work_XP.index_add_(0, set_S, features_SF[:, columns(WORK)].double())
+        for name, values in (
+            ("descriptor", descriptor_SF),
+            ("log_work", work_XP.log1p().float()),
+            ("log_cost", labels_ms_X2.log().float()),
+        ):
+            scaler = Scaler.fit(values)
+            scaled = scaler(values)
+            fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
+            for statistic, value in fitted.items():
+                getattr(self, f"{name}_{statistic}").copy_(value)
+        rates_2P = _additive_rates(work_XP, labels_ms_X2.double())
+        self.table.biases[-1].zero_()
+        self.table.biases[-1][:, 0, : 2 * len(WORK)] = rates_2P.log().flatten().float()
+        self.log_floor_E2.copy_((labels_ms_X2.double().quantile(0.01, dim=0) * 0.1).log().float())
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.encode`; channel 0 is the work named ``tables``, one per shard."""
+        members, num_work = self.config.members, len(WORK)
+        descriptor_SF = (features_SF[:, columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
+        descriptor_SF = descriptor_SF.clamp(self.descriptor_low, self.descriptor_high)
+        work_SP = features_SF[:, columns(WORK)]
+        out_ESO = self.table(descriptor_SF.expand(members, -1, -1))
+        rate_ES2P = out_ESO[..., : 2 * num_work].clamp(-40, 8).exp().unflatten(-1, (2, num_work))
+        additive_ES2 = torch.einsum("estp,sp->est", rate_ES2P, work_SP)
+        context_ESK = out_ESO[..., 2 * num_work :].clamp(-8, 8).exp()
+        member_SEH = torch.cat([additive_ES2, context_ESK], dim=-1).transpose(0, 1)
+        return torch.cat([work_SP, member_SEH.flatten(1)], dim=-1)
+
+    def member_log_cost(self, latent_XH: Tensor, members: int | None = None) -> Tensor:
+        """Logarithm of forward and backward milliseconds by each of the first ``members`` (default: all),
+        [E, X, 2]; X is one dimension."""
+        num_work, members = len(WORK), members or self.config.members
+        log_work_XP = (latent_XH[:, :num_work].clamp_min(0).log1p().float() - self.log_work_mean) / self.log_work_scale
+        log_work_XP = log_work_XP.clamp(self.log_work_low, self.log_work_high)
+        channels = 2 + self.config.context
+        member_XH = latent_XH[:, num_work : num_work + members * channels]
+        member_EXH = member_XH.unflatten(-1, (members, channels)).transpose(0, 1).float()
+        additive_EX2 = member_EXH[..., :2].clamp_min(0) + self.log_floor_E2[:members, None].exp()
+        log_additive_EX2 = additive_EX2.log()
+        # Outside the trained range the correction keeps its last value, and the additive cost carries on.
+        scaled_EX2 = (log_additive_EX2 - self.log_cost_mean) / self.log_cost_scale
+        scaled_EX2 = scaled_EX2.clamp(self.log_cost_low - 0.5, self.log_cost_high + 0.5)
+        log_context_EXK = member_EXH[..., 2:].clamp_min(MIN_LOG_SUM).log().clamp(-8, 16)
+        inputs = torch.cat([log_work_XP.expand(members, -1, -1), scaled_EX2, log_context_EXK * 0.3], dim=-1)
+        return log_additive_EX2 + self.head(inputs)
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.group_cost_ms`: the geometric mean of the members."""
+        return self._mean_cost_ms(latent_XH, self.config.members)
+
+    def glance_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.glance_ms`: the first member alone."""
+        return self._mean_cost_ms(latent_XH, 1)
+
+    def _mean_cost_ms(self, latent_XH: Tensor, members: int) -> Tensor:
+        flat_XH = latent_XH.flatten(0, -2)
+        cost_X2 = self.member_log_cost(flat_XH, members).mean(0).exp().to(latent_XH.dtype)
+        cost_X2 = torch.where(flat_XH[:, :1] > 0.5, cost_X2, 0.0)
+        return cost_X2.view(*latent_XH.shape[:-1], 2)
+
+    def spread(self, latent_XH: Tensor) -> Tensor:
+        """Relative standard deviation between members, [..., 2]: where the network is unsure."""
+        log_EX2 = self.member_log_cost(latent_XH.flatten(0, -2))
+        return log_EX2.std(0, unbiased=False).view(*latent_XH.shape[:-1], 2)
+
+    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+        """Kinds of work of which some group has more, or less, than any measured set."""
+        notes = []
+        for column, (name, (low, high)) in enumerate(self.trained_ranges.items()):
+            work_X = latent_XH[:, column]
+            for outside, bound, side in (
+                (work_X[work_X > high * 1.01], high, "more"),
+                (work_X[work_X < low * 0.99], low, "less"),
+            ):
+                if len(outside):
+                    extreme = float(outside.max() if side == "more" else outside.min())
+                    notes.append(
+                        f"{len(outside)} fused group(s) have {side} {name.replace('_', ' ')} than was measured "
+                        f"({extreme:,.0f} against {bound:,.0f}); their cost is extrapolated"
+                    )
+        return tuple(notes)
+
+    @property
+    def trained_ranges(self) -> dict[str, tuple[float, float]]:
+        """Smallest and largest sum of each kind of work in a training set."""
+        low_P = (self.log_work_low * self.log_work_scale + self.log_work_mean).expm1()
+        high_P = (self.log_work_high * self.log_work_scale + self.log_work_mean).expm1()
+        return {name: (low, high) for name, low, high in zip(WORK, low_P.tolist(), high_P.tolist(), strict=True)}
+
+
+def _additive_rates(work_XP: Tensor, labels_ms_X2: Tensor) -> Tensor:
+    """Milliseconds per unit of work, [2, P]: relative non-negative least squares, every rate kept positive."""
+    from scipy.optimize import nnls
+
+    unit_P = work_XP.mean(0).clamp_min(1e-9)
+    rates_2P = torch.empty(2, work_XP.shape[1], dtype=torch.float64)
+    for output in range(2):
+        label_X = labels_ms_X2[:, output]
+        design_XP = work_XP / unit_P / label_X[:, None]
+        solution, _ = nnls(design_XP.numpy(), torch.ones_like(label_X).numpy())
+        floor = 0.01 * float(label_X.median()) / work_XP.shape[1]
+        rates_2P[output] = torch.from_numpy(solution).clamp_min(floor) / unit_P
+    return rates_2P

@@ -1,0 +1,94 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The roofline model: bytes moved over bandwidths, nothing learned, nothing measured.
+
+It serves topologies that no checkpoint covers. The first read of a row comes from memory, repeated reads
+within a batch from a faster cache; each fused kernel has a launch floor.
+
+Shapes: S shards, F features, H latent channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.workload.features import FEATURE_INDEX
+
+INDEX_BYTES = 8
+OUTPUT_BYTES = 4
+CACHE_SPEEDUP = 4.0
+"""Cache over memory bandwidth. Of the order of published L2 over HBM figures of A100 and H100."""
+SORT_PASSES = 4.0
+"""Times that the backward reads and writes the indices while it sorts them (radix sort of int64 keys)."""
+UVM_CACHE_HIT = 0.8
+"""Share of the bytes that a UVM cache serves from the device (TorchRec's planner assumes a cached
+fraction of the same order)."""
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """A :class:`~dreamshard_planner.cost.model.ComputeCost` from bandwidths in bytes per millisecond."""
+
+    memory_bytes_per_ms: float
+    uvm_bytes_per_ms: float
+    forward_launch_ms: float
+    backward_launch_ms: float
+
+    @classmethod
+    def of_topology(cls, topology) -> RooflineCost:
+        """From the bandwidths of a ``torchrec.distributed.planner.Topology``."""
+        on_cpu = topology.compute_device == "cpu"
+        return cls(
+            memory_bytes_per_ms=topology.ddr_mem_bw if on_cpu else topology.hbm_mem_bw,
+            uvm_bytes_per_ms=topology.ddr_mem_bw if on_cpu else topology.hbm_to_ddr_mem_bw,
+            # Launch floors: a handful of kernel launches of some 5-10 us each, more in the backward.
+            forward_launch_ms=0.02,
+            backward_launch_ms=0.06,
+        )
+
+    @property
+    def source(self) -> CostSource:
+        """Names the bandwidths."""
+        gb_per_s = self.memory_bytes_per_ms * 1e3 / 1e9
+        return CostSource("roofline", f"topology's {gb_per_s:.0f} GB/s, nothing measured")
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """[S, 3]: count, forward milliseconds, backward milliseconds of each shard without launches."""
+
+        def column(name: str) -> Tensor:
+            return features_SF[:, FEATURE_INDEX[name]].double()
+
+        weight_bytes = column("weight_bytes")
+        first_reads = column("distinct_elements") * weight_bytes
+        repeats = (column("lookup_bytes") - first_reads).clamp_min(0)
+        outputs = column("output_elements") * OUTPUT_BYTES
+        indices = column("lookups") * INDEX_BYTES
+        optimizer_state = column("stateful_optimizer") * column("distinct_rows") * OUTPUT_BYTES * 2
+
+        uvm, caching = column("uvm"), column("uvm_caching")
+        slow_share = uvm + caching * (1 - UVM_CACHE_HIT)
+        weight_ms = (1 - slow_share) / self.memory_bytes_per_ms + slow_share / self.uvm_bytes_per_ms
+        memory_ms, cache_ms = 1 / self.memory_bytes_per_ms, 1 / (CACHE_SPEEDUP * self.memory_bytes_per_ms)
+
+        forward = first_reads * weight_ms + repeats * cache_ms + (outputs + indices) * memory_ms
+        gradient_reads = column("lookup_elements") * OUTPUT_BYTES
+        backward = (
+            2 * first_reads * weight_ms
+            + (outputs + SORT_PASSES * 2 * indices + optimizer_state) * memory_ms
+            + (gradient_reads - outputs).clamp_min(0) * cache_ms
+        )
+        return torch.stack([torch.ones_like(forward), forward, backward], dim=-1)
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group."""
+        launch_2 = latent_XH.new_tensor([self.forward_launch_ms, self.backward_launch_ms])
+        return torch.where(latent_XH[..., :1] > 0, latent_XH[..., 1:3] + launch_2, 0.0)
+
+    glance_ms = group_cost_ms
+
+    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+        """Always that nothing was measured."""
+        return ("nothing was measured for this kind of device: costs come from bandwidths alone",)
