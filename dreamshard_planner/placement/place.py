@@ -1,0 +1,134 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""From a problem to a placement: policy roll-outs and greedy rules as starts, then search.
+
+Shapes: S shards, B placements, D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
+from dreamshard_planner.placement.environment import TaskBatch
+from dreamshard_planner.placement.packing import pack
+from dreamshard_planner.placement.policy import AnyPolicy, roll_out
+from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.placement.search import SearchConfig, local_search
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One placement that was considered, as the report shows it."""
+
+    name: str
+    assignment_S: Tensor | None
+    """None where the method found no feasible placement."""
+    costs: PlacementCosts | None
+
+    @property
+    def total_ms(self) -> float:
+        """Overall cost; infinite where infeasible."""
+        return float("inf") if self.costs is None else float(self.costs.overall_ms_B[0])
+
+    @property
+    def rank_ms(self) -> list[float]:
+        """Compute (forward + backward) per rank."""
+        return [] if self.costs is None else self.costs.device_ms_BD[0].tolist()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The chosen placement, and all that it was chosen from."""
+
+    chosen: Contender
+    rivals: tuple[Contender, ...]
+    """Policy, greedy rules and whatever else was given, feasible or not."""
+    candidates: int
+    cut_short: bool
+
+
+class InfeasibleError(Exception):
+    """No placement keeps every device within its memory."""
+
+    def __init__(self, proven: bool) -> None:
+        super().__init__("no feasible placement" if proven else "no feasible placement found in time")
+        self.proven = proven
+
+
+@torch.no_grad()
+def place(
+    cost: PlacementCost,
+    policy: AnyPolicy,
+    config: SearchConfig | None,
+    *,
+    seed: int = 0,
+    given: Mapping[str, Tensor] | None = None,
+    seconds: float | None = None,
+) -> Placement:
+    """Place the shards of one problem.
+
+    Args:
+        cost: the problem and its cost.
+        policy: the policy network.
+        config: search settings; None means one greedy policy roll-out and nothing else (the paper's
+            procedure), with other placements only where the roll-out dead-ends on memory.
+        seed: of the sampled roll-outs and the kicks of the search.
+        given: further placements [S] to start from, by name.
+        seconds: cap on the search, on top of its budget of candidates.
+
+    Returns:
+        The cheapest placement found; with a ``config`` never dearer than any rival.
+
+    Raises:
+        InfeasibleError: where no method, exact packing included, fits the shards into memory.
+    """
+    problem = cost.problem
+    generator = torch.Generator().manual_seed(seed)
+    starts: dict[str, Tensor | None] = {"policy": _greedy_rollout(cost, policy), **(given or {})}
+    for rule in RULES:
+        starts[rule] = place_by_rule(problem, rule)
+    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S)
+    rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
+    feasible = [rival for rival in rivals if rival.assignment_S is not None]
+    if config is None and rivals[0].assignment_S is not None:
+        return Placement(rivals[0], rivals[1:], 0, False)
+
+    pool = [rival.assignment_S for rival in feasible]
+    if config is not None and config.samples > 0 and problem.num_devices > 1:
+        pool += _sampled_rollouts(cost, policy, config.samples, generator)
+    if not pool:
+        packing = pack(problem)
+        if packing.assignment_S is None:
+            raise InfeasibleError(packing.proven)
+        pool.append(packing.assignment_S)
+    overall_B = cost.rate(torch.stack(pool)).overall_ms_B
+    order = torch.argsort(_round_significant(overall_B), stable=True).tolist()
+    if config is None:
+        return Placement(_contender(cost, "chosen", pool[order[0]]), rivals, 0, False)
+    result = local_search(cost, [pool[index] for index in order[: config.starts]], config, generator, seconds)
+    return Placement(_contender(cost, "chosen", result.assignment_S), rivals, result.candidates, result.cut_short)
+
+
+def _contender(cost: PlacementCost, name: str, assignment_S: Tensor | None) -> Contender:
+    """Rate a placement alone, so that equal placements get equal figures whatever they are rated beside."""
+    return Contender(name, assignment_S, None if assignment_S is None else cost.rate(assignment_S[None]))
+
+
+def _round_significant(values_B: Tensor) -> Tensor:
+    return (values_B / values_B.min().clamp_min(1e-9) * 1e6).round()
+
+
+def _greedy_rollout(cost: PlacementCost, policy: AnyPolicy) -> Tensor | None:
+    environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
+    return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None
+
+
+def _sampled_rollouts(
+    cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator
+) -> list[Tensor]:
+    environment = roll_out(policy, TaskBatch.collate([cost]), samples, generator).environment
+    return list(environment.assignments(0)[environment.alive_E])

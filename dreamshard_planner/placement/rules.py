@@ -1,0 +1,69 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The greedy rules that practice uses: sort by a score, give each table to the least loaded device.
+
+Shapes: S shards, D devices, M kinds of memory, F features.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.workload.features import FEATURE_INDEX
+
+
+def _column(features_SF: Tensor, name: str) -> Tensor:
+    return features_SF[:, FEATURE_INDEX[name]].double()
+
+
+def _size_lookup(features_SF: Tensor) -> Tensor:
+    lookup = _column(features_SF, "dim") * _column(features_SF, "pooling_factor")
+    return lookup * _column(features_SF, "rows").clamp_min(1).log10()
+
+
+RULES: dict[str, Callable[[Tensor], Tensor]] = {
+    "size_greedy": lambda features_SF: _column(features_SF, "size"),
+    "dim_greedy": lambda features_SF: _column(features_SF, "dim"),
+    "lookup_greedy": lambda features_SF: _column(features_SF, "dim") * _column(features_SF, "pooling_factor"),
+    "size_lookup_greedy": _size_lookup,
+}
+"""Scores [S] from features [S, F], as DreamShard's appendix lists its baselines: size in bytes, dim,
+dim x pooling factor, and that times the logarithm of the rows."""
+
+
+def greedy_by_score(problem: PlacementProblem, score_S: Tensor) -> Tensor | None:
+    """Shards in descending order of score, each to the device with the smallest sum that can store it.
+
+    Returns:
+        Device of each shard, int64 [S]; None where a shard fits on no device (a dead end). Ties go to the
+        lowest index.
+    """
+    free_DM = problem.capacity_DM.tolist()
+    storage_SM, scores = problem.storage_SM.tolist(), score_S.tolist()
+    heap = [(0.0, device) for device in range(problem.num_devices)]
+    assignment = [0] * problem.num_shards
+    for shard in torch.argsort(-score_S, stable=True).tolist():
+        full, need_M = [], storage_SM[shard]
+        while heap:
+            load, device = heapq.heappop(heap)
+            if all(need <= free or need == 0 for need, free in zip(need_M, free_DM[device], strict=True)):
+                break
+            full.append((load, device))
+        else:
+            return None
+        assignment[shard] = device
+        free_DM[device] = [free - need for need, free in zip(need_M, free_DM[device], strict=True)]
+        for entry in (*full, (load + scores[shard], device)):
+            heapq.heappush(heap, entry)
+    return torch.tensor(assignment, dtype=torch.int64)
+
+
+def place_by_rule(problem: PlacementProblem, rule: str) -> Tensor | None:
+    """Placement [S] by a rule of :data:`RULES`, None where it dead-ends."""
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
+    return greedy_by_score(problem, RULES[rule](problem.features_SF))

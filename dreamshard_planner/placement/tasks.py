@@ -1,0 +1,105 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Placement problems drawn from table pools: what policies train and are judged on.
+
+Shapes: S shards, D devices, M kinds of memory (one here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.workload.features import feature_matrix
+from dreamshard_planner.workload.tables import Table, Workload, workloads_of
+
+OUTPUT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which tasks to draw."""
+
+    min_tables: int = 4
+    max_tables: int = 80
+    """Table counts are log-uniform between these, bounds included."""
+    devices: tuple[int, ...] = (2, 3, 4, 6, 8, 16)
+    batch_sizes: tuple[int, ...] = (256, 512, 1024, 2048)
+    """Samples that each kernel sees."""
+    unlimited_share: float = 0.6
+    """Share of the tasks in which memory does not bind."""
+    slack: tuple[float, float] = (1.1, 1.6)
+    """Memory of a device over the balanced size, elsewhere."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_tables <= self.max_tables or min(self.devices) < 1 or min(self.batch_sizes) < 1:
+            raise TaskError(f"tables, devices and batch sizes must be positive and ordered, got {asdict(self)}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem with the workloads that it was made from."""
+
+    workloads: tuple[Workload, ...]
+    problem: PlacementProblem
+
+
+def problem_of(
+    workloads: Sequence[Workload], num_devices: int, memory_bytes: int | None = None, groups: Sequence[int] = ()
+) -> PlacementProblem:
+    """A problem from whole-table workloads.
+
+    Args:
+        workloads: one per table.
+        num_devices: devices, each with ``memory_bytes`` for weights and optimizer state (None: no limit).
+        groups: fused group of each table; all in one by default.
+    """
+    if num_devices < 1 or not workloads:
+        raise TaskError(f"a task needs tables and devices, got {len(workloads)} tables, {num_devices} devices")
+    sizes = [w.rows * (w.dim * w.weight_bytes + (4 if w.optimizer != "sgd" else 0)) for w in workloads]
+    limit = torch.iinfo(torch.int64).max // 4 if memory_bytes is None else memory_bytes
+    group_S = torch.tensor(list(groups) or [0] * len(workloads), dtype=torch.int64)
+    output_bytes = [w.output_elements * OUTPUT_BYTES / num_devices for w in workloads]
+    return PlacementProblem(
+        num_devices=num_devices,
+        features_SF=feature_matrix(workloads),
+        group_S=group_S,
+        num_groups=int(group_S.max()) + 1,
+        output_bytes_S=torch.tensor(output_bytes, dtype=torch.float64),
+        storage_SM=torch.tensor(sizes, dtype=torch.int64)[:, None],
+        capacity_DM=torch.full((num_devices, 1), limit, dtype=torch.int64),
+        names=tuple(w.name for w in workloads),
+    )
+
+
+def draw_tasks(tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int) -> list[Task]:
+    """Random tasks over ``tables``: subsets of random size, device counts, batch sizes, memory."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand(1, generator=generator))
+
+    def choose(values: Sequence[int]) -> int:
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    pools: dict[int, list[Workload]] = {}
+    low, high = torch.tensor([config.min_tables, min(config.max_tables, len(tables)) + 1]).log().tolist()
+    tasks = []
+    for _ in range(num_tasks):
+        count = min(int(torch.tensor(uniform(low, high)).exp()), len(tables))
+        batch_size = choose(config.batch_sizes)
+        if batch_size not in pools:
+            pools[batch_size] = workloads_of(tables, batch_size)
+        chosen = torch.randperm(len(tables), generator=generator)[: max(1, count)].tolist()
+        workloads = tuple(pools[batch_size][index] for index in chosen)
+        problem = problem_of(workloads, choose(config.devices))
+        if uniform(0, 1) >= config.unlimited_share:
+            sizes_S = problem.storage_SM[:, 0]
+            balanced = max(float(sizes_S.sum()) / problem.num_devices, float(sizes_S.max()))
+            memory_bytes = int(balanced * uniform(*config.slack))
+            problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, memory_bytes))
+        tasks.append(Task(workloads, problem))
+    return tasks

@@ -1,0 +1,298 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The estimated MDP, the policy, the rules, packing and search, on tiny tasks with known answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
+from dreamshard_planner.placement.packing import pack, shortage
+from dreamshard_planner.placement.place import InfeasibleError, place
+from dreamshard_planner.placement.policy import PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
+from dreamshard_planner.placement.policy import roll_out, score_rollout
+from dreamshard_planner.placement.reinforce import ReinforceConfig, advantages, train_policy
+from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.placement.search import SearchConfig, local_search
+from dreamshard_planner.placement.tasks import problem_of
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+
+ROOFLINE = RooflineCost(
+    memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5, forward_launch_ms=0.02, backward_launch_ms=0.06
+)
+SEARCH = SearchConfig(samples=4, candidates=2000)
+
+
+def tables(count: int, seed: int = 0) -> list[Table]:
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(count, 3, generator=generator).tolist()
+    return [
+        Table(f"t{i}", int(10 ** (2 + 3 * a)), 2 ** int(2 + 5 * b), (FeatureStatistics(10 ** (1.5 * c)),))
+        for i, (a, b, c) in enumerate(draws)
+    ]
+
+
+def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups: int = 1, seed: int = 0):
+    workloads = workloads_of(tables(count, seed), 256)
+    problem = problem_of(workloads, devices, memory_bytes, [i % groups for i in range(count)])
+    return PlacementCost(problem, ROOFLINE, CollectiveModel(devices, 1e6))
+
+
+def storage_problem(sizes: list[int], capacities: list[int]) -> PlacementProblem:
+    base = make_cost(len(sizes), len(capacities)).problem
+    return PlacementProblem(
+        **{
+            **{name: getattr(base, name) for name in base.__dataclass_fields__},
+            "storage_SM": torch.tensor(sizes)[:, None],
+            "capacity_DM": torch.tensor(capacities)[:, None],
+        }
+    )
+
+
+def brute_force_ms(cost: PlacementCost, assignment: list[int]) -> float:
+    """The formula, spelled out with loops."""
+    problem, device_ms = cost.problem, []
+    for device in range(problem.num_devices):
+        total = 0.0
+        for group in range(problem.num_groups):
+            here = [
+                s for s in range(problem.num_shards) if assignment[s] == device and int(problem.group_S[s]) == group
+            ]
+            if here:
+                latents = ROOFLINE.encode(problem.features_SF[here])
+                total += float(latents[:, 1:].sum()) + ROOFLINE.forward_launch_ms + ROOFLINE.backward_launch_ms
+        device_ms.append(total)
+    sent = [0.0] * problem.num_devices
+    for shard, device in enumerate(assignment):
+        sent[device] += float(problem.output_bytes_S[shard])
+    world = problem.num_devices
+    slowest = max(max(b * (world - 1), sum(sent) - b) for b in sent)
+    collective = 0.0 if world == 1 or slowest == 0 else 0.02 + slowest / 1e6
+    return max(device_ms) + 2 * collective
+
+
+@pytest.mark.parametrize("devices, groups", [(1, 1), (2, 1), (3, 2), (5, 3)])
+def test_rating_is_the_formula(devices: int, groups: int) -> None:
+    cost = make_cost(9, devices, groups=groups)
+    assignment_BS = torch.randint(devices, (6, 9), generator=torch.Generator().manual_seed(1))
+    expected = [brute_force_ms(cost, row) for row in assignment_BS.tolist()]
+    assert cost.rate(assignment_BS).overall_ms_B.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_empty_devices_cost_nothing() -> None:
+    costs = make_cost(4, 3).rate(torch.zeros(1, 4, dtype=torch.int64))
+    assert costs.device_ms_BD[0, 1:].tolist() == [0.0, 0.0]
+
+
+def test_rules_place_as_by_hand() -> None:
+    problem = storage_problem([1] * 5, [5, 5])
+    scores = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    # 5 -> 0; 4 -> 1; 3 -> 1 (4 < 5); 2 -> 0 (5 < 7); 1 -> 0 (tie of 7 and 7 goes to the lowest rank)
+    assert greedy_by_score(problem, scores).tolist() == [0, 1, 1, 0, 0]
+    tight = storage_problem([1] * 5, [2, 5])
+    assert greedy_by_score(tight, scores).tolist() == [0, 1, 1, 0, 1]
+    assert greedy_by_score(storage_problem([1] * 5, [2, 2]), scores) is None
+    with pytest.raises(ValueError, match="size_greedy"):
+        place_by_rule(problem, "sizegreedy")
+
+
+def test_environment_matches_the_rating() -> None:
+    costs = [make_cost(7, 3, groups=2), make_cost(4, 2), make_cost(5, 4, seed=3)]
+    rollout = roll_out(Policy(PolicyConfig()), TaskBatch.collate(costs), 3, torch.Generator().manual_seed(0))
+    environment = rollout.environment
+    for task, cost in enumerate(costs):
+        assignment_ES = environment.assignments(task)
+        rated = cost.rate(assignment_ES)
+        episodes = slice(3 * task, 3 * task + 3)
+        devices = cost.problem.num_devices
+        predicted_ED = environment.device_ms_ED2[episodes, :devices].sum(-1)
+        torch.testing.assert_close(predicted_ED, rated.device_ms_BD.float(), rtol=1e-4, atol=1e-5)
+        assert environment.action_ES[episodes].max() < devices
+        torch.testing.assert_close(environment.overall_ms()[episodes], rated.overall_ms_B.float())
+
+
+def test_shards_come_hardest_first() -> None:
+    cost = make_cost(8, 2)
+    order = TaskBatch.collate([cost]).order_TS[0]
+    placed = cost.single_ms_S[order]
+    assert (placed.diff() <= 0).all()
+
+
+def test_memory_is_masked_when_acting_and_in_the_gradient() -> None:
+    cost = PlacementCost(storage_problem([4, 4, 4, 4], [8, 8]), ROOFLINE, CollectiveModel(2, 1e6))
+    policy = Policy(PolicyConfig())
+    rollout = roll_out(policy, TaskBatch.collate([cost]), 16, torch.Generator().manual_seed(0), record=True)
+    assert cost.problem.fits(rollout.environment.assignments(0)).all()
+    log_probability_SE, entropy_SE = score_rollout(policy, rollout)
+    forced_SE = rollout.legal_SED.sum(-1) == 1
+    assert forced_SE.any()
+    assert log_probability_SE[forced_SE].abs().max() == 0 and entropy_SE[forced_SE].abs().max() == 0
+
+
+def test_sampling_and_scoring_agree() -> None:
+    """Scoring all steps at once gives the very distributions that actions were drawn from."""
+    policy = Policy(PolicyConfig(), seed=1)
+    torch.nn.init.normal_(policy.score.weight, generator=torch.Generator().manual_seed(0))
+    tasks = TaskBatch.collate([make_cost(6, 3), make_cost(4, 2)])
+    rollout = roll_out(policy, tasks, 2, torch.Generator().manual_seed(0), record=True)
+    log_probability_SE, _ = score_rollout(policy, rollout)
+    environment = EstimatedMDP(tasks, 2)
+    representation = policy.represent(tasks.features_TSF)
+    load = torch.zeros(4, 3, representation.shape[-1])
+    scale = (tasks.device_mask_TD.sum(-1) / tasks.step_mask_TS.sum(-1))[environment.task_E][:, None, None]
+    for step in range(tasks.num_steps):
+        observation = environment.observe()
+        shard = representation[:, step][environment.task_E]
+        logits = policy.logits(observation.channels_EDO, observation.legal_ED, load * scale, shard)
+        action = rollout.environment.action_ES[:, step]
+        expected = logits.log_softmax(-1).gather(-1, action[:, None])[:, 0]
+        torch.testing.assert_close(log_probability_SE[step], expected, rtol=1e-4, atol=1e-5)
+        load[torch.arange(4), action] += shard * tasks.step_mask_TS[:, step][environment.task_E][:, None]
+        environment.step(action)
+
+
+def test_dead_ends_are_infeasible_not_crashes() -> None:
+    cost = PlacementCost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE, CollectiveModel(2, 1e6))
+    environment = roll_out(Policy(PolicyConfig()), TaskBatch.collate([cost]), 4, torch.Generator()).environment
+    assert not environment.alive_E.any()
+    assert environment.overall_ms().isinf().all()
+    with pytest.raises(InfeasibleError) as caught:
+        place(cost, Policy(PolicyConfig()), SEARCH)
+    assert caught.value.proven
+
+
+def test_advantages_by_hand() -> None:
+    cost_E = torch.tensor([1.0, 3.0, 2.0, math.inf])
+    advantage_E = advantages(cost_E, 2, infeasible_factor=1.5)
+    # Second task: the infeasible episode counts 1.5 x 2 = 3; standardised pairs are +-1/sqrt(2).
+    expected = [2**-0.5, -(2**-0.5), 2**-0.5, -(2**-0.5)]
+    assert advantage_E.tolist() == pytest.approx(expected, rel=1e-4)
+    assert advantages(torch.tensor([math.inf, math.inf]), 2, 1.5).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("make", [lambda: Policy(PolicyConfig()), lambda: PaperPolicy(PaperPolicyConfig())])
+def test_reinforce_lowers_the_cost(make) -> None:
+    costs = [make_cost(6 + task % 5, 2 + task % 2, seed=task) for task in range(8)]
+    policy = make()
+    if isinstance(policy, Policy):
+        torch.nn.init.zeros_(policy.greediness)  # from a uniform policy
+    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    config = ReinforceConfig(updates=80, tasks_per_update=4, episodes_per_task=16, learning_rate=5e-3)
+    statistics = train_policy(policy, costs, config)
+    first = sum(update.relative_cost for update in statistics[:10]) / 10
+    last = sum(update.relative_cost for update in statistics[-10:]) / 10
+    assert last < 0.97 * first
+    assert all(update.infeasible_share == 0 and update.gradient_norm > 0 for update in statistics)
+
+
+def test_training_is_deterministic() -> None:
+    costs = [make_cost(6, 2), make_cost(7, 3)]
+    runs = []
+    for _ in range(2):
+        policy = Policy(PolicyConfig())
+        train_policy(policy, costs, ReinforceConfig(updates=3, tasks_per_update=2, episodes_per_task=4))
+        runs.append(torch.cat([parameter.flatten() for parameter in policy.parameters()]))
+    assert torch.equal(runs[0], runs[1])
+
+
+def test_padding_does_not_change_a_task() -> None:
+    small, large = make_cost(5, 2), make_cost(12, 6, seed=4)
+    policy = Policy(PolicyConfig(), seed=2)
+    torch.nn.init.normal_(policy.score.weight, generator=torch.Generator().manual_seed(0))
+    alone = roll_out(policy, TaskBatch.collate([small]), 1).environment.assignments(0)
+    beside = roll_out(policy, TaskBatch.collate([small, large]), 1).environment.assignments(0)
+    assert torch.equal(alone, beside)
+
+
+def test_search_finds_the_optimum_of_a_small_task() -> None:
+    cost = make_cost(7, 2, seed=5)
+    every = torch.tensor([[(code >> shard) & 1 for shard in range(7)] for code in range(2**7)])
+    best_ms = float(cost.rate(every).overall_ms_B.min())
+    start = torch.zeros(7, dtype=torch.int64)
+    result = local_search(cost, [start], SEARCH, torch.Generator().manual_seed(0))
+    assert result.overall_ms == pytest.approx(best_ms, rel=1e-4)
+    assert not result.cut_short
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_search_keeps_its_sums(groups: int) -> None:
+    """The incremental costs of candidates are those of a rating from scratch."""
+    from dreamshard_planner.placement import search
+
+    cost = make_cost(12, 4, groups=groups)
+    assignment_S = torch.arange(12) % 4
+    state = search._State(cost, assignment_S)
+    here = (assignment_S == 1).nonzero()[:, 0]
+    moves, swaps = search._moves_and_swaps(state, 1, here, max_swaps=1000)
+    assert len(moves.leaving_C) == 3 * 3 and len(swaps.leaving_C) == 3 * 9
+    for candidates in (moves, swaps):
+        overall_C, _ = search._scores(state, 1, candidates, 1.0)
+        for index in range(len(candidates.leaving_C)):
+            changed = assignment_S.clone()
+            changed[candidates.leaving_C[index]] = candidates.device_C[index]
+            if candidates.returning_C[index] >= 0:
+                changed[candidates.returning_C[index]] = 1
+            expected = float(cost.rate(changed[None]).overall_ms_B)
+            assert float(overall_C[index]) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: Policy(PolicyConfig()), lambda: PaperPolicy(PaperPolicyConfig())])
+@pytest.mark.parametrize("config", [SEARCH, None])
+@pytest.mark.parametrize(
+    "count, devices, memory", [(1, 1, None), (1, 4, None), (20, 1, None), (17, 4, None), (17, 4, 1.15), (3, 8, None)]
+)
+def test_every_placer_keeps_the_contract(make, config, count: int, devices: int, memory: float | None) -> None:
+    """Valid ranks, memory kept, the same under the same seed, never worse than a rival, input untouched."""
+    sizes = make_cost(count, devices).problem.storage_SM[:, 0]
+    limit = None if memory is None else int(max(float(sizes.sum()) / devices * memory, float(sizes.max())))
+    cost = make_cost(count, devices, limit)
+    before = cost.latent_SH.clone(), cost.problem.capacity_DM.clone()
+    policy = make()
+    result = place(cost, policy, config, seed=3)
+    assignment_S = result.chosen.assignment_S
+    assert assignment_S.shape == (count,) and 0 <= assignment_S.min() and assignment_S.max() < devices
+    assert cost.problem.fits(assignment_S[None]).all()
+    assert torch.equal(place(cost, policy, config, seed=3).chosen.assignment_S, assignment_S)
+    if config is not None:
+        assert all(result.chosen.total_ms <= rival.total_ms * (1 + 1e-5) for rival in result.rivals)
+        assert {rival.name for rival in result.rivals} >= {"policy", "cost_greedy", *RULES}
+    assert torch.equal(cost.latent_SH, before[0]) and torch.equal(cost.problem.capacity_DM, before[1])
+
+
+def test_given_placements_are_never_beaten_by_the_choice() -> None:
+    cost = make_cost(16, 4)
+    best = place(cost, Policy(PolicyConfig()), SearchConfig(candidates=20_000)).chosen
+    again = place(
+        cost, Policy(PolicyConfig()), SearchConfig(samples=0, candidates=1), given={"given": best.assignment_S}
+    )
+    assert again.chosen.total_ms <= best.total_ms * (1 + 1e-9)
+
+
+def test_packing_where_greedy_dead_ends() -> None:
+    # Best fit decreasing puts 6 beside nothing that fills 10; only {6,4} {5,5} works.
+    problem = storage_problem([6, 5, 5, 4], [10, 10])
+    assert problem.fits(pack(problem).assignment_S[None]).all()
+    # Three-partition: best fit fails, the exact solver does not.
+    hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
+    assert hard.fits(pack(hard).assignment_S[None]).all()
+    packing = pack(storage_problem([6, 6, 6], [10, 10]))
+    assert packing.assignment_S is None and packing.proven
+
+
+def test_shortage_names_table_and_bytes() -> None:
+    text = shortage(storage_problem([3, 12, 3], [10, 9]), ("HBM",))
+    assert "'t1' needs 12 bytes of HBM" in text and "2 bytes are missing" in text
+    text = shortage(storage_problem([6, 6, 6], [8, 8]), ("HBM",))
+    assert "need 18 bytes" in text and "2 bytes are missing" in text
+    assert shortage(storage_problem([6, 6, 6], [10, 10]), ("HBM",)) == ""
+
+
+def test_excess_is_zero_on_the_best_device() -> None:
+    environment = EstimatedMDP(TaskBatch.collate([make_cost(5, 3)]), 1)
+    excess = environment.observe().channels_EDO[..., OBSERVATION_INDEX["excess"]]
+    assert excess.tolist() == [[0.0, 0.0, 0.0]]
