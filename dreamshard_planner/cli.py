@@ -1,0 +1,71 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The ``dreamshard`` command. Data goes to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dreamshard_planner.errors import DreamShardError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned placement of embedding tables.")
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.")],
+    seconds: Annotated[float, typer.Option(help="Time for measuring kernels.")] = 300.0,
+    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
+    seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
+    recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
+    roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
+) -> None:
+    """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
+
+    An interrupted run, started again with the same options, continues its measurements.
+    """
+    from dreamshard_planner.training import TrainingConfig, train, train_on_roofline
+
+    config = replace(TrainingConfig(), seconds=seconds, device=device, threads=threads, seed=seed, recipe=recipe)
+    checkpoint = train_on_roofline(config, out) if roofline else train(config, out)
+    typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
+
+
+@app.command()
+def fit(
+    dataset: Annotated[Path, typer.Option(help="Measured sets, .npz, as train keeps them.")],
+    test_dataset: Annotated[Path, typer.Option(help="Measured sets of held-out tables.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
+    recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
+    seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
+) -> None:
+    """Make a checkpoint from measured sets; needs no hardware."""
+    from dreamshard_planner.cost.dataset import CostDataset
+    from dreamshard_planner.training import TrainingConfig, learn
+
+    config = replace(TrainingConfig(), recipe=recipe, seed=seed)
+    checkpoint, _ = learn(config, CostDataset.load(dataset), CostDataset.load(test_dataset))
+    checkpoint.save(out)
+    typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
+
+
+@app.command()
+def info(checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file.")]) -> None:
+    """Print what a checkpoint was made from, as JSON."""
+    from dreamshard_planner.checkpoint import Checkpoint
+
+    typer.echo(json.dumps(Checkpoint.load(checkpoint).metadata, indent=2))
+
+
+def main() -> None:
+    """Entry point: the package's own errors become one line and exit status 1."""
+    try:
+        app()
+    except DreamShardError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from error

@@ -1,0 +1,254 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The one changed line: ``DreamShardPlanner`` instead of TorchRec's planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PerfModel,
+    PlanLoader,
+    Proposer,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+
+from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.placement.search import DEFAULT_SEARCH
+from dreamshard_planner.plugin.estimator import TableWiseEnumerator, TorchRecEstimate
+from dreamshard_planner.plugin.options import OptionReader, table_wise_constraints
+from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
+from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
+from dreamshard_planner.plugin.proposer import TableWiseProposer
+from dreamshard_planner.report import Report, ReportEntry
+from dreamshard_planner.workload.statistics import TableStatistics
+
+
+class DreamShardPlanner(EmbeddingShardingPlanner):
+    """TorchRec's planner with learned cost, a learned policy, and search; table-wise.
+
+    Every argument of ``torchrec.distributed.planner.EmbeddingShardingPlanner`` is honoured; a component that
+    is given (enumerator, proposer, partitioner, performance model) is used instead of ours.
+
+    Args:
+        topology: the devices; by default those of the initialised process group.
+        batch_size: local batch size; TorchRec's default is 512.
+        checkpoint: ``"auto"`` (by type of device), a path, or a loaded checkpoint.
+        statistics: workload statistics per feature; precedence over the constraints' pooling factors.
+        recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
+        seed: the same inputs, versions and seed give the same plan.
+        search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so.
+
+    Raises:
+        CheckpointError: where the checkpoint can't be read.
+        DreamShardError: where there is neither a topology nor a process group.
+
+    Example::
+
+        planner = DreamShardPlanner(topology=topology, batch_size=512, statistics=statistics)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        print(planner.report())
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
+        timeout_seconds: int | None = None,
+        plan_loader: PlanLoader | None = None,
+        *,
+        checkpoint: str | Path | Checkpoint = "auto",
+        statistics: TableStatistics | None = None,
+        recipe: str = "default",
+        seed: int = 0,
+        search_seconds: float | None = None,
+    ) -> None:
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+        if search_seconds is not None and not search_seconds > 0:
+            raise ValueError(f"search_seconds must be positive, got {search_seconds}")
+        if topology is None and not dist.is_initialized():
+            raise DreamShardError(
+                "there is no process group to take the topology from: give topology=Topology(world_size=..., "
+                "compute_device=...), or call torch.distributed.init_process_group() first"
+            )
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            enumerator=enumerator,
+            storage_reservation=storage_reservation,
+            proposer=proposer or TableWiseProposer(),
+            partitioner=partitioner,
+            performance_model=performance_model,
+            stats=stats,
+            constraints=constraints,
+            debug=debug,
+            callbacks=callbacks,
+            timeout_seconds=timeout_seconds,
+            plan_loader=plan_loader,
+        )
+        self._given_constraints = constraints
+        self._given_enumerator = enumerator
+        self._given_partitioner = partitioner
+        self._given_perf_model = performance_model
+        self._statistics = statistics
+        self._checkpoint = resolve(checkpoint, self._topology.compute_device, recipe)
+        self._search = DEFAULT_SEARCH if recipe == "default" else None
+        self._seed = seed
+        self._search_seconds = search_seconds
+        self._report: Report | None = None
+        self._rater: DreamShardPerfModel | None = None
+
+    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plan for ``module``; needs no process group.
+
+        Raises:
+            PlannerError: TorchRec's; where tables do not fit (naming table and bytes), or where constraints
+                exclude table-wise.
+            StatisticsError: where the statistics name features that the module lacks.
+        """
+        sharders = list(sharders)
+        self._report = None
+        constraints = table_wise_constraints(
+            module, sharders, self._given_constraints, self._statistics, self._topology.compute_device
+        )
+        reader = OptionReader(constraints, self._statistics, sharders)
+        self._constraints = constraints
+        self._enumerator = self._given_enumerator or TableWiseEnumerator(
+            self._topology, self._batch_size, constraints, reader, self._checkpoint
+        )
+        self._rater = DreamShardPerfModel(self._topology, checkpoint=self._checkpoint, reader=reader)
+        self._perf_model = self._given_perf_model or self._rater
+        self._partitioner = self._given_partitioner or DreamShardPartitioner(
+            checkpoint=self._checkpoint,
+            search=self._search,
+            seed=self._seed,
+            search_seconds=self._search_seconds,
+            reader=reader,
+            torchrec_estimate=TorchRecEstimate(self._topology, constraints, sharders),
+        )
+        sharding_plan = super().plan(module, sharders)
+        if isinstance(self._partitioner, DreamShardPartitioner) and self._partitioner.placement is not None:
+            self._report = Report.of(self._partitioner.placement, self._partitioner.cost)
+        return sharding_plan
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plan on rank 0 and broadcast. An error there is raised on every rank, so that none waits for ever.
+
+        Raises:
+            DreamShardError: where there is no process group, or its size is not the topology's.
+        """
+        if pg is None:
+            if not dist.is_initialized():
+                raise DreamShardError(
+                    "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
+                    "use plan(), which needs none"
+                )
+            pg = dist.group.WORLD
+        if pg.size() != self._topology.world_size:
+            raise DreamShardError(
+                f"the process group has {pg.size()} ranks, the planner's topology {self._topology.world_size}"
+            )
+        outcome: list[Any] = [None]
+        if pg.rank() == 0:
+            try:
+                outcome[0] = self.plan(module, get_default_sharders() if sharders is None else sharders)
+            except Exception as error:  # broadcast first: the other ranks are waiting
+                outcome[0] = error
+        if pg.size() > 1:
+            dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0), group=pg)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    def report(self) -> Report:
+        """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
+
+        Raises:
+            DreamShardError: before any plan, on other ranks, or with a partitioner that is not ours.
+        """
+        if self._report is None:
+            raise DreamShardError(
+                "there is no report: plan first, on this rank (collective_plan plans on rank 0), and with "
+                "DreamShardPlanner's own partitioner"
+            )
+        return self._report
+
+    def predict(self, plan: Sequence[ShardingOption], name: str = "plan") -> ReportEntry:
+        """Predicted cost of any table-wise plan of the last planned module, whoever made it.
+
+        Args:
+            plan: one option per table with ``shard.rank`` set.
+            name: of the entry.
+        """
+        if self._rater is None:
+            raise DreamShardError("there is nothing to predict with: plan first, on this rank")
+        return ReportEntry.of(name, self._rater.costs(plan))
+
+
+class DistributedModelParallel(TorchRecDistributedModelParallel):
+    """TorchRec's ``DistributedModelParallel`` plus ``planner=``.
+
+    Args:
+        planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``.
+
+    All other arguments are TorchRec's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        *args: Any,
+        planner: EmbeddingShardingPlanner | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if planner is not None:
+            if plan is not None:
+                raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
+            plan = self._plan_with(planner, module, env, sharders)
+        super().__init__(module, env, device, plan, sharders, *args, **kwargs)
+
+    @staticmethod
+    def _plan_with(
+        planner: EmbeddingShardingPlanner,
+        module: nn.Module,
+        env: ShardingEnv | None,
+        sharders: list[ModuleSharder[nn.Module]] | None,
+    ) -> ShardingPlan:
+        sharders = get_default_sharders() if sharders is None else sharders
+        if env is not None and env.process_group is None:
+            return planner.plan(module, sharders)
+        return planner.collective_plan(module, sharders, env.process_group if env is not None else None)

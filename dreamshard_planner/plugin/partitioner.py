@@ -1,0 +1,202 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's ``Partitioner``: where ranks are chosen, by policy and search or by a greedy rule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchrec.distributed.planner.enumerators import get_partition_by_type
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Partitioner,
+    PartitionByType,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
+
+from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.placement.packing import shortage
+from dreamshard_planner.placement.place import InfeasibleError, Placement, place
+from dreamshard_planner.placement.rules import RULES, place_by_rule
+from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.plugin.options import MEMORY_KINDS, OptionReader, collective_model
+from dreamshard_planner.workload.statistics import TableStatistics
+
+
+class DreamShardPartitioner(Partitioner):
+    """Places table-wise options with the policy network and search over the cost network.
+
+    Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
+
+    Args:
+        constraints: per table, for ``num_poolings``, ``batch_sizes`` and ``is_weighted``.
+        statistics: workload statistics per feature.
+        checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoint.Checkpoint`.
+        search: search settings; None for one policy roll-out alone (the paper's procedure).
+        seed: of the sampled roll-outs and the search.
+        search_seconds: cap on the search, on top of its budget of candidates.
+        reader: shared by the seams of one planner; made from the other arguments by default.
+        torchrec_estimate: fills in TorchRec's own perf, for the rival that is TorchRec's plan; without it
+            the options are taken to hold that already.
+
+    Attributes:
+        placement: what the last call chose, and from what.
+        cost: the problem of the last call, with its costs.
+    """
+
+    def __init__(
+        self,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        statistics: TableStatistics | None = None,
+        checkpoint: str | Path | Checkpoint = "auto",
+        search: SearchConfig | None = DEFAULT_SEARCH,
+        seed: int = 0,
+        search_seconds: float | None = None,
+        reader: OptionReader | None = None,
+        torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._search = search
+        self._seed = seed
+        self._search_seconds = search_seconds
+        self._reader = reader or OptionReader(constraints, statistics)
+        self._torchrec_estimate = torchrec_estimate
+        self.placement: Placement | None = None
+        self.cost: PlacementCost | None = None
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """Set ``shard.rank`` of every shard of ``proposal`` and return it, as TorchRec's contract has it.
+
+        Raises:
+            PlannerError: where the tables do not fit, naming table and missing bytes.
+        """
+        require_device_partition(proposal)
+        checkpoint = resolve(self._checkpoint, storage_constraint.compute_device)
+        with single_thread():
+            problem = self._reader.problem(proposal, storage_constraint)
+            compute = checkpoint.compute_cost(storage_constraint)
+            cost = PlacementCost(problem, compute, collective_model(storage_constraint))
+            ranks_S = torchrec_ranks(proposal, storage_constraint, self._torchrec_estimate)
+            try:
+                self.placement = place(
+                    cost,
+                    checkpoint.policy,
+                    self._search,
+                    seed=self._seed,
+                    given={"torchrec": ranks_S},
+                    seconds=self._search_seconds,
+                )
+            except InfeasibleError as error:
+                raise infeasible(problem, error.proven) from error
+        self.cost = cost
+        _assign(proposal, self.placement.chosen.assignment_S)
+        return proposal
+
+
+class RulePartitioner(Partitioner):
+    """Places table-wise options by one of the greedy rules of :mod:`dreamshard_planner.placement.rules`.
+
+    Args:
+        rule: ``size_greedy``, ``dim_greedy``, ``lookup_greedy`` or ``size_lookup_greedy``.
+        constraints: per table, as in :class:`DreamShardPartitioner`.
+        statistics: workload statistics per feature.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        statistics: TableStatistics | None = None,
+    ) -> None:
+        if rule not in RULES:
+            raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
+        self._rule = rule
+        self._reader = OptionReader(constraints, statistics)
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
+        require_device_partition(proposal)
+        problem = self._reader.problem(proposal, storage_constraint)
+        assignment_S = place_by_rule(problem, self._rule)
+        if assignment_S is None:
+            raise infeasible(problem, proven=False)
+        _assign(proposal, assignment_S)
+        return proposal
+
+
+def require_device_partition(proposal: Sequence[ShardingOption]) -> None:
+    """Options that TorchRec spreads over hosts or all ranks are not ours to place alone."""
+    for option in proposal:
+        if get_partition_by_type(option.sharding_type) != PartitionByType.DEVICE.value or option.dependency:
+            raise PlannerError(
+                f"table {option.fqn.removeprefix('.')!r} is to be sharded {option.sharding_type}"
+                f"{' together with ' + option.dependency if option.dependency else ''}; only independent table-wise "
+                "shards can be placed so far",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+
+
+def torchrec_ranks(
+    proposal: Sequence[ShardingOption],
+    storage_constraint: Topology,
+    estimate: Callable[[list[ShardingOption]], None] | None,
+) -> Tensor | None:
+    """Ranks [S] that TorchRec's default partitioner chooses for the same options, None where it dead-ends."""
+    options = copy.deepcopy(list(proposal))
+    if estimate is not None:
+        estimate(options)
+    try:
+        GreedyPerfPartitioner().partition(options, storage_constraint)
+    except PlannerError:
+        return None
+    return torch.tensor([option.shards[0].rank for option in options], dtype=torch.int64)
+
+
+def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
+    """TorchRec's error for tables that do not fit, saying which and by how much."""
+    reason = shortage(problem, MEMORY_KINDS)
+    if not reason:
+        largest = int(problem.storage_SM.double().sum(-1).argmax())
+        free, need = problem.capacity_DM.clamp_min(0).sum(0) - problem.storage_SM.sum(0), problem.storage_SM[largest]
+        how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
+        kinds = [
+            f"{int(free[kind]):,} bytes of {name} would be left over all ranks"
+            for kind, name in enumerate(MEMORY_KINDS)
+            if need[kind] > 0
+        ]
+        reason = (
+            f"{how}, although {' and '.join(kinds)}; the largest table, {problem.names[largest]!r}, needs "
+            f"{int(need.sum()):,} bytes on one rank"
+        )
+    return PlannerError(
+        f"Tables do not fit: {reason}. More or larger devices, a smaller storage reservation, or smaller tables "
+        "would help.",
+        PlannerErrorType.INSUFFICIENT_STORAGE,
+    )
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _assign(proposal: Sequence[ShardingOption], assignment_S: Tensor) -> None:
+    for option, rank in zip(proposal, assignment_S.tolist(), strict=True):
+        option.shards[0].rank = rank

@@ -1,0 +1,99 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What was chosen and why, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
+from dreamshard_planner.placement.place import Contender, Placement
+
+MAX_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ReportEntry:
+    """Predicted cost of one plan."""
+
+    name: str
+    feasible: bool
+    total_ms: float
+    """Overall: slowest rank's compute plus both collectives; infinite where infeasible."""
+    rank_ms: tuple[float, ...]
+    """Compute (forward + backward) per rank."""
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    collectives_ms: float
+
+    @classmethod
+    def of(cls, name: str, costs: PlacementCosts | None) -> ReportEntry:
+        """From the costs of one plan, None for a method that found none."""
+        if costs is None:
+            return cls(name, False, float("inf"), (), (), (), float("inf"))
+        return cls(
+            name=name,
+            feasible=True,
+            total_ms=float(costs.overall_ms_B[0]),
+            rank_ms=tuple(costs.device_ms_BD[0].tolist()),
+            forward_ms=tuple(costs.forward_ms_BD[0].tolist()),
+            backward_ms=tuple(costs.backward_ms_BD[0].tolist()),
+            collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Predicted costs of the chosen plan and of the plans it was chosen from."""
+
+    chosen: ReportEntry
+    rivals: tuple[ReportEntry, ...]
+    """TorchRec's own plan, the policy's first draft, and each greedy rule."""
+    cost_source: str
+    candidates: int
+    """Moves and swaps that the search evaluated."""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, placement: Placement, cost: PlacementCost) -> Report:
+        """From a finished placement and the cost by which it was chosen."""
+
+        def entry(contender: Contender) -> ReportEntry:
+            return ReportEntry.of(contender.name, contender.costs)
+
+        notes = cost.notes(placement.chosen.assignment_S)
+        if placement.cut_short:
+            notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
+        rivals = tuple(sorted((entry(rival) for rival in placement.rivals), key=lambda rival: rival.total_ms))
+        chosen = ReportEntry.of("dreamshard", placement.chosen.costs)
+        return cls(chosen, rivals, str(cost.compute.source), placement.candidates, notes)
+
+    def rival(self, name: str) -> ReportEntry:
+        """The rival of that name; KeyError lists the known ones."""
+        for entry in self.rivals:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"no rival {name!r}; there are {', '.join(entry.name for entry in self.rivals)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"Predicted milliseconds per training step, embedding work; cost source: {self.cost_source}",
+            f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
+        ]
+        for entry in (self.chosen, *self.rivals):
+            if not entry.feasible:
+                lines.append(f"{entry.name:<20}{'infeasible':>10}")
+                continue
+            shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
+            if len(entry.rank_ms) > MAX_RANKS_SHOWN:
+                shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
+            ratio = entry.total_ms / self.chosen.total_ms if self.chosen.total_ms > 0 else 1.0
+            figures = f"{entry.total_ms:>10.3f}{ratio:>11.3f}{entry.collectives_ms:>13.3f}"
+            lines.append(f"{entry.name:<20}{figures}   {shown}")
+        lines.append(f"The search evaluated {self.candidates:,} moves and swaps.")
+        lines += [f"Note: {note}." for note in self.notes]
+        return "\n".join(lines)

@@ -1,0 +1,338 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Learning: collect -> fit -> improve, then again with placements that the current policy proposes.
+
+The only part that needs hardware is the collection; everything after it works on the dataset.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dreamshard_planner.checkpoint import RECIPES, Checkpoint
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, linear_baseline, mape_2, predict_ms
+from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_paper_network
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.measure.collect import MAX_SET_WORK, collect, draw_sets, set_work
+from dreamshard_planner.placement.environment import TaskBatch
+from dreamshard_planner.placement.policy import (
+    AnyPolicy,
+    PaperPolicy,
+    PaperPolicyConfig,
+    Policy,
+    PolicyConfig,
+    roll_out,
+)
+from dreamshard_planner.placement.reinforce import ReinforceConfig, UpdateStatistics, train_policy
+from dreamshard_planner.placement.rules import RULES, place_by_rule
+from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks
+from dreamshard_planner.workload.pools import named_pool, split_tables
+from dreamshard_planner.workload.tables import Table, Workload
+
+MAX_SETS_PER_SECOND = 30
+"""More than any machine measures; sets are drawn for this rate."""
+
+BANDWIDTHS = (2e9 / 1e3, 600e9 / 1e3)
+"""All-to-all bytes per millisecond of training tasks, log-uniform: from Ethernet (2 GB/s) to NVLink (600 GB/s), so
+that a policy knows tasks bound by communication as well as by compute."""
+
+
+PAPER_REINFORCE = ReinforceConfig(
+    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001
+)
+"""Ten iterations of ten updates of ten episodes of one task, as published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """One training from nothing."""
+
+    pools: tuple[str, ...] = ("meta_like_2021", "merlin_tiny", "merlin_small")
+    """Table pools; half of the tables of each are held out."""
+    device: str = "cpu"
+    threads: int = 1
+    """Intra-op threads of the measured kernels: what one rank has."""
+    seconds: float = 300.0
+    """Time for measuring, held-out sets included."""
+    rounds: int = 2
+    """Times that collect, fit and improve follow each other."""
+    test_share: float = 0.15
+    """Share of the time that goes into sets of held-out tables."""
+    repeats: int = 3
+    batch_sizes: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    """Samples that the measured kernels see."""
+    num_tasks: int = 200
+    """Tasks that the policy trains on."""
+    tasks: TaskConfig = field(default_factory=TaskConfig)
+    network: CostNetworkConfig = field(default_factory=CostNetworkConfig)
+    fit: FitConfig = field(default_factory=FitConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    recipe: str = "default"
+    """``default``, or ``paper`` for the networks and hyper-parameters as published."""
+    paper_fit: PaperFitConfig = field(default_factory=PaperFitConfig)
+    paper_reinforce: ReinforceConfig = field(default_factory=lambda: PAPER_REINFORCE)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        if not self.seconds > 0 or self.rounds < 1 or not 0 < self.test_share < 1:
+            raise ValueError(f"seconds, rounds and test_share must be positive, got {asdict(self)}")
+
+
+def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
+    """Measure, fit and improve, and write the checkpoint ``out``; the dataset is kept beside it.
+
+    An interrupted training, started again with the same settings, continues its measurements.
+    """
+    out = Path(out)
+    train_tables, test_tables = pool_tables(config)
+    max_sets = int(config.seconds * MAX_SETS_PER_SECOND) + 1
+    test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes)
+    train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes)
+    test = _measure(config, test_sets, out.with_suffix(".test.journal"), config.test_share, progress)
+
+    datasets: list[CostDataset] = []
+    round_share = (1 - config.test_share) / config.rounds
+    policy: AnyPolicy | None = None
+    tasks: list[PricedTask] = []
+    for round_index in range(config.rounds):
+        sets: Sequence[Sequence[Workload]] = train_sets
+        if policy is not None:
+            sets = proposed_sets(policy, tasks, max_sets, config.seed + 100 * round_index)
+        journal = out.with_suffix(f".round{round_index}.journal")
+        datasets.append(_measure(config, sets, journal, round_share, progress))
+        dataset = CostDataset.concatenate(datasets)
+        checkpoint, tasks = learn(config, dataset, test, progress)
+        policy = checkpoint.policy
+    dataset.save(out.with_suffix(".dataset.npz"))
+    test.save(out.with_suffix(".test.npz"))
+    checkpoint.save(out)
+    return Checkpoint.load(out)
+
+
+def learn(
+    config: TrainingConfig, train_data: CostDataset, test_data: CostDataset, progress: bool = True
+) -> tuple[Checkpoint, list[PricedTask]]:
+    """Fit the cost network to measured sets, train a policy on it, and judge both on held-out tables.
+
+    Returns:
+        The checkpoint, and the policy's training tasks.
+    """
+    train_tables, test_tables = pool_tables(config)
+    train_sets, test_sets = labelled(train_data), labelled(test_data)
+    network = fit(config, train_sets, progress)
+    policy, statistics, tasks = improve(config, network, train_tables, progress)
+    metadata = {
+        "recipe": config.recipe,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": train_data.hardware,
+        "hardware_name": hardware_name(train_data.hardware),
+        "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
+        "pools": list(config.pools),
+        "batch_sizes": list(config.batch_sizes),
+        "validation": {
+            **validate_cost(network, train_sets, test_sets),
+            **validate_policy(policy, network, test_tables, config),
+        },
+        "reinforce": asdict(statistics[-1]),
+    }
+    return Checkpoint(policy, network, metadata), tasks
+
+
+def fit(config: TrainingConfig, train_sets: LabelledSets, progress: bool) -> CostNetwork | PaperCostNetwork:
+    """Fit the recipe's cost network."""
+    total = config.fit.epochs if config.recipe == "default" else config.paper_fit.updates
+    with progress_bar("fitting", total, progress) as advance:
+
+        def on_step(_: int, loss: float) -> None:
+            advance(f"loss {loss:.4f}")
+
+        if config.recipe == "paper":
+            return fit_paper_network(train_sets, config.paper_fit, on_step)
+        return fit_cost_network(train_sets, config.network, config.fit, on_step)
+
+
+def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
+    """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
+    from torchrec.distributed.planner.types import Topology
+
+    train_tables, test_tables = pool_tables(config)
+    roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device="cuda"))
+    policy, statistics, _ = improve(config, roofline, train_tables, progress)
+    metadata = {
+        "recipe": config.recipe,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {},
+        "hardware_name": "nothing: roofline model",
+        "pools": list(config.pools),
+        "validation": validate_policy(policy, roofline, test_tables, config),
+        "reinforce": asdict(statistics[-1]),
+    }
+    checkpoint = Checkpoint(policy, None, metadata)
+    checkpoint.save(out)
+    return Checkpoint.load(out)
+
+
+def improve(
+    config: TrainingConfig, compute: ComputeCost, tables: Sequence[Table], progress: bool
+) -> tuple[AnyPolicy, list[UpdateStatistics], list[PricedTask]]:
+    """Train a policy by REINFORCE on the estimated MDP of ``compute``."""
+    if config.recipe == "paper":
+        policy, reinforce = PaperPolicy(PaperPolicyConfig(), seed=config.seed), config.paper_reinforce
+    else:
+        policy, reinforce = Policy(config.policy, seed=config.seed), config.reinforce
+    tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed)
+    costs = [task.cost for task in tasks]
+    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    with progress_bar("improving the policy", reinforce.updates, progress) as advance:
+        statistics = train_policy(
+            policy, costs, reinforce, lambda _, update: advance(f"relative cost {update.relative_cost:.3f}")
+        )
+    return policy, statistics, tasks
+
+
+def proposed_sets(policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int, seed: int) -> list[list[Workload]]:
+    """What the policy puts on one device in sampled placements of its training tasks: sets worth measuring,
+    because planning will meet their like."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = -(-num_sets // len(tasks))
+    sets = []
+    for task in tasks:
+        environment = roll_out(policy, TaskBatch.collate([task.cost]), samples, generator).environment
+        assignment_ES = environment.assignments(0)[environment.alive_E]
+        device_E = torch.randint(task.cost.problem.num_devices, (len(assignment_ES),), generator=generator)
+        for chosen_S in (assignment_ES == device_E[:, None]).tolist():
+            sets.append([workload for workload, chosen in zip(task.workloads, chosen_S, strict=True) if chosen])
+    order = torch.randperm(len(sets), generator=generator).tolist()
+    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= MAX_SET_WORK]
+
+
+@dataclass(frozen=True)
+class PricedTask:
+    """A task of the policy's training with its cost."""
+
+    workloads: tuple[Workload, ...]
+    cost: PlacementCost
+
+
+@torch.no_grad()
+def priced_tasks(
+    compute: ComputeCost, tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int
+) -> list[PricedTask]:
+    """Random tasks over ``tables`` with their costs."""
+    low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
+    share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
+    priced = []
+    for task, share in zip(draw_tasks(tables, num_tasks, config, seed), share_T, strict=True):
+        collectives = CollectiveModel(task.problem.num_devices, math.exp(low + (high - low) * share))
+        priced.append(PricedTask(task.workloads, PlacementCost(task.problem, compute, collectives)))
+    return priced
+
+
+def validate_cost(network: ComputeCost, train_sets: LabelledSets, test_sets: LabelledSets) -> dict[str, Any]:
+    """Mean absolute percentage errors on sets of held-out tables, beside the linear baseline's."""
+    labels = test_sets.labels_ms_X2
+    network_2 = mape_2(predict_ms(network, test_sets), labels)
+    linear_2 = mape_2(linear_baseline(train_sets, test_sets), labels)
+    return {
+        "network_mape": [round(value, 4) for value in network_2.tolist()],
+        "linear_mape": [round(value, 4) for value in linear_2.tolist()],
+    }
+
+
+def validate_policy(
+    policy: AnyPolicy, compute: ComputeCost, tables: Sequence[Table], config: TrainingConfig, num_tasks: int = 60
+) -> dict[str, Any]:
+    """Predicted cost of one greedy roll-out over each rule's, on tasks of held-out tables.
+
+    Geometric means over the tasks that both place; infeasible tasks are counted.
+    """
+    costs = [task.cost for task in priced_tasks(compute, tables, num_tasks, config.tasks, config.seed + 7)]
+    policy_ms, rule_ms = [], {rule: [] for rule in RULES}
+    with torch.no_grad():
+        for cost in costs:
+            environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
+            policy_ms.append(float(environment.overall_ms()[0]))
+            for rule in RULES:
+                assignment_S = place_by_rule(cost.problem, rule)
+                rated = float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
+                rule_ms[rule].append(rated)
+    ours = torch.tensor(policy_ms)
+    ratios = {}
+    for rule, values in rule_ms.items():
+        theirs = torch.tensor(values)
+        both = ours.isfinite() & theirs.isfinite()
+        ratios[rule] = round(float((ours[both] / theirs[both]).log().mean().exp()), 4)
+    infeasible = {rule: int(torch.tensor(values).isinf().sum()) for rule, values in rule_ms.items()}
+    return {
+        "policy_over_rule": ratios,
+        "infeasible": {"policy": int(ours.isinf().sum()), **infeasible},
+        "tasks": num_tasks,
+    }
+
+
+def pool_tables(config: TrainingConfig) -> tuple[list[Table], list[Table]]:
+    """Training and held-out tables of all pools; disjoint."""
+    train_tables, test_tables = [], []
+    for name in config.pools:
+        train_part, test_part = split_tables(named_pool(name), config.seed)
+        train_tables += train_part
+        test_tables += test_part
+    return train_tables, test_tables
+
+
+def labelled(data: CostDataset) -> LabelledSets:
+    """A dataset as tensors to fit."""
+    return LabelledSets.of([data.workloads(index) for index in range(len(data))], data.forward_backward_ms)
+
+
+def hardware_name(hardware: dict[str, Any]) -> str:
+    """Processor and threads, for people."""
+    return f"{hardware.get('name', hardware.get('device', '?'))}, {hardware.get('threads', '?')} thread(s)"
+
+
+def _measure(
+    config: TrainingConfig, sets: Sequence[Sequence[Workload]], journal: Path, share: float, progress: bool
+) -> CostDataset:
+    return collect(
+        sets,
+        journal,
+        device=config.device,
+        threads=config.threads,
+        repeats=config.repeats,
+        seed=config.seed,
+        seconds=config.seconds * share,
+        progress=progress,
+    )
+
+
+@contextmanager
+def progress_bar(what: str, total: int, enabled: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; call what it yields with a note, once per step."""
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        disable=not enabled,
+    )
+    task = bar.add_task(what, total=total, note="")
+    with bar:
+        yield lambda note: bar.update(task, advance=1, note=note)

@@ -1,0 +1,58 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Train a small DLRM with TorchRec on one or more ranks: torchrun --nproc_per_node=2 examples/train_dlrm.py"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torchrec.datasets.random import RandomRecDataset
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+
+ROWS, LOOKUPS = [100_000, 50_000, 20_000, 5_000, 1_000, 100], [20, 1, 5, 50, 10, 1]
+FEATURES = [f"f{index}" for index in range(len(ROWS))]
+DIM, BATCH_SIZE, STEPS = 32, 128, 10
+
+
+def main() -> None:
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    cuda = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    data = RandomRecDataset(FEATURES, BATCH_SIZE, hash_sizes=ROWS, ids_per_features=LOOKUPS, num_dense=13)
+
+    tables = [EmbeddingBagConfig(ROWS[i], DIM, name=f"t_{f}", feature_names=[f]) for i, f in enumerate(FEATURES)]
+    embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, embeddings.parameters(), {"lr": 0.02})
+    model = DLRMTrain(DLRM(embeddings, 13, [64, DIM], [64, 1], dense_device=device))
+
+    some = iter(data)
+    statistics = TableStatistics.from_batches(next(some).sparse_features for _ in range(3))
+    planner = DreamShardPlanner(batch_size=BATCH_SIZE, statistics=statistics)
+    model = DistributedModelParallel(model, device=device, planner=planner)  # <- the one changed line
+
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02))
+    pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device)
+    batches = iter(data)
+    losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
+    if dist.get_rank() == 0:
+        print(planner.report())
+        print(f"trained {STEPS} steps on {dist.get_world_size()} rank(s); loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

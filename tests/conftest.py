@@ -1,0 +1,16 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Settings that all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+# Scripts that tests start find this checkout too, installed or not (for the tests themselves: pythonpath in setup.cfg).
+_PATHS = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
+# Small tensors and several processes on few cores: more threads only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)

@@ -1,0 +1,23 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Where distributed tests run: two gloo ranks anywhere, NCCL on all GPUs of a node that has several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``launch(function, *args)`` runs ``function(Rank, *args)`` on all ranks; ``world_size=`` asks for fewer."""
+    if request.param == "gloo":
+        return partial(run_on_ranks, world_size=2, backend="gloo")
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip(f"NCCL ranks need a GPU each and at least two; this machine has {gpus}")
+    return partial(run_on_ranks, world_size=gpus, backend="nccl")

@@ -1,0 +1,130 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A small model with embedding tables of several sizes, its data, and its training, for tests on several ranks.
+
+Shape letters: B batch (a rank's share), E all embedding dims, F features x B.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from ranks import Rank
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.plugin import RulePartitioner
+
+SHARDERS = (EmbeddingBagCollectionSharder(),)
+LOCAL_BATCH = 16
+SHAPES = ((1000, 16), (50, 8), (400, 32), (1, 4), (2000, 8), (120, 64), (300, 16), (7, 12))
+"""Rows and dims of the tables."""
+POOLING_FACTORS = (2, 1, 5, 3, 0, 1, 8, 4, 2)
+"""Of the features; the first table serves the first two, and one feature is always empty."""
+FEATURES = tuple(f"f{index}" for index in range(len(POOLING_FACTORS)))
+
+
+def _features(table: int) -> list[str]:
+    return list(FEATURES[:2]) if table == 0 else [FEATURES[table + 1]]
+
+
+@torch.no_grad()
+def _fill(weight: Tensor, seed: int) -> None:
+    weight.uniform_(-0.1, 0.1, generator=torch.Generator(weight.device).manual_seed(seed))
+
+
+class TinyModel(nn.Module):
+    """Embeddings of all features into one linear layer; returns the loss of a batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(
+                name=f"t{index}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=_features(index),
+                init_fn=partial(_fill, seed=index),
+            )
+            for index, (rows, dim) in enumerate(SHAPES)
+        ]
+        self.embeddings = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        width = sum(config.embedding_dim * len(config.feature_names) for config in configs)
+        self.top = nn.Linear(width, 1, device=device)
+        _fill(self.top.weight, seed=100)
+        _fill(self.top.bias, seed=101)
+        apply_optimizer_in_backward(RowWiseAdagrad, self.embeddings.parameters(), {"lr": 0.05})
+
+    def forward(self, sparse: KeyedJaggedTensor, labels_B: Tensor) -> Tensor:
+        pooled = self.embeddings(sparse)
+        pooled_BE = torch.cat([pooled[name] for name in FEATURES], dim=1)  # the columns' order depends on the plan
+        return nn.functional.binary_cross_entropy_with_logits(self.top(pooled_BE).squeeze(1), labels_B)
+
+
+def batch(step: int, samples: int, first: int, count: int, device: torch.device) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Samples ``first`` to ``first + count`` of the global batch of one step."""
+    generator = torch.Generator().manual_seed(step)
+    indices, lengths = [], []
+    for feature, pooling_factor in enumerate(POOLING_FACTORS):
+        rows = SHAPES[max(0, feature - 1)][0]
+        indices_BL = torch.randint(rows, (samples, pooling_factor), generator=generator)
+        indices.append(indices_BL[first : first + count].flatten())
+        lengths.append(torch.full((count,), pooling_factor))
+    labels_B = torch.randint(2, (samples,), generator=generator).float()[first : first + count]
+    sparse = KeyedJaggedTensor(list(FEATURES), torch.cat(indices), lengths=torch.cat(lengths))
+    return sparse.to(device), labels_B.to(device)
+
+
+def make_planner(name: str, rank: Rank) -> EmbeddingShardingPlanner:
+    """``dreamshard``, ``torchrec`` or a greedy rule, for table-wise placement of the tiny model."""
+    memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
+    constraints = {
+        f"t{index}": ParameterConstraints(
+            sharding_types=["table_wise"],
+            compute_kernels=["fused"],
+            pooling_factors=[float(POOLING_FACTORS[FEATURES.index(feature)]) for feature in _features(index)],
+        )
+        for index in range(len(SHAPES))
+    }
+    common = {
+        "topology": Topology(rank.world_size, rank.device.type, **{memory: 8 << 30}),
+        "batch_size": LOCAL_BATCH,
+        "constraints": constraints,
+    }
+    if name == "dreamshard":
+        batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu"))[0] for step in range(3)]
+        return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches))
+    return EmbeddingShardingPlanner(
+        **common, partitioner=None if name == "torchrec" else RulePartitioner(name, constraints)
+    )
+
+
+def shard(planner: EmbeddingShardingPlanner, rank: Rank) -> DistributedModelParallel:
+    """The tiny model on the planner's plan."""
+    model = TinyModel(rank.device)
+    return DistributedModelParallel(model, device=rank.device, sharders=copy.copy(list(SHARDERS)), planner=planner)
+
+
+def train(model: DistributedModelParallel, rank: Rank, steps: int, samples: int) -> list[float]:
+    """Losses of this rank's shares of global batches of ``samples`` samples; four batches go round."""
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
+    count, losses = samples // rank.world_size, []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(*batch(step % 4, samples, count * rank.rank, count, rank.device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
