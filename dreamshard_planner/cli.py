@@ -12,6 +12,8 @@ import typer
 
 from dreamshard_planner.errors import DreamShardError
 
+QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned placement of embedding tables.")
 
 
@@ -24,14 +26,16 @@ def train(
     seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
     recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
+    quick: QuickOption = False,
 ) -> None:
     """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements.
     """
-    from dreamshard_planner.training import TrainingConfig, train, train_on_roofline
+    from dreamshard_planner.training import QUICK, TrainingConfig, train, train_on_roofline
 
-    config = replace(TrainingConfig(), seconds=seconds, device=device, threads=threads, seed=seed, recipe=recipe)
+    base = QUICK if quick else TrainingConfig()
+    config = replace(base, seconds=seconds, device=device, threads=threads, seed=seed, recipe=recipe)
     checkpoint = train_on_roofline(config, out) if roofline else train(config, out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
 
@@ -43,12 +47,13 @@ def fit(
     out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
     recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
+    quick: QuickOption = False,
 ) -> None:
     """Make a checkpoint from measured sets; needs no hardware."""
     from dreamshard_planner.cost.dataset import CostDataset
-    from dreamshard_planner.training import TrainingConfig, learn
+    from dreamshard_planner.training import QUICK, TrainingConfig, learn
 
-    config = replace(TrainingConfig(), recipe=recipe, seed=seed)
+    config = replace(QUICK if quick else TrainingConfig(), recipe=recipe, seed=seed)
     checkpoint, _ = learn(config, CostDataset.load(dataset), CostDataset.load(test_dataset))
     checkpoint.save(out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))

@@ -27,6 +27,7 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import MAX_SET_WORK, collect, draw_sets, set_work
+from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.policy import (
     AnyPolicy,
@@ -74,8 +75,12 @@ class TrainingConfig:
     repeats: int = 3
     batch_sizes: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     """Samples that the measured kernels see."""
+    arena_bytes: int = 2 << 30
+    """Memory for the weights of measured kernels; larger tables are folded into it."""
     num_tasks: int = 200
     """Tasks that the policy trains on."""
+    validation_tasks: int = 60
+    """Tasks of held-out tables that it is judged on."""
     tasks: TaskConfig = field(default_factory=TaskConfig)
     network: CostNetworkConfig = field(default_factory=CostNetworkConfig)
     fit: FitConfig = field(default_factory=FitConfig)
@@ -94,6 +99,21 @@ class TrainingConfig:
             raise ValueError(f"seconds, rounds and test_share must be positive, got {asdict(self)}")
 
 
+QUICK = TrainingConfig(
+    pools=("merlin_tiny", "mlperf_dlrm_dcnv2"),
+    rounds=1,
+    batch_sizes=(256,),
+    arena_bytes=1 << 26,
+    num_tasks=8,
+    validation_tasks=4,
+    tasks=TaskConfig(max_tables=12),
+    fit=FitConfig(epochs=10),
+    reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
+    paper_fit=PaperFitConfig(updates=20),
+)
+"""Runs through all of it in seconds; nothing that it makes is worth planning with."""
+
+
 def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
     """Measure, fit and improve, and write the checkpoint ``out``; the dataset is kept beside it.
 
@@ -104,7 +124,8 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     max_sets = int(config.seconds * MAX_SETS_PER_SECOND) + 1
     test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes)
     train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes)
-    test = _measure(config, test_sets, out.with_suffix(".test.journal"), config.test_share, progress)
+    arena = Arena(config.device, config.arena_bytes, seed=config.seed)
+    test = _measure(config, test_sets, out.with_suffix(".test.journal"), config.test_share, arena, progress)
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
@@ -115,7 +136,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
         if policy is not None:
             sets = proposed_sets(policy, tasks, max_sets, config.seed + 100 * round_index)
         journal = out.with_suffix(f".round{round_index}.journal")
-        datasets.append(_measure(config, sets, journal, round_share, progress))
+        datasets.append(_measure(config, sets, journal, round_share, arena, progress))
         dataset = CostDataset.concatenate(datasets)
         checkpoint, tasks = learn(config, dataset, test, progress)
         policy = checkpoint.policy
@@ -256,13 +277,14 @@ def validate_cost(network: ComputeCost, train_sets: LabelledSets, test_sets: Lab
 
 
 def validate_policy(
-    policy: AnyPolicy, compute: ComputeCost, tables: Sequence[Table], config: TrainingConfig, num_tasks: int = 60
+    policy: AnyPolicy, compute: ComputeCost, tables: Sequence[Table], config: TrainingConfig
 ) -> dict[str, Any]:
     """Predicted cost of one greedy roll-out over each rule's, on tasks of held-out tables.
 
     Geometric means over the tasks that both place; infeasible tasks are counted.
     """
-    costs = [task.cost for task in priced_tasks(compute, tables, num_tasks, config.tasks, config.seed + 7)]
+    tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7)
+    costs = [task.cost for task in tasks]
     policy_ms, rule_ms = [], {rule: [] for rule in RULES}
     with torch.no_grad():
         for cost in costs:
@@ -282,7 +304,7 @@ def validate_policy(
     return {
         "policy_over_rule": ratios,
         "infeasible": {"policy": int(ours.isinf().sum()), **infeasible},
-        "tasks": num_tasks,
+        "tasks": config.validation_tasks,
     }
 
 
@@ -307,7 +329,12 @@ def hardware_name(hardware: dict[str, Any]) -> str:
 
 
 def _measure(
-    config: TrainingConfig, sets: Sequence[Sequence[Workload]], journal: Path, share: float, progress: bool
+    config: TrainingConfig,
+    sets: Sequence[Sequence[Workload]],
+    journal: Path,
+    share: float,
+    arena: Arena,
+    progress: bool,
 ) -> CostDataset:
     return collect(
         sets,
@@ -318,6 +345,7 @@ def _measure(
         seed=config.seed,
         seconds=config.seconds * share,
         progress=progress,
+        arena=arena,
     )
 
 

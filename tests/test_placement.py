@@ -14,8 +14,14 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.packing import pack, shortage
 from dreamshard_planner.placement.place import InfeasibleError, place
-from dreamshard_planner.placement.policy import PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
-from dreamshard_planner.placement.policy import roll_out, score_rollout
+from dreamshard_planner.placement.policy import (
+    PaperPolicy,
+    PaperPolicyConfig,
+    Policy,
+    PolicyConfig,
+    roll_out,
+    score_rollout,
+)
 from dreamshard_planner.placement.reinforce import ReinforceConfig, advantages, train_policy
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig, local_search

@@ -64,7 +64,7 @@ class FitConfig:
     epochs: int = 120
     """Passes over the training sets."""
     batch_sets: int = 256
-    """Sets per update."""
+    """Sets per update at most; small datasets get smaller batches."""
     learning_rate: float = 3e-3
     weight_decay: float = 1e-3
     seed: int = 0
@@ -95,14 +95,15 @@ def fit_cost_network(
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one
 
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    steps_per_epoch = math.ceil(len(train) / config.batch_sets)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=config.epochs * steps_per_epoch, pct_start=0.1
+    batch_sets = min(config.batch_sets, max(8, len(train) // 8))
+    steps = config.epochs * math.ceil(len(train) / batch_sets)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / (0.1 * steps), 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     network.train()
     for epoch in range(config.epochs):
         losses = []
-        for index_X in torch.randperm(len(train), generator=generator).split(config.batch_sets):
+        for index_X in torch.randperm(len(train), generator=generator).split(batch_sets):
             batch = train.select(index_X)
             log_EX2 = network.member_log_cost(batch.sum(network.encode(batch.features_SF)))
             error_EX2 = torch.nn.functional.smooth_l1_loss(

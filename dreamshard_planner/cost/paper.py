@@ -23,6 +23,7 @@ from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 
 OUTPUT_BYTES = 4
+HEADS = ("forward_compute", "backward_compute", "communication", "overall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class PaperCostNetwork(nn.Module):
             self.heads = nn.ModuleDict(
                 {
                     name: nn.Sequential(nn.Linear(representation, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-                    for name in ("forward", "backward", "communication", "overall")
+                    for name in HEADS
                 }
             )
         self.register_buffer("feature_mean", torch.zeros(len(PAPER_FEATURES)))
@@ -80,12 +81,11 @@ class PaperCostNetwork(nn.Module):
         return torch.cat([torch.ones(len(scaled), 1), self.table(scaled)], dim=-1)
 
     def _head(self, name: str, representation_XR: Tensor) -> Tensor:
-        target = ("forward", "backward", "communication", "overall").index(name)
-        return self.heads[name](representation_XR.float())[..., 0] * self.target_ms[target]
+        return self.heads[name](representation_XR.float())[..., 0] * self.target_ms[HEADS.index(name)]
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`."""
-        cost_X2 = torch.stack([self._head(name, latent_XH[..., 1:]) for name in ("forward", "backward")], dim=-1)
+        cost_X2 = torch.stack([self._head(name, latent_XH[..., 1:]) for name in HEADS[:2]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2.clamp_min(0), 0.0).to(latent_XH.dtype)
 
     glance_ms = group_cost_ms
@@ -131,7 +131,7 @@ def fit_paper_network(
         latent_BDH = sets.sum(network.encode(sets.features_SF)).view(*index_BD.shape, -1)
         targets = _labels(train, index_BD, bytes_X, collectives)
         predictions = (
-            *(network._head(name, latent_BDH[..., 1:]) for name in ("forward", "backward", "communication")),
+            *(network._head(name, latent_BDH[..., 1:]) for name in HEADS[:3]),
             network.overall_ms(latent_BDH[:, :, None]),
         )
         loss = sum(

@@ -42,7 +42,8 @@ class SearchConfig:
     """Kicks in a row without improvement after which the search ends early."""
 
     def __post_init__(self) -> None:
-        if min(self.starts, self.candidates, self.swaps_per_step, self.kick_shards, self.patience) < 1 or self.samples < 0:
+        counts = (self.starts, self.candidates, self.swaps_per_step, self.kick_shards, self.patience)
+        if min(counts) < 1 or self.samples < 0:
             raise ValueError(f"search settings must be positive, got {asdict(self)}")
 
 

@@ -14,8 +14,8 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    Partitioner,
     PartitionByType,
+    Partitioner,
     PlannerError,
     PlannerErrorType,
     ShardingOption,

@@ -14,7 +14,6 @@ from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner.plugin.options import require_table_wise
 
-
 PROBES = 16
 """Numbers of tables outside of device memory that are tried where neither none nor all of them fit."""
 

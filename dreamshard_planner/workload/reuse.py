@@ -120,14 +120,15 @@ def rescale_reuse(
     changed = ((factor_T != 1) & (lookups_T > 0)).nonzero()[:, 0].tolist()
     solved: dict[tuple, tuple[Tensor, Tensor]] = {}
     for table in changed:
-        key = (tuple(histogram_TK[table].tolist()), float(rows_T[table]), float(lookups_T[table]))
+        factor_here, old_lookups = float(factor_T[table]), float(lookups_T[table])
+        key = (tuple(histogram_TK[table].tolist()), float(rows_T[table]), old_lookups, factor_here)
         new_lookups = lookups_T[table] * factor_T[table]
-        if (*key, float(factor_T[table])) not in solved:
-            weight_Q = _mixture(histogram_TK[table], float(distinct_T[table]), float(rows_T[table]), key[2])
-            count_K = weight_Q @ _probabilities_at(float(factor_T[table]))
+        if key not in solved:
+            weight_Q = _mixture(histogram_TK[table], float(distinct_T[table]), float(rows_T[table]), old_lookups)
+            count_K = weight_Q @ _probabilities_at(factor_here)
             bins, distinct = _normalise(count_K[None], rows_T[table, None], new_lookups[None])
-            solved[*key, float(factor_T[table])] = bins[0], distinct[0]
-        result_TK[table], result_T[table] = solved[*key, float(factor_T[table])]
+            solved[key] = bins[0], distinct[0]
+        result_TK[table], result_T[table] = solved[key]
     empty = lookups_T * factor_T == 0
     result_TK[empty], result_T[empty] = 0.0, 0.0
     return result_TK, result_T
@@ -228,7 +229,7 @@ def draw_indices(
 
 
 def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:
-    """Change counts, within their bins while that suffices, until they sum to ``total``; int64 [R]."""
+    """Change counts, within their bins while that suffices, until they sum to ``total`` >= R; int64 [R]."""
     for _ in range(4):
         missing = total - count_R.sum()
         room_R = (high_R - count_R) if missing > 0 else (count_R - low_R)
@@ -236,15 +237,11 @@ def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Te
             break
         share = torch.clamp(missing.abs() / room_R.sum(), max=1.0)
         count_R = count_R + missing.sign() * (room_R * share).floor()
-    count_R = count_R.long()
-    missing = int(total - count_R.sum())
-    if missing > 0:
-        spread = count_R / count_R.sum() * missing
-        count_R = count_R + spread.floor().long()
-        count_R[: int(total - count_R.sum())] += 1
-    while missing < 0:
-        spare_R = (count_R > 1).nonzero()[:, 0]
-        taken = spare_R[-min(len(spare_R), -missing) :]
-        count_R[taken] -= 1
-        missing += len(taken)
+    count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
+    while (missing := total - int(count_R.sum())) != 0:
+        # One each, from the rows read most, whose bins are wide; out of their bins only if all are full.
+        step = 1 if missing > 0 else -1
+        inside_R = count_R < high_R if missing > 0 else count_R > low_R
+        candidates = inside_R.nonzero()[:, 0] if inside_R.any() else (count_R + step >= 1).nonzero()[:, 0]
+        count_R[candidates[-min(len(candidates), abs(missing)) :]] += step
     return count_R

@@ -1,0 +1,126 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Checkpoints: nothing is lost on the way to disk and back, and a wrong file is a clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dreamshard_planner import Checkpoint, CheckpointError
+from dreamshard_planner.checkpoint import SHIPPED, resolve
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
+from dreamshard_planner.placement.policy import PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
+
+DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")
+PAPER = (PaperPolicy(PaperPolicyConfig()), PaperCostNetwork(PaperCostConfig(), seed=5), "paper")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "some.safetensors"
+    Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", "hardware_name": "a machine"}).save(path)
+    return path
+
+
+@pytest.mark.parametrize("policy, cost, recipe", [DEFAULT, PAPER, (DEFAULT[0], None, "default")])
+def test_round_trip(tmp_path: Path, policy, cost, recipe: str) -> None:
+    path = tmp_path / "some.safetensors"
+    Checkpoint(policy, cost, {"recipe": recipe, "hardware_name": "a machine", "extra": [1, 2]}).save(path)
+    loaded = Checkpoint.load(path)
+    assert loaded.recipe == recipe and loaded.metadata["extra"] == [1, 2] and loaded.name == path.name
+    for ours, theirs in ((policy, loaded.policy), (cost, loaded.cost)):
+        if ours is None:
+            assert theirs is None
+            continue
+        assert ours.config == theirs.config
+        state, expected = theirs.state_dict(), ours.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
+    if cost is not None:
+        assert str(loaded.cost.source) == "network (some.safetensors, measured on a machine)"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def rewrite(path: Path, **changes: str) -> None:
+    """Change the header of a checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        header = dict(file.metadata())
+    header.update(changes)
+    save_file(load_file(path), path, metadata=header)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere.safetensors: no such checkpoint"):
+        Checkpoint.load(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated(saved: Path, keep: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="some.safetensors: not a safetensors file, or a damaged one"):
+        Checkpoint.load(saved)
+
+
+def test_foreign(saved: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, saved)
+    with pytest.raises(CheckpointError, match="not a checkpoint of dreamshard_planner"):
+        Checkpoint.load(saved)
+    saved.write_text("{}")
+    with pytest.raises(CheckpointError, match="some.safetensors"):
+        Checkpoint.load(saved)
+
+
+def test_newer(saved: Path) -> None:
+    rewrite(saved, version="99")
+    with pytest.raises(CheckpointError, match="version 99 is newer .* upgrade"):
+        Checkpoint.load(saved)
+
+
+def test_damaged_description(saved: Path) -> None:
+    rewrite(saved, description="{")
+    with pytest.raises(CheckpointError, match="description is missing or damaged"):
+        Checkpoint.load(saved)
+    rewrite(saved, description=json.dumps({"features": ["dim"]}))
+    with pytest.raises(CheckpointError, match="other features"):
+        Checkpoint.load(saved)
+
+
+def test_unfitting_tensors(saved: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(saved, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(saved)
+    name = next(name for name in tensors if name.startswith("policy."))
+    save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, saved, metadata=header)
+    with pytest.raises(CheckpointError, match="policy network holds NaN"):
+        Checkpoint.load(saved)
+    save_file({key: value for key, value in tensors.items() if key != name}, saved, metadata=header)
+    with pytest.raises(CheckpointError, match="policy network does not fit"):
+        Checkpoint.load(saved)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "evil.safetensors"
+    torch.save({"format": "dreamshard_planner"}, path)
+    with pytest.raises(CheckpointError, match="evil.safetensors"):
+        Checkpoint.load(path)
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+def test_what_ships(recipe: str) -> None:
+    measured, roofline = resolve("auto", "cpu", recipe), resolve("auto", "cuda", recipe)
+    assert measured.cost is not None and measured.metadata["hardware"]["device"] == "cpu"
+    assert roofline.cost is None and "roofline" in roofline.name
+    for checkpoint in (measured, roofline):
+        assert checkpoint.recipe == recipe and (SHIPPED / checkpoint.name).stat().st_size < 2**20
+        other = "paper" if recipe == "default" else "default"
+        with pytest.raises(CheckpointError, match=f"asked for '{other}'"):
+            resolve(checkpoint, "cpu", other)

@@ -1,0 +1,58 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The ``dreamshard`` command, run as users run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
+
+
+def dreamshard(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from dreamshard_planner.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_info_prints_json() -> None:
+    result = dreamshard("info", str(SHIPPED / "cpu.safetensors"))
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["hardware"]["device"] == "cpu"
+
+
+def test_errors_are_one_line_and_a_status(tmp_path: Path) -> None:
+    result = dreamshard("info", str(tmp_path / "gone.safetensors"))
+    assert result.returncode == 1
+    assert result.stdout == "" and "gone.safetensors: no such checkpoint" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A tiny training from nothing on real kernels."""
+    out = tmp_path_factory.mktemp("trained") / "tiny.safetensors"
+    result = dreamshard("train", "--out", str(out), "--seconds", "8", "--quick")
+    assert result.returncode == 0, result.stderr
+    assert set(json.loads(result.stdout)) >= {"network_mape", "linear_mape", "policy_over_rule"}
+    return out
+
+
+def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
+    checkpoint = Checkpoint.load(trained)
+    assert checkpoint.metadata["dataset"]["sets"] >= 8
+    assert checkpoint.metadata["hardware"]["torch"]
+
+
+def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:
+    for recipe in ("default", "paper"):
+        out = tmp_path / f"{recipe}.safetensors"
+        result = dreamshard(
+            "fit", "--dataset", str(trained.with_suffix(".dataset.npz")), "--test-dataset",
+            str(trained.with_suffix(".test.npz")), "--out", str(out), "--recipe", recipe, "--quick",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert Checkpoint.load(out).recipe == recipe

@@ -1,0 +1,131 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Cost networks: empty groups are free, sums are order-free, learning beats the additive baseline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, linear_baseline, mape_2, predict_ms
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.paper import PaperFitConfig, fit_paper_network
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.workload.features import FEATURE_NAMES
+from dreamshard_planner.workload.pools import meta_like, split_tables
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+
+
+def synthetic_ms(workloads: list[Workload]) -> list[float]:
+    """A fused cost with a known departure from additivity: small sets pay a floor, many tables slow each other."""
+    work = sum(w.lookups * (w.dim + 20) + 30 * w.distinct_rows * w.dim**0.5 for w in workloads) * 1e-6
+    crowding = 1 + 0.3 * min(1.0, len(workloads) / 30)
+    return [0.05 + work * crowding, 0.1 + 2.2 * work * crowding**2]
+
+
+def synthetic_sets(tables: list[Table], count: int, seed: int) -> LabelledSets:
+    generator = torch.Generator().manual_seed(seed)
+    pool = workloads_of(tables, 512)
+    sets = []
+    for _ in range(count):
+        size = int(torch.exp(torch.rand(1, generator=generator) * 3.6))
+        sets.append([pool[i] for i in torch.randperm(len(pool), generator=generator)[:size].tolist()])
+    return LabelledSets.of(sets, torch.tensor([synthetic_ms(workloads) for workloads in sets]))
+
+
+@pytest.fixture(scope="module")
+def split() -> tuple[LabelledSets, LabelledSets]:
+    train, test = split_tables(meta_like(num_tables=200), seed=0)
+    return synthetic_sets(train, 600, 1), synthetic_sets(test, 150, 2)
+
+
+@pytest.fixture(scope="module")
+def network(split) -> CostNetwork:
+    return fit_cost_network(split[0], CostNetworkConfig(members=2), FitConfig(epochs=60, batch_sets=64))
+
+
+def test_network_beats_the_additive_baseline_on_unseen_tables(split, network: CostNetwork) -> None:
+    train, test = split
+    network_2 = mape_2(predict_ms(network, test), test.labels_ms_X2)
+    linear_2 = mape_2(linear_baseline(train, test), test.labels_ms_X2)
+    assert (network_2 < 0.5 * linear_2).all() and (network_2 < 0.04).all()
+
+
+def test_empty_groups_cost_nothing(network: CostNetwork) -> None:
+    channels = network.encode(torch.zeros(1, len(FEATURE_NAMES))).shape[1]
+    assert network.group_cost_ms(torch.zeros(2, 3, channels)).abs().max() == 0
+
+
+def test_latents_add_up(split, network: CostNetwork) -> None:
+    """Order does not matter, and channel 0 counts shards."""
+    test = split[1]
+    latent_SH = network.encode(test.features_SF).double()
+    forward = test.sum(latent_SH)
+    assert torch.equal(forward[:, 0].round().long(), test.offsets_X1.diff())
+    reversed_order = torch.arange(len(latent_SH)).flip(0)
+    backward = torch.zeros_like(forward).index_add_(0, test.set_S[reversed_order], latent_SH[reversed_order])
+    torch.testing.assert_close(network.group_cost_ms(forward), network.group_cost_ms(backward), rtol=1e-5, atol=0)
+
+
+def test_cost_is_finite_and_grows_far_outside_of_training(network: CostNetwork) -> None:
+    def cost(factor: float) -> torch.Tensor:
+        table = Table("t", 10_000_000, 256, (FeatureStatistics(factor),))
+        sets = LabelledSets.of([workloads_of([table], 4096)], torch.ones(1, 2))
+        return predict_ms(network, sets)[0]
+
+    small, large = cost(300), cost(3000)
+    assert large.isfinite().all() and (large > 3 * small).all()
+    table = Table("t", 10_000_000, 256, (FeatureStatistics(3000.0),))
+    latent = network.encode(LabelledSets.of([workloads_of([table], 4096)], torch.ones(1, 2)).features_SF)
+    assert any("more lookups than was measured" in note for note in network.notes(latent))
+
+
+def test_fitting_is_deterministic(split) -> None:
+    config = FitConfig(epochs=2)
+    runs = [fit_cost_network(split[0], CostNetworkConfig(members=1), config) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
+
+
+def test_too_few_sets_is_an_error(split) -> None:
+    with pytest.raises(ValueError, match="at least 8"):
+        fit_cost_network(split[0].select(torch.arange(3)))
+
+
+def test_paper_network_learns(split) -> None:
+    train, test = split
+    network = fit_paper_network(train, PaperFitConfig(updates=300, learning_rate=2e-3))
+    before = fit_paper_network(train, PaperFitConfig(updates=1))
+    error = (predict_ms(network, test) - test.labels_ms_X2).square().mean()
+    assert error < 0.3 * (predict_ms(before, test) - test.labels_ms_X2).square().mean()
+
+
+def test_selecting_sets_keeps_their_shards(split) -> None:
+    test = split[1]
+    chosen = test.select(torch.tensor([5, 2]))
+    expected = test.features_SF[test.offsets_X1[5] : test.offsets_X1[6]]
+    assert torch.equal(chosen.features_SF[: len(expected)], expected)
+    assert torch.equal(chosen.labels_ms_X2, test.labels_ms_X2[[5, 2]])
+
+
+def test_roofline_by_hand() -> None:
+    roofline = RooflineCost(
+        memory_bytes_per_ms=1000.0, uvm_bytes_per_ms=100.0, forward_launch_ms=0.5, backward_launch_ms=1.0
+    )
+    workload = Workload("t", 100, 4, 10, 2.0, 20.0, (1.0,) + (0.0,) * 16)
+    sets = LabelledSets.of([[workload]], torch.ones(1, 2))
+    # 20 rows of 16 bytes, 40 outputs of 4 bytes, 20 indices of 8 bytes.
+    forward, backward = predict_ms(roofline, sets)[0].tolist()
+    assert forward == pytest.approx(0.5 + (20 * 16 + 160 + 160) / 1000)
+    # Rows are read and written; gradients read once per lookup, of which 160 bytes are the outputs'; indices sorted.
+    assert backward == pytest.approx(1.0 + (2 * 320 + 160 + 4 * 2 * 160) / 1000 + (320 - 160) / 4000)
+
+
+def test_all_to_all_by_hand() -> None:
+    model = CollectiveModel(3, bytes_per_ms=100.0, latency_ms=0.1)
+    # Ranks send 10, 20 and 0 to each peer: the second sends 40 in all, the third receives 30.
+    forward, backward = model.all_to_all_ms(torch.tensor([10.0, 20.0, 0.0]))
+    assert float(forward) == float(backward) == pytest.approx(0.1 + 0.4)
+    assert float(CollectiveModel(1, 100.0).all_to_all_ms(torch.tensor([5.0]))[0]) == 0
+    assert float(model.all_to_all_ms(torch.zeros(3))[0]) == 0
+    with pytest.raises(ValueError, match="bandwidth"):
+        CollectiveModel(2, 0.0)

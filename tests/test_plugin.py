@@ -1,0 +1,309 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's seams: reading options, constraints, errors that help, each seam alone, the same plan everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dreamshard_planner import (
+    CheckpointError,
+    DistributedModelParallel,
+    DreamShardError,
+    DreamShardPlanner,
+    FeatureStatistics,
+    StatisticsError,
+    TableStatistics,
+)
+from dreamshard_planner.plugin import (
+    DreamShardEstimator,
+    DreamShardPartitioner,
+    DreamShardPerfModel,
+    RulePartitioner,
+    TableWiseProposer,
+)
+from dreamshard_planner.plugin.options import OptionReader, table_wise_constraints
+from dreamshard_planner.workload.features import FEATURE_INDEX
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+SHARDERS = [EmbeddingBagCollectionSharder()]
+TABLE_WISE = {"sharding_types": ["table_wise"]}
+
+
+def table(name: str, rows: int = 1000, dim: int = 16, features: int = 1, **arguments) -> EmbeddingBagConfig:
+    names = [f"{name}_f{k}" for k in range(features)]
+    return EmbeddingBagConfig(
+        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **arguments
+    )
+
+
+def collection(*tables: EmbeddingBagConfig, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=list(tables), is_weighted=weighted, device=torch.device("meta"))
+
+
+def small_model() -> nn.Module:
+    model = nn.Module()
+    model.sparse = collection(*(table(f"t{i}", 100 * (i + 1), 8 * (1 + i % 3), 1 + i % 2) for i in range(6)))
+    return model
+
+
+def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> Topology:
+    return Topology(world_size=world_size, compute_device=device, ddr_cap=memory, hbm_cap=memory)
+
+
+def planner(**arguments) -> DreamShardPlanner:
+    arguments.setdefault("topology", topology())
+    return DreamShardPlanner(batch_size=64, stats=[], debug=False, **arguments)
+
+
+def ranks_of(plan) -> dict[str, list[int]]:
+    return {name: sharding.ranks for module in plan.plan.values() for name, sharding in module.items()}
+
+
+def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -> None:
+    model = nn.Module()
+    model.sparse = collection(table("a", features=3), table("b", features=2), table("c"))
+    given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
+    statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
+    expanded = table_wise_constraints(model, SHARDERS, given, statistics, "cpu")
+    assert expanded["a"].pooling_factors == [2.0, 30.0, 4.0]
+    assert expanded["b"].pooling_factors == [1.0, 1.0]
+    assert expanded["c"].pooling_factors == [0.0]
+    assert all(constraint.sharding_types == ["table_wise"] for constraint in expanded.values())
+    assert given["a"].pooling_factors == [2.0, 3.0, 4.0] and given["a"].sharding_types is None  # copies
+
+
+def test_options_become_workloads() -> None:
+    model = nn.Module()
+    model.plain = collection(
+        table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
+    )
+    model.weighted = collection(table("d", dim=32), weighted=True)
+    constraints = {
+        "a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 2.0], batch_sizes=[64, 32])
+    }
+    expanded = table_wise_constraints(model, SHARDERS, constraints, None, "cpu")
+    options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
+    reader = OptionReader(expanded, None, SHARDERS)
+    by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
+    shared = by_name["plain.a"]
+    assert shared.batch_size == 4 * 64 and shared.num_features == 2
+    # The second feature has half the batch and two poolings per sample.
+    assert shared.lookups == pytest.approx(4 * 64 * (2.0 + 3.0))
+    assert by_name["plain.b"].weight_bytes == 2 and by_name["plain.a"].weight_bytes == 4
+    assert by_name["weighted.d"].weighted and not shared.weighted
+    problem = reader.problem(options, topology(4))
+    group = dict(zip(problem.names, problem.group_S.tolist(), strict=True))
+    # Precision, pooling and weightedness each make a kernel of their own.
+    assert problem.num_groups == 4 and len(set(group.values())) == 4
+    row = problem.features_SF[problem.names.index("weighted.d")]
+    assert row[FEATURE_INDEX["dim"]] == 32 and row[FEATURE_INDEX["weighted"]] == 1
+    # One rank's batch of two pooled vectors of 16 floats.
+    assert problem.output_bytes_S[problem.names.index("plain.a")] == 64 * 2 * 16 * 4
+
+
+def test_optimizer_is_read_from_parameters_and_sharders() -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    def optimizer(model: nn.Module, sharders) -> str:
+        options = EmbeddingEnumerator(
+            topology(), 64, {"t0": ParameterConstraints(**TABLE_WISE)}
+        ).enumerate(model, sharders)
+        return OptionReader(None, None, sharders).workloads(options, topology())[0].optimizer
+
+    plain = nn.Module()
+    plain.sparse = collection(table("t0"))
+    assert optimizer(plain, SHARDERS) == "sgd"
+    fused = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})]
+    assert optimizer(plain, fused) == "rowwise_adagrad"
+    _apply_optimizer_in_backward(RowWiseAdagrad, plain.sparse.parameters(), {"lr": 0.1})
+    assert optimizer(plain, SHARDERS) == "rowwise_adagrad"
+
+
+def test_tables_of_one_name_in_two_modules() -> None:
+    model = nn.Module()
+    model.one, model.two = collection(table("t", features=1)), collection(table("t", features=3))
+    plan = planner().plan(model, SHARDERS)
+    assert set(plan.plan) == {"one", "two"}
+
+
+def test_tables_that_exclude_table_wise_are_an_error() -> None:
+    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise", "column_wise"])}
+    with pytest.raises(PlannerError, match=r"'sparse.t1' .*column_wise.*row_wise.*table-wise only"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+def test_lengths_that_do_not_match_the_features_are_an_error() -> None:
+    constraints = {"t1": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
+    with pytest.raises(PlannerError, match="'t1' serves 2 features, .* 3 pooling_factors"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+def test_compute_kernel_constraints_are_honoured() -> None:
+    constraints = {"t2": ParameterConstraints(compute_kernels=["fused_uvm"])}
+    plan = planner(topology=topology(device="cuda"), constraints=constraints).plan(small_model(), SHARDERS)
+    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["sparse"].items()}
+    assert kernels["t2"] == "fused_uvm" and kernels["t1"] == "fused"
+
+
+def test_the_largest_tables_leave_device_memory_where_it_is_scarce() -> None:
+    model = nn.Module()
+    model.sparse = collection(table("large", 2_000_000, 64), *(table(f"t{i}", 1000) for i in range(5)))
+    scarce = Topology(world_size=2, compute_device="cuda", hbm_cap=400 * 2**20, ddr_cap=2**36)
+    plan = planner(topology=scarce).plan(model, SHARDERS)
+    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["sparse"].items()}
+    assert kernels["large"] != "fused" and all(kernels[f"t{i}"] == "fused" for i in range(5))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_room_names_table_and_missing_bytes(device: str) -> None:
+    model = nn.Module()
+    model.sparse = collection(table("small"), table("huge", 10_000_000, 128))
+    with pytest.raises(PlannerError, match=r"'sparse.huge' needs [\d,]+ bytes of (HBM|DDR).*[\d,]+ bytes are missing"):
+        planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
+
+
+def test_unknown_features_are_an_error() -> None:
+    statistics = TableStatistics({"t0_f0": FeatureStatistics(1.0), "t9_f0": FeatureStatistics(2.0)})
+    with pytest.raises(StatisticsError, match="'t9_f0'"):
+        planner(statistics=statistics).plan(small_model(), SHARDERS)
+
+
+def test_wrong_arguments_are_errors(tmp_path) -> None:
+    with pytest.raises(ValueError, match="recipe must be one of default, paper"):
+        planner(recipe="papper")
+    with pytest.raises(ValueError, match="search_seconds"):
+        planner(search_seconds=0)
+    with pytest.raises(CheckpointError, match="gone.safetensors"):
+        planner(checkpoint=tmp_path / "gone.safetensors")
+    with pytest.raises(DreamShardError, match="no process group"):
+        DreamShardPlanner()
+    with pytest.raises(DreamShardError, match="needs a process group"):
+        planner().collective_plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="plan first"):
+        planner().report()
+    with pytest.raises(ValueError, match="either plan= or planner="):
+        DistributedModelParallel(small_model(), plan=object(), planner=planner())
+
+
+def test_a_model_without_tables_has_an_empty_plan() -> None:
+    assert planner().plan(nn.Sequential(nn.Linear(2, 2)), SHARDERS).plan == {}
+
+
+def test_report_says_what_and_why() -> None:
+    chosen = planner()
+    chosen.plan(small_model(), SHARDERS)
+    report = chosen.report()
+    assert len(report.chosen.rank_ms) == 2
+    assert report.chosen.total_ms == pytest.approx(max(report.chosen.rank_ms) + report.chosen.collectives_ms)
+    names = {rival.name for rival in report.rivals}
+    assert names >= {"torchrec", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", "policy"}
+    assert "network (cpu.safetensors, measured on" in report.cost_source
+    text = str(report)
+    assert "dreamshard" in text and report.cost_source in text
+    assert report.to_dict()["chosen"]["total_ms"] == report.chosen.total_ms
+    with pytest.raises(KeyError, match="size_greedy"):
+        report.rival("nobody")
+
+
+def test_cuda_without_measurements_says_roofline() -> None:
+    chosen = planner(topology=topology(device="cuda"))
+    chosen.plan(small_model(), SHARDERS)
+    assert chosen.report().cost_source.startswith("roofline")
+    assert any("nothing was measured" in note for note in chosen.report().notes)
+
+
+def test_paper_recipe_plans() -> None:
+    chosen = planner(recipe="paper")
+    plan = chosen.plan(small_model(), SHARDERS)
+    assert set(ranks_of(plan)) == {f"t{i}" for i in range(6)}
+    assert chosen.report().candidates == 0 and "paper" in chosen.report().cost_source
+
+
+def test_search_that_is_cut_short_says_so() -> None:
+    chosen = planner(search_seconds=1e-6)
+    chosen.plan(small_model(), SHARDERS)
+    assert any("cut short" in note for note in chosen.report().notes)
+
+
+@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model", "rule", "proposer"])
+def test_each_seam_works_alone(seam: str) -> None:
+    model, devices = small_model(), topology()
+    constraints = {f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)}
+    arguments = {
+        "partitioner": lambda: {"partitioner": DreamShardPartitioner()},
+        "rule": lambda: {"partitioner": RulePartitioner("lookup_greedy")},
+        "perf_model": lambda: {"performance_model": DreamShardPerfModel(devices)},
+        "proposer": lambda: {"proposer": TableWiseProposer()},
+        "estimator": lambda: {
+            "enumerator": EmbeddingEnumerator(
+                devices,
+                64,
+                constraints,
+                estimator=[DreamShardEstimator(devices), EmbeddingStorageEstimator(devices)],
+            )
+        },
+    }[seam]()
+    theirs = EmbeddingShardingPlanner(
+        topology=devices, batch_size=64, constraints=constraints, stats=[], debug=False, **arguments
+    )
+    assert len(ranks_of(theirs.plan(model, SHARDERS))) == 6
+
+
+def test_given_components_are_used() -> None:
+    ruled = planner(partitioner=RulePartitioner("size_greedy"))
+    theirs = EmbeddingShardingPlanner(
+        topology=topology(),
+        batch_size=64,
+        constraints={f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)},
+        partitioner=RulePartitioner("size_greedy"),
+        stats=[],
+    )
+    model = small_model()
+    assert ranks_of(ruled.plan(model, SHARDERS)) == ranks_of(theirs.plan(model, SHARDERS))
+    with pytest.raises(DreamShardError, match="no report"):
+        ruled.report()
+
+
+PRINT_PLAN = """
+import torch, warnings
+warnings.simplefilter("ignore")
+import sys
+torch.set_num_threads(int(sys.argv[1]))
+from tests.test_plugin import SHARDERS, planner, ranks_of, small_model, topology
+for device in ("cpu", "cuda"):
+    print(sorted(ranks_of(planner(topology=topology(3, device=device), seed=7).plan(small_model(), SHARDERS)).items()))
+"""
+
+
+def test_same_plan_in_every_process() -> None:
+    outputs = set()
+    for hash_seed, threads in (("0", "1"), ("1", "2"), ("2", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", PRINT_PLAN, threads]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        outputs.add(result.stdout)
+    assert len(outputs) == 1 and outputs.pop().count("\n") == 2
+
+
+def test_import_starts_nothing() -> None:
+    code = (
+        "import dreamshard_planner, torch, torch.distributed as dist; "
+        "assert not torch.cuda.is_initialized() and not dist.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
