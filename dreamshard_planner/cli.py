@@ -6,13 +6,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dreamshard_planner.errors import DreamShardError
 
+if TYPE_CHECKING:
+    from dreamshard_planner.training import TrainingConfig
+
 QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
+
+CollectivesOption = Annotated[
+    Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")
+]
+UpdatesOption = Annotated[int | None, typer.Option(help="Policy updates; by default what a few minutes allow.")]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned placement of embedding tables.")
 
@@ -26,6 +34,8 @@ def train(
     seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
     recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
+    collectives: CollectivesOption = None,
+    updates: UpdatesOption = None,
     quick: QuickOption = False,
 ) -> None:
     """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
@@ -34,8 +44,9 @@ def train(
     """
     from dreamshard_planner.training import QUICK, TrainingConfig, train, train_on_roofline
 
-    base = QUICK if quick else TrainingConfig()
-    config = replace(base, seconds=seconds, device=device, threads=threads, seed=seed, recipe=recipe)
+    config = _with_updates(QUICK if quick else TrainingConfig(), updates)
+    config = replace(config, collectives=_read_collectives(collectives))
+    config = replace(config, seconds=seconds, device=device, threads=threads, seed=seed, recipe=recipe)
     checkpoint = train_on_roofline(config, out) if roofline else train(config, out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
 
@@ -47,13 +58,16 @@ def fit(
     out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
     recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
+    collectives: CollectivesOption = None,
+    updates: UpdatesOption = None,
     quick: QuickOption = False,
 ) -> None:
     """Make a checkpoint from measured sets; needs no hardware."""
     from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.training import QUICK, TrainingConfig, learn
 
-    config = replace(QUICK if quick else TrainingConfig(), recipe=recipe, seed=seed)
+    config = _with_updates(QUICK if quick else TrainingConfig(), updates)
+    config = replace(config, collectives=_read_collectives(collectives), recipe=recipe, seed=seed)
     checkpoint, _ = learn(config, CostDataset.load(dataset), CostDataset.load(test_dataset))
     checkpoint.save(out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
@@ -65,6 +79,22 @@ def info(checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file.")])
     from dreamshard_planner.checkpoint import Checkpoint
 
     typer.echo(json.dumps(Checkpoint.load(checkpoint).metadata, indent=2))
+
+
+def _read_collectives(path: Path | None) -> dict | None:
+    if path is None:
+        return None
+    try:
+        document = json.loads(path.read_text())
+        if not (document["latency_ms"] > 0 and document["bytes_per_ms"] > 0):
+            raise ValueError("latency_ms and bytes_per_ms must be positive")
+        return {key: document[key] for key in ("latency_ms", "bytes_per_ms", "backend", "world_size", "relative_error")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DreamShardError(f"{path}: not a measurement of collectives ({error})") from error
+
+
+def _with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig:
+    return config if updates is None else replace(config, reinforce=replace(config.reinforce, updates=updates))
 
 
 def main() -> None:

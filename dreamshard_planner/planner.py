@@ -91,6 +91,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
         if search_seconds is not None and not search_seconds > 0:
             raise ValueError(f"search_seconds must be positive, got {search_seconds}")
+        if statistics is not None and not isinstance(statistics, TableStatistics):
+            raise TypeError(f"statistics must be TableStatistics, got {type(statistics).__name__}")
         if topology is None and not dist.is_initialized():
             raise DreamShardError(
                 "there is no process group to take the topology from: give topology=Topology(world_size=..., "

@@ -50,6 +50,8 @@ class Report:
     rivals: tuple[ReportEntry, ...]
     """TorchRec's own plan, the policy's first draft, and each greedy rule."""
     cost_source: str
+    """Of compute."""
+    collectives_source: str
     candidates: int
     """Moves and swaps that the search evaluated."""
     notes: tuple[str, ...] = ()
@@ -66,7 +68,7 @@ class Report:
             notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
         rivals = tuple(sorted((entry(rival) for rival in placement.rivals), key=lambda rival: rival.total_ms))
         chosen = ReportEntry.of("dreamshard", placement.chosen.costs)
-        return cls(chosen, rivals, str(cost.compute.source), placement.candidates, notes)
+        return cls(chosen, rivals, str(cost.compute.source), cost.collectives.source, placement.candidates, notes)
 
     def rival(self, name: str) -> ReportEntry:
         """The rival of that name; KeyError lists the known ones."""
@@ -76,12 +78,17 @@ class Report:
         raise KeyError(f"no rival {name!r}; there are {', '.join(entry.name for entry in self.rivals)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; the infinite costs of infeasible rivals, which JSON lacks, become None."""
+
+        def entry(values: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: None if value == float("inf") else value for name, value in values}
+
+        return asdict(self, dict_factory=entry)
 
     def __str__(self) -> str:
         lines = [
-            f"Predicted milliseconds per training step, embedding work; cost source: {self.cost_source}",
+            f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
+            f"Collectives: {self.collectives_source}.",
             f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
         ]
         for entry in (self.chosen, *self.rivals):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveModel
@@ -90,6 +91,8 @@ class TrainingConfig:
     """``default``, or ``paper`` for the networks and hyper-parameters as published."""
     paper_fit: PaperFitConfig = field(default_factory=PaperFitConfig)
     paper_reinforce: ReinforceConfig = field(default_factory=lambda: PAPER_REINFORCE)
+    collectives: dict[str, Any] | None = None
+    """What ``python -m dreamshard_planner.measure.collectives`` measured; kept in the checkpoint."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -164,6 +167,7 @@ def learn(
         "hardware": train_data.hardware,
         "hardware_name": hardware_name(train_data.hardware),
         "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
+        "collectives": config.collectives,
         "pools": list(config.pools),
         "batch_sizes": list(config.batch_sizes),
         "validation": {
@@ -289,11 +293,10 @@ def validate_policy(
     with torch.no_grad():
         for cost in costs:
             environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
-            policy_ms.append(float(environment.overall_ms()[0]))
+            alive = bool(environment.alive_E[0])
+            policy_ms.append(_rated_ms(cost, environment.assignments(0)[0] if alive else None))
             for rule in RULES:
-                assignment_S = place_by_rule(cost.problem, rule)
-                rated = float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
-                rule_ms[rule].append(rated)
+                rule_ms[rule].append(_rated_ms(cost, place_by_rule(cost.problem, rule)))
     ours = torch.tensor(policy_ms)
     ratios = {}
     for rule, values in rule_ms.items():
@@ -306,6 +309,10 @@ def validate_policy(
         "infeasible": {"policy": int(ours.isinf().sum()), **infeasible},
         "tasks": config.validation_tasks,
     }
+
+
+def _rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
+    return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
 
 
 def pool_tables(config: TrainingConfig) -> tuple[list[Table], list[Table]]:

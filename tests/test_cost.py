@@ -129,3 +129,11 @@ def test_all_to_all_by_hand() -> None:
     assert float(model.all_to_all_ms(torch.zeros(3))[0]) == 0
     with pytest.raises(ValueError, match="bandwidth"):
         CollectiveModel(2, 0.0)
+
+
+def test_latency_and_bandwidth_are_found_again() -> None:
+    from dreamshard_planner.measure.collectives import fit as fit_collective
+
+    bytes_P = torch.tensor([0.0, 1e3, 1e5, 1e7], dtype=torch.float64)
+    latency_ms, bytes_per_ms, error = fit_collective(bytes_P, 0.3 + bytes_P / 2e6)
+    assert latency_ms == pytest.approx(0.3) and bytes_per_ms == pytest.approx(2e6) and error < 1e-9

@@ -190,6 +190,8 @@ def test_wrong_arguments_are_errors(tmp_path) -> None:
         planner(search_seconds=0)
     with pytest.raises(CheckpointError, match="gone.safetensors"):
         planner(checkpoint=tmp_path / "gone.safetensors")
+    with pytest.raises(TypeError, match="TableStatistics, got dict"):
+        planner(statistics={"t0_f0": 1.0})
     with pytest.raises(DreamShardError, match="no process group"):
         DreamShardPlanner()
     with pytest.raises(DreamShardError, match="needs a process group"):

@@ -1,8 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Milliseconds of the collectives around the embedding kernels, from the bytes that each rank moves.
 
-Nobody has measured these here: latency plus bytes over bandwidth (the alpha-beta model), with the bandwidth
-of TorchRec's ``Topology``.
+Latency plus bytes over bandwidth (the alpha-beta model): measured between real ranks where a checkpoint has that,
+else with the bandwidth of TorchRec's ``Topology``.
 
 Shapes: D devices; leading dimensions are free.
 """
@@ -25,6 +25,8 @@ class CollectiveModel:
     world_size: int
     bytes_per_ms: float
     latency_ms: float = LATENCY_MS
+    source: str = "bandwidth given, nothing measured"
+    """Where the figures came from."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_ms > 0:

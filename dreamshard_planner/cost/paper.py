@@ -23,6 +23,7 @@ from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 
 OUTPUT_BYTES = 4
+MIN_SHARE = 1e-3
 HEADS = ("forward_compute", "backward_compute", "communication", "overall")
 
 
@@ -86,7 +87,9 @@ class PaperCostNetwork(nn.Module):
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`."""
         cost_X2 = torch.stack([self._head(name, latent_XH[..., 1:]) for name in HEADS[:2]], dim=-1)
-        return torch.where(latent_XH[..., :1] > 0.5, cost_X2.clamp_min(0), 0.0).to(latent_XH.dtype)
+        # Nothing keeps a linear head positive; a thousandth of the mean cost is the least it may say.
+        cost_X2 = torch.maximum(cost_X2, MIN_SHARE * self.target_ms[:2])
+        return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0).to(latent_XH.dtype)
 
     glance_ms = group_cost_ms
 

@@ -21,13 +21,13 @@ from dreamshard_planner.placement.policy import AnyPolicy, roll_out, score_rollo
 class ReinforceConfig:
     """How a policy is trained."""
 
-    updates: int = 300
+    updates: int = 500
     """Gradient steps."""
     tasks_per_update: int = 6
     """Tasks drawn for one step; they are played side by side."""
     episodes_per_task: int = 12
     """Sampled episodes per task; their mean is the baseline."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """Initial rate of Adam; falls linearly to zero."""
     entropy_weight: float = 0.003
     """Weight of the entropy bonus; falls linearly to zero."""

@@ -41,7 +41,9 @@ class DreamShardEstimator(ShardEstimator):
         reader: OptionReader | None = None,
     ) -> None:
         self._topology = topology
-        self._compute = resolve(checkpoint, topology.compute_device).compute_cost(topology)
+        resolved = checkpoint if isinstance(checkpoint, Checkpoint) else resolve(checkpoint, topology.compute_device)
+        self._compute = resolved.compute_cost(topology)
+        self._collectives = collective_model(topology, resolved)
         self._reader = reader or OptionReader(constraints, statistics)
 
     @torch.no_grad()
@@ -57,7 +59,7 @@ class DreamShardEstimator(ShardEstimator):
         problem = self._reader.problem(sharding_options, self._topology, with_storage=False)
         cost_S2 = self._compute.group_cost_ms(self._compute.encode(problem.features_SF).double())
         wire_S = problem.output_bytes_S * (self._topology.world_size - 1)
-        comms_S = wire_S / collective_model(self._topology).bytes_per_ms
+        comms_S = wire_S / self._collectives.bytes_per_ms
         for option, (forward, backward), comms in zip(
             sharding_options, cost_S2.tolist(), comms_S.tolist(), strict=True
         ):

@@ -27,6 +27,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.workload.features import feature_matrix
@@ -322,11 +323,17 @@ def table_wise_constraints(
     return expanded
 
 
-def collective_model(topology: Topology) -> CollectiveModel:
-    """All-to-all over the topology's bandwidth: between hosts as soon as there are several."""
+def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveModel:
+    """All-to-all as the checkpoint measured it, else over the topology's bandwidth: between hosts as soon as
+    there are several."""
+    measured = checkpoint.metadata.get("collectives")
+    if measured is not None:
+        source = f"measured with {measured['backend']} on {measured['world_size']} ranks, {checkpoint.name}"
+        return CollectiveModel(topology.world_size, measured["bytes_per_ms"], measured["latency_ms"], source)
     bytes_per_ms = topology.comms_bandwidths.get_bw(
         local_world_size=topology.intra_group_size,
         world_size=topology.world_size,
         collective_type=CollectiveType.ALL_TO_ALL,
     )
-    return CollectiveModel(topology.world_size, bytes_per_ms)
+    source = f"topology's {bytes_per_ms * 1e3 / 1e9:.0f} GB/s, nothing measured"
+    return CollectiveModel(topology.world_size, bytes_per_ms, source=source)

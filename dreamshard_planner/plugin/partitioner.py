@@ -81,11 +81,13 @@ class DreamShardPartitioner(Partitioner):
             PlannerError: where the tables do not fit, naming table and missing bytes.
         """
         require_device_partition(proposal)
-        checkpoint = resolve(self._checkpoint, storage_constraint.compute_device)
+        checkpoint = self._checkpoint
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = resolve(checkpoint, storage_constraint.compute_device)
         with single_thread():
             problem = self._reader.problem(proposal, storage_constraint)
             compute = checkpoint.compute_cost(storage_constraint)
-            cost = PlacementCost(problem, compute, collective_model(storage_constraint))
+            cost = PlacementCost(problem, compute, collective_model(storage_constraint, checkpoint))
             ranks_S = torchrec_ranks(proposal, storage_constraint, self._torchrec_estimate)
             try:
                 self.placement = place(

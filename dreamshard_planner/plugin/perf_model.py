@@ -37,7 +37,9 @@ class DreamShardPerfModel(PerfModel):
         reader: OptionReader | None = None,
     ) -> None:
         self._topology = topology
-        self._compute = resolve(checkpoint, topology.compute_device).compute_cost(topology)
+        resolved = checkpoint if isinstance(checkpoint, Checkpoint) else resolve(checkpoint, topology.compute_device)
+        self._compute = resolved.compute_cost(topology)
+        self._collectives = collective_model(topology, resolved)
         self._reader = reader or OptionReader(constraints, statistics)
 
     @torch.no_grad()
@@ -46,7 +48,7 @@ class DreamShardPerfModel(PerfModel):
         with single_thread():
             problem = self._reader.problem(plan, self._topology, with_storage=False)
             ranks_BS = torch.tensor([[option.shards[0].rank for option in plan]], dtype=torch.int64)
-            return PlacementCost(problem, self._compute, collective_model(self._topology)).rate(ranks_BS)
+            return PlacementCost(problem, self._compute, self._collectives).rate(ranks_BS)
 
     def rate(self, plan: list[ShardingOption]) -> float:
         """Predicted overall cost in milliseconds; lower is better."""
