@@ -17,7 +17,7 @@ def test_example_runs_on_two_ranks(example: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "cost source" in done.stdout
+    assert "Compute: network (cpu.safetensors" in done.stdout  # the report names its source
     assert "trained 10 steps on 2 rank(s)" in done.stdout
 
 

@@ -78,7 +78,7 @@ def test_reinforce_improves_on_unseen_tasks() -> None:
     before = validate_policy(policy, roofline, test_tables, config)["policy_over_rule"]["size_greedy"]
     train_policy(policy, costs, ReinforceConfig(updates=80, learning_rate=5e-3, seed=0))
     after = validate_policy(policy, roofline, test_tables, config)["policy_over_rule"]["size_greedy"]
-    assert after < 0.7 * before
+    assert after < 1 < 0.8 * before, (after, before)  # from worse than a rule to better than it
 
 
 def test_proposed_sets_are_what_the_policy_puts_together() -> None:

@@ -166,9 +166,7 @@ def check_plan(case: Case, planner: DreamShardPlanner, plan, seed: int) -> None:
     assert {f"{path}.{name}" for path, name in ranks} == expected, seed
     assert all(len(shards) == 1 and 0 <= shards[0] < case.topology.world_size for shards in ranks.values())
 
-    reserved = case.reservation().reserve(
-        case.topology, case.batch_size, case.model, SHARDERS, planner._constraints
-    )
+    reserved = case.reservation().reserve(case.topology, case.batch_size, case.model, SHARDERS, planner._constraints)
     for rank, device in enumerate(reserved.devices):
         here = [option.shards[0].storage for option in options if option.shards[0].rank == rank]
         for kind in ("hbm", "ddr"):

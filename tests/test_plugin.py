@@ -44,9 +44,7 @@ TABLE_WISE = {"sharding_types": ["table_wise"]}
 
 def table(name: str, rows: int = 1000, dim: int = 16, features: int = 1, **arguments) -> EmbeddingBagConfig:
     names = [f"{name}_f{k}" for k in range(features)]
-    return EmbeddingBagConfig(
-        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **arguments
-    )
+    return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **arguments)
 
 
 def collection(*tables: EmbeddingBagConfig, weighted: bool = False) -> EmbeddingBagCollection:
@@ -91,9 +89,7 @@ def test_options_become_workloads() -> None:
         table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
     )
     model.weighted = collection(table("d", dim=32), weighted=True)
-    constraints = {
-        "a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 2.0], batch_sizes=[64, 32])
-    }
+    constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 2.0], batch_sizes=[64, 32])}
     expanded = table_wise_constraints(model, SHARDERS, constraints, None, "cpu")
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
     reader = OptionReader(expanded, None, SHARDERS)
@@ -120,9 +116,9 @@ def test_optimizer_is_read_from_parameters_and_sharders() -> None:
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     def optimizer(model: nn.Module, sharders) -> str:
-        options = EmbeddingEnumerator(
-            topology(), 64, {"t0": ParameterConstraints(**TABLE_WISE)}
-        ).enumerate(model, sharders)
+        options = EmbeddingEnumerator(topology(), 64, {"t0": ParameterConstraints(**TABLE_WISE)}).enumerate(
+            model, sharders
+        )
         return OptionReader(None, None, sharders).workloads(options, topology())[0].optimizer
 
     plain = nn.Module()

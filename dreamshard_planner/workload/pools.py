@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Dims are not published; these span what production models use, each as likely as the others."""
+TABLES_SCHEMA = "dreamshard_planner.tables/1"
 MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
 
 
@@ -151,3 +153,33 @@ def scale_rows(tables: Sequence[Table], max_rows: int) -> list[Table]:
     if max_rows < 1:
         raise TaskError(f"max_rows must be at least 1, got {max_rows}")
     return [replace(table, rows=min(table.rows, max_rows)) for table in tables]
+
+
+def save_tables(path: str | Path, tables: Sequence[Table]) -> None:
+    """Write a JSON file that :func:`load_tables` reads back without loss."""
+    document = {"schema": TABLES_SCHEMA, "tables": [asdict(table) for table in tables]}
+    Path(path).write_text(json.dumps(document, indent=1))
+
+
+def load_tables(path: str | Path) -> list[Table]:
+    """A user's own pool; TaskError names the file, the table and the reason."""
+    try:
+        document = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise TaskError(f"{path}: not a JSON file, or a truncated one ({error})") from error
+    if not isinstance(document, dict) or document.get("schema") != TABLES_SCHEMA:
+        raise TaskError(f"{path}: not a file of tables of schema {TABLES_SCHEMA!r}")
+    if not isinstance(document.get("tables"), list):
+        raise TaskError(f"{path}: 'tables' must be a list")
+    tables = []
+    for index, entry in enumerate(document["tables"]):
+        try:
+            features = tuple(FeatureStatistics(**feature) for feature in entry["features"])
+            tables.append(Table(**{**entry, "features": features}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TaskError(f"{path}: table {index}: {error}") from error
+    if len({table.name for table in tables}) < len(tables):
+        raise TaskError(f"{path}: table names must differ")
+    return tables

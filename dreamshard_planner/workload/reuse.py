@@ -5,10 +5,11 @@ A histogram has 17 bins, (0,1], (1,2], (2,4] ... (16384,32768], (32768,inf): the
 one batch by how often the batch reads them (the bins of Meta's dlrm_datasets and of the DreamShard paper).
 Within a bin, reuse counts are taken to be log-uniform: the share of a count is proportional to its inverse.
 
-A histogram belongs to a batch size. Another size is reached through a model of the table: its rows have
-Poisson rates of being read, and a mixture of rates explains the histogram.
+A histogram belongs to a batch size. Another size is reached through a power law over all rows where one explains the
+histogram within its sampling noise, since only a law tells of rows not read yet. Elsewhere, a smaller batch is a random
+part of the batch, so that counts thin binomially, and a larger one takes a free mixture of Poisson rates.
 
-Shapes: T tables, K = 17 bins, Q Poisson rates, N indices, R distinct rows.
+Shapes: T tables, K = 17 bins, Q Poisson rates, N indices, R distinct rows, C reuse counts, A exponents.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ POPULARITY_EXPONENT = 1.05
 """Row popularity falls as rank to this power where nothing is known of a table: the exponent of Merlin's
 synthetic models. On the Meta-like pool it gives a mean reuse of 6.8; 6.9 is published."""
 
-_RATES_PER_OCTAVE = 3
-_LOWEST_RATE, _HIGHEST_RATE = 2.0**-10, 2.0**17
+_MIXTURE_RATES = (-10, 17, 2)
+"""Rate grid of the free mixture: log2 of the lowest and highest rate, rates per octave."""
+_POWER_LAW_RATES = (-40, 24, 2)
+"""Wider, because the rarest of 10^9 rows count in sum."""
+_EXPONENTS = torch.arange(0.201, 2.0, 0.05, dtype=torch.float64)
+"""Power laws that are tried; none is 1, where the harmonic sum has another form."""
+_POWER_LAW_NATS, _POWER_LAW_NATS_PER_ROW = 6.0, 0.001
+"""A power law explains a histogram where its log-likelihood ratio is below the sum of these, the second times the
+distinct rows: what chance brings over 17 bins, and an allowance for the grids."""
 _POPULARITY_BUCKETS = 64
 
 
@@ -80,6 +88,9 @@ def default_reuse(rows: Sequence[int] | Tensor, lookups: Sequence[float] | Tenso
 
 
 def _normalise(count_TK: Tensor, rows_T: Tensor, lookups_T: Tensor) -> tuple[Tensor, Tensor]:
+    # The only row of a table takes every lookup: nothing random about its bin.
+    only_TK = torch.eye(NUM_REUSE_BINS, dtype=torch.float64)[torch.bucketize(lookups_T, torch.tensor(BIN_UPPER))]
+    count_TK = torch.where((rows_T == 1)[:, None], only_TK, count_TK)
     distinct_T = count_TK.sum(-1)
     histogram_TK = torch.where(
         (lookups_T > 0)[:, None], count_TK / distinct_T.clamp_min(1e-300)[:, None], torch.zeros(())
@@ -116,35 +127,98 @@ def rescale_reuse(
     factor_T = torch.as_tensor(factor, dtype=torch.float64)
     distinct_T = lookups_T / mean_reuse(histogram_TK).clamp_min(1.0)
     distinct_T = torch.minimum(distinct_T, torch.minimum(rows_T, lookups_T))
-    result_TK, result_T = histogram_TK.clone(), distinct_T.clone()
-    changed = ((factor_T != 1) & (lookups_T > 0)).nonzero()[:, 0].tolist()
-    solved: dict[tuple, tuple[Tensor, Tensor]] = {}
-    for table in changed:
-        factor_here, old_lookups = float(factor_T[table]), float(lookups_T[table])
-        key = (tuple(histogram_TK[table].tolist()), float(rows_T[table]), old_lookups, factor_here)
-        new_lookups = lookups_T[table] * factor_T[table]
+    count_TK = histogram_TK * distinct_T[:, None]
+    changed = ((factor_T != 1) & (factor_T > 0) & (lookups_T > 0)).nonzero()[:, 0]
+    for part in changed.split(512):  # bounds memory
+        given = (histogram_TK, distinct_T, rows_T, lookups_T, factor_T)
+        count_TK[part] = _rescaled_counts(*(value[part] for value in given))
+    new_TK, new_T = _normalise(count_TK, rows_T, lookups_T * factor_T)
+    same_T = (factor_T == 1) & (lookups_T > 0)
+    return torch.where(same_T[:, None], histogram_TK, new_TK), torch.where(same_T, distinct_T, new_T)
+
+
+@cache
+def _thinning(factor: float) -> Tensor:
+    """Probability [K, K] that a row of each old bin falls into each new one when a batch shrinks by ``factor`` < 1;
+    what is missing to 1 is not read at all."""
+    import numpy as np
+    from scipy.stats import binom
+
+    exact = BIN_UPPER[8]  # every count up to here, log-spaced ones above
+    count_C = np.unique(np.concatenate([np.arange(1, exact + 1), np.geomspace(exact, TOP_COUNT, 400).round()]))
+    edge_C = np.concatenate([[1.0], (count_C[1:] + count_C[:-1] + 1) / 2, [TOP_COUNT + 1.0]])
+    weight_C = np.where(count_C <= exact, 1 / count_C, np.log(edge_C[1:] / edge_C[:-1]))
+    weight_KC = weight_C * (np.searchsorted(BIN_UPPER, count_C) == np.arange(NUM_REUSE_BINS)[:, None])
+    at_most_CK = binom.cdf((0, *BIN_UPPER), count_C[:, None], factor)
+    bins_CK = np.diff(at_most_CK, axis=1, append=1.0)
+    return torch.from_numpy(weight_KC / weight_KC.sum(1, keepdims=True) @ bins_CK)
+
+
+def _rescaled_counts(
+    histogram_TK: Tensor, distinct_T: Tensor, rows_T: Tensor, lookups_T: Tensor, factor_T: Tensor
+) -> Tensor:
+    """Expected distinct rows by bin, [T, K], of batches ``factor`` times as large."""
+    law_TQ, explained_T = _fit_power_law(histogram_TK, distinct_T, rows_T, lookups_T)
+    count_TK = torch.empty_like(histogram_TK)
+    for factor in factor_T.unique().tolist():
+        here_T = factor_T == factor
+        law_TK = law_TQ[here_T] @ _probabilities_at(factor, _POWER_LAW_RATES)
+        count_TK[here_T] = torch.where(explained_T[here_T, None], law_TK, 0.0)
+        rest_T = here_T & ~explained_T
+        if factor < 1:
+            count_TK[rest_T] = (histogram_TK * distinct_T[:, None])[rest_T] @ _thinning(factor)
+    solved: dict[tuple[float, ...], Tensor] = {}
+    for table in (~explained_T & (factor_T > 1)).nonzero()[:, 0].tolist():
+        known = float(distinct_T[table]), float(rows_T[table]), float(lookups_T[table])
+        key = (*histogram_TK[table].tolist(), *known)
         if key not in solved:
-            weight_Q = _mixture(histogram_TK[table], float(distinct_T[table]), float(rows_T[table]), old_lookups)
-            count_K = weight_Q @ _probabilities_at(factor_here)
-            bins, distinct = _normalise(count_K[None], rows_T[table, None], new_lookups[None])
-            solved[key] = bins[0], distinct[0]
-        result_TK[table], result_T[table] = solved[key]
-    empty = lookups_T * factor_T == 0
-    result_TK[empty], result_T[empty] = 0.0, 0.0
-    return result_TK, result_T
+            solved[key] = _mixture(histogram_TK[table], *known)
+        count_TK[table] = solved[key] @ _probabilities_at(float(factor_T[table]), _MIXTURE_RATES)
+    return count_TK
+
+
+def _fit_power_law(
+    histogram_TK: Tensor, distinct_T: Tensor, rows_T: Tensor, lookups_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows per Poisson rate, [T, Q], averaged over exponents by likelihood, and whether they explain the histogram."""
+    law_TAQ = _power_laws(rows_T, lookups_T)
+    law_TAK = law_TAQ @ _probabilities_at(1.0, _POWER_LAW_RATES)
+    law_TAK = law_TAK / law_TAK.sum(-1, keepdim=True).clamp_min(1e-300)
+    floor = 1e-4  # bins that a law all but excludes hold a stray row now and then
+    ratio_TAK = (histogram_TK[:, None] + floor) / (law_TAK + floor)
+    nats_TA = distinct_T[:, None] * (histogram_TK[:, None] * ratio_TAK.log()).sum(-1)
+    law_TQ = (torch.softmax(-nats_TA, dim=-1)[..., None] * law_TAQ).sum(1)
+    return law_TQ, nats_TA.amin(-1) < _POWER_LAW_NATS + _POWER_LAW_NATS_PER_ROW * distinct_T
 
 
 @cache
-def _rates() -> Tensor:
-    octaves = torch.tensor([_LOWEST_RATE, _HIGHEST_RATE], dtype=torch.float64).log2()
-    count = int((octaves[1] - octaves[0]) * _RATES_PER_OCTAVE) + 1
-    return torch.logspace(float(octaves[0]), float(octaves[1]), count, base=2.0, dtype=torch.float64)
+def _rates(grid: tuple[int, int, int]) -> Tensor:
+    low, high, per_octave = grid
+    return torch.logspace(low, high, (high - low) * per_octave + 1, base=2.0, dtype=torch.float64)
 
 
 @cache
-def _probabilities_at(factor: float) -> Tensor:
-    """Bin probabilities [Q, K] of the rate grid for a batch ``factor`` times as large."""
-    return _bin_probabilities(_rates() * factor)
+def _probabilities_at(factor: float, grid: tuple[int, int, int]) -> Tensor:
+    """Bin probabilities [Q, K] of a rate grid for a batch ``factor`` times as large."""
+    return _bin_probabilities(_rates(grid) * factor)
+
+
+def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:
+    """Rows per Poisson rate, [T, A, Q], of tables whose row popularity is a power law, by exponent."""
+
+    def harmonic(count: Tensor) -> Tensor:  # sum of rank ** -exponent, Euler-Maclaurin without its constant
+        a = _EXPONENTS
+        return count ** (1 - a) / (1 - a) + count**-a / 2 - a * count ** (-a - 1) / 12
+
+    ranks = torch.arange(1, 65, dtype=torch.float64)
+    constant_A = (ranks[:, None] ** -_EXPONENTS).sum(0) - harmonic(ranks[-1])
+    top_rate_TA = lookups_T[:, None] / (constant_A + harmonic(rows_T[:, None]))
+    rate_Q = _rates(_POWER_LAW_RATES)
+    edge_Q = (rate_Q[:-1] * rate_Q[1:]).sqrt()
+    above_TAQ = (top_rate_TA[..., None] / edge_Q) ** (1 / _EXPONENTS[:, None])
+    above_TAQ = torch.minimum(above_TAQ, rows_T[:, None, None]).floor()
+    all_TA1 = rows_T[:, None, None].expand(-1, len(_EXPONENTS), 1)
+    return -torch.cat([all_TA1, above_TAQ, torch.zeros_like(all_TA1)], dim=-1).diff(dim=-1)
 
 
 def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) -> Tensor:
@@ -153,7 +227,7 @@ def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) 
     import numpy as np
     from scipy.optimize import nnls
 
-    rate_Q, probability_QK = _rates(), _probabilities_at(1.0)
+    rate_Q, probability_QK = _rates(_MIXTURE_RATES), _probabilities_at(1.0, _MIXTURE_RATES)
     scale_K = 1 / (histogram_K + 1e-3).sqrt()
     bins_KQ = (probability_QK * scale_K).T
     strong, smooth = 10.0, 0.003

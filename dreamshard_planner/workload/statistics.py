@@ -124,23 +124,32 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         """Read a file; StatisticsError names the file, the feature and the reason."""
         try:
             document = json.loads(Path(path).read_text())
-        except FileNotFoundError as error:
-            raise StatisticsError(f"{path}: no such file") from error
+        except OSError as error:
+            raise StatisticsError(f"{path}: cannot be read: {error.strerror}") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise StatisticsError(f"{path}: not a JSON file, or a truncated one ({error})") from error
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise StatisticsError(f"{path}: not a statistics file of schema {SCHEMA!r}")
+        entries = document.get("features")
+        if not isinstance(entries, dict):
+            raise StatisticsError(f"{path}: 'features' must map feature names to statistics")
         features = {}
-        for name, entry in document.get("features", {}).items():
+        for name, entry in entries.items():
+            if not isinstance(entry, dict) or not entry.keys() >= {"pooling_factor", "reuse_histogram", "batch_size"}:
+                raise StatisticsError(
+                    f"{path}: feature {name!r} needs pooling_factor, reuse_histogram and batch_size, got {entry!r}"
+                )
+            if not isinstance(entry["batch_size"], int):
+                raise StatisticsError(
+                    f"{path}: feature {name!r}: batch_size must be whole, got {entry['batch_size']!r}"
+                )
             try:
                 histogram = entry["reuse_histogram"]
                 features[name] = FeatureStatistics(
                     pooling_factor=float(entry["pooling_factor"]),
                     reuse_histogram=None if histogram is None else tuple(histogram),
-                    batch_size=int(entry["batch_size"]),
+                    batch_size=entry["batch_size"],
                 )
-            except (KeyError, TypeError, ValueError) as error:
+            except (TypeError, ValueError) as error:
                 raise StatisticsError(f"{path}: feature {name!r}: {error}") from error
         return cls(features)
-
-

@@ -1,0 +1,123 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Pools drawn for real, and a user's own tables.
+
+Shapes: T tables, K = 17 reuse bins.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+import torch
+
+from dreamshard_planner import TaskError
+from dreamshard_planner.workload import FeatureStatistics, Table, load_tables, named_pool, save_tables
+from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, scale_rows, split_tables
+from dreamshard_planner.workload.reuse import bin_mean_reuse, draw_indices, mean_reuse, reuse_histogram
+
+DATA = resources.files("dreamshard_planner.workload") / "data"
+
+
+def test_pools_are_what_was_published() -> None:
+    criteo = mlperf_dlrm_dcnv2()
+    assert len(criteo) == 26 and sum(table.rows for table in criteo) == 204_184_588
+    assert sum(table.pooling_factor for table in criteo) == 214
+    counts = {"tiny": 55, "small": 107, "medium": 311, "large": 612, "jumbo": 1022, "colossal": 2002}
+    for model, count in counts.items():
+        tables = named_pool(f"merlin_{model}")
+        assert len(tables) == count == len({table.name for table in tables})
+    assert len(named_pool("merlin_tiny")[0].features) == 2
+    assert max(table.rows for table in scale_rows(criteo, 1000)) == 1000
+    with pytest.raises(TaskError, match="mlperf_dlrm_dcnv2"):
+        named_pool("mlperf")
+
+
+def test_split_is_disjoint_and_repeatable() -> None:
+    tables = mlperf_dlrm_dcnv2()
+    train, test = split_tables(tables, seed=3)
+    assert len(train) == len(test) == 13
+    assert {t.name for t in train} | {t.name for t in test} == {t.name for t in tables}
+    assert split_tables(tables, seed=3) == (train, test) != split_tables(tables, seed=4)
+
+
+@pytest.mark.parametrize("year, pooling, reuse", [(2021, 15.81, 6.906), (2022, 13.60, 12.744)])
+def test_meta_like_pools_match_the_published_statistics(year: int, pooling: float, reuse: float) -> None:
+    pool = named_pool(f"meta_like_{year}")
+    batch = pool[0].features[0].batch_size
+    histogram_TK = torch.tensor([table.features[0].reuse_histogram for table in pool], dtype=torch.float64)
+    lookups_T = torch.tensor([table.pooling_factor * batch for table in pool], dtype=torch.float64)
+    distinct_T = lookups_T / mean_reuse(histogram_TK)
+    published = json.loads((DATA / "meta_dlrm_reuse.json").read_text())[str(year)]
+    assert float(lookups_T.mean()) / batch == pytest.approx(pooling, rel=0.02)
+    assert float(lookups_T.sum() / distinct_T.sum()) == pytest.approx(reuse, rel=0.05)
+    unique_K = (histogram_TK * distinct_T[:, None]).sum(0) / distinct_T.sum()
+    share_K = (histogram_TK * distinct_T[:, None] * bin_mean_reuse()).sum(0) / lookups_T.sum()
+    assert (unique_K - torch.tensor(published["share_of_unique_rows"])).abs().max() < 0.03
+    assert (share_K - torch.tensor(published["share_of_lookups"])).abs().max() < 0.03
+    # Drawn for real, a table keeps its histogram.
+    for table in pool[:3]:
+        feature = table.features[0]
+        lookups = round(feature.pooling_factor * batch)
+        drawn = draw_indices(feature.reuse_histogram, table.rows, lookups, torch.Generator().manual_seed(0))
+        again, distinct = reuse_histogram(drawn)
+        assert (again - torch.tensor(feature.reuse_histogram)).abs().max() < 0.03
+        assert distinct == pytest.approx(lookups / float(mean_reuse(torch.tensor([feature.reuse_histogram]))), rel=0.02)
+
+
+@pytest.mark.parametrize("year", [2021, 2022])
+def test_drawn_tables_pool_to_what_their_histograms_say(year: int) -> None:
+    pool = [table for table in named_pool(f"meta_like_{year}")[::40] if table.pooling_factor < 20]
+    histogram_TK = torch.tensor([table.features[0].reuse_histogram for table in pool], dtype=torch.float64)
+    lookups_T = torch.tensor([round(t.pooling_factor * t.features[0].batch_size) for t in pool]).double()
+    said_K = (histogram_TK * (lookups_T / mean_reuse(histogram_TK))[:, None]).sum(0)
+    drawn_K = torch.zeros_like(said_K)
+    for table, lookups in zip(pool, lookups_T.int().tolist(), strict=True):
+        generator = torch.Generator().manual_seed(lookups)
+        indices = draw_indices(table.features[0].reuse_histogram, table.rows, lookups, generator)
+        histogram_K, distinct = reuse_histogram(indices)
+        drawn_K += histogram_K * distinct
+    assert float(drawn_K.sum()) == pytest.approx(float(said_K.sum()), rel=0.01)
+    assert (drawn_K / drawn_K.sum() - said_K / said_K.sum()).abs().max() < 0.03
+    said_lookups_K, drawn_lookups_K = said_K * bin_mean_reuse(), drawn_K * bin_mean_reuse()
+    assert (drawn_lookups_K / drawn_lookups_K.sum() - said_lookups_K / said_lookups_K.sum()).abs().max() < 0.03
+
+
+def test_tables_survive_a_file(tmp_path) -> None:
+    path = tmp_path / "tables.json"
+    features = (FeatureStatistics(1 / 3), FeatureStatistics(2.0, (0.5, 0.5) + (0.0,) * 15, 64))
+    tables = [Table("a", 10, 4, features, weight_bytes=2, optimizer="rowwise_adagrad"), *named_pool("merlin_tiny")]
+    save_tables(path, tables)
+    assert load_tables(path) == tables
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda tables: tables[0].update(rows=0), "table 0.*rows and dim must be at least 1"),
+        (lambda tables: tables[0].update(colour="red"), "table 0.*colour"),
+        (lambda tables: tables[0].pop("features"), "table 0.*features"),
+        (lambda tables: tables[0]["features"][0].update(pooling_factor=-1), "table 0.*pooling factor"),
+        (lambda tables: tables.append(tables[0]), "names must differ"),
+        (lambda tables: tables.append(7), "table 1"),
+    ],
+)
+def test_files_of_impossible_tables_are_refused(tmp_path, change, reason: str) -> None:
+    path = tmp_path / "tables.json"
+    save_tables(path, [Table("a", 10, 4, (FeatureStatistics(1.0),))])
+    document = json.loads(path.read_text())
+    change(document["tables"])
+    path.write_text(json.dumps(document))
+    with pytest.raises(TaskError, match=f"tables.json: .*{reason}"):
+        load_tables(path)
+
+
+def test_other_files_are_refused(tmp_path) -> None:
+    path = tmp_path / "tables.json"
+    for text, reason in (("[]", "schema"), ('{"schema"', "truncated")):
+        path.write_text(text)
+        with pytest.raises(TaskError, match=f"tables.json.*{reason}"):
+            load_tables(path)
+    with pytest.raises(TaskError, match="gone.json: cannot be read"):
+        load_tables(tmp_path / "gone.json")

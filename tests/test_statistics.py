@@ -1,0 +1,100 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Statistics from batches, in files, and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.workload.statistics import SCHEMA
+
+
+def batch(values: list[int], lengths: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["a", "b"], torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths))
+
+
+def test_statistics_from_batches_by_hand() -> None:
+    # Two batches of two samples: a reads [1, 1 | 2] then [3 | ]; b is always empty.
+    statistics = TableStatistics.from_batches([batch([1, 1, 2], [2, 1, 0, 0]), batch([3], [1, 0, 0, 0])])
+    assert statistics["a"].pooling_factor == 1.0 and statistics["a"].batch_size == 2
+    assert statistics["a"].reuse_histogram == pytest.approx((2 / 3, 1 / 3) + (0.0,) * 15)
+    assert statistics["b"] == FeatureStatistics(0.0, None, 2)
+
+
+def test_batches_with_weights_and_with_a_stride_per_key() -> None:
+    values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 1, 2])
+    uneven = KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride_per_key_per_rank=[[2], [1]])
+    statistics = TableStatistics.from_batches([uneven])
+    assert (statistics["a"].pooling_factor, statistics["a"].batch_size) == (1.5, 2)
+    assert (statistics["b"].pooling_factor, statistics["b"].batch_size) == (2.0, 1)
+    assert statistics["a"].reuse_histogram[:2] == (0.5, 0.5)
+    weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=torch.tensor([2, 3]))
+    plain = KeyedJaggedTensor(["a"], values, lengths=torch.tensor([2, 3]))
+    assert dict(TableStatistics.from_batches([weighted])) == dict(TableStatistics.from_batches([plain]))
+
+
+def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
+    with pytest.raises(StatisticsError, match="no batches"):
+        TableStatistics.from_batches([])
+    other = KeyedJaggedTensor(["a", "c"], torch.tensor([1]), lengths=torch.tensor([1, 0]))
+    with pytest.raises(StatisticsError, match="batch 1 .*'b', 'c'"):
+        TableStatistics.from_batches([batch([1], [1, 0, 0, 0]), other])
+    for value in (math.nan, math.inf, -1.0):
+        with pytest.raises(StatisticsError, match="pooling factor"):
+            FeatureStatistics(value)
+        with pytest.raises(StatisticsError, match="histogram"):
+            FeatureStatistics(1.0, (value,) + (0.0,) * 16)
+    with pytest.raises(StatisticsError, match="17 bins"):
+        FeatureStatistics(1.0, (1.0,))
+    with pytest.raises(StatisticsError, match="did you mean 'user_id'"):
+        TableStatistics({"user_ids": FeatureStatistics(1.0)}).check_features(["user_id", "item"])
+    path = tmp_path / "statistics.json"
+    statistics = TableStatistics({"a": FeatureStatistics(1 / 3, (1.0,) + (0.0,) * 16, 7), "b": FeatureStatistics(0.0)})
+    statistics.to_json(path)
+    assert dict(TableStatistics.from_json(path)) == dict(statistics)
+    path.write_text(path.read_text().replace("0.3333333333333333", "-1.0"))
+    with pytest.raises(StatisticsError, match="statistics.json: feature 'a'"):
+        TableStatistics.from_json(path)
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(StatisticsError, match="truncated"):
+        TableStatistics.from_json(path)
+
+
+@pytest.mark.parametrize(
+    "document, reason",
+    [
+        ({"schema": SCHEMA}, "'features' must map"),
+        ({"schema": SCHEMA, "features": [1]}, "'features' must map"),
+        ({"schema": SCHEMA, "features": {"a": 7}}, "feature 'a' needs pooling_factor"),
+        ({"schema": SCHEMA, "features": {"a": {"pooling_factor": 1.0}}}, "feature 'a' needs pooling_factor"),
+        ({"schema": "dreamshard_planner.statistics/2", "features": {}}, SCHEMA),
+        (
+            {"schema": SCHEMA, "features": {"a": {"pooling_factor": 1, "reuse_histogram": None, "batch_size": 1.5}}},
+            "batch_size must be whole, got 1.5",
+        ),
+        (
+            {
+                "schema": SCHEMA,
+                "features": {"a": {"pooling_factor": float("nan"), "reuse_histogram": None, "batch_size": 1}},
+            },
+            "feature 'a': pooling factor must be a finite number >= 0, got nan",
+        ),
+    ],
+)
+def test_damaged_files_are_refused_with_a_reason(tmp_path, document, reason: str) -> None:
+    path = tmp_path / "statistics.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(StatisticsError, match=f"statistics.json.*{reason}"):
+        TableStatistics.from_json(path)
+
+
+def test_unreadable_paths_are_refused(tmp_path) -> None:
+    with pytest.raises(StatisticsError, match="cannot be read"):
+        TableStatistics.from_json(tmp_path)
+    with pytest.raises(StatisticsError, match="gone.json: cannot be read"):
+        TableStatistics.from_json(tmp_path / "gone.json")
