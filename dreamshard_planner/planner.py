@@ -188,9 +188,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 outcome[0] = error
         if pg.size() > 1:
             dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0), group=pg)
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
+        result = outcome.pop()
+        try:
+            if isinstance(result, Exception):
+                raise result
+            return result
+        finally:
+            # An error holds this frame: without this it would keep the group, whose threads must not outlive Python.
+            del result, pg
 
     def report(self) -> Report:
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).

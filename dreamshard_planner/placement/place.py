@@ -127,8 +127,6 @@ def _greedy_rollout(cost: PlacementCost, policy: AnyPolicy) -> Tensor | None:
     return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None
 
 
-def _sampled_rollouts(
-    cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator
-) -> list[Tensor]:
+def _sampled_rollouts(cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator) -> list[Tensor]:
     environment = roll_out(policy, TaskBatch.collate([cost]), samples, generator).environment
     return list(environment.assignments(0)[environment.alive_E])

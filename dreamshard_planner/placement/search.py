@@ -224,9 +224,7 @@ def _improve(state: _State, bottleneck: int, config: SearchConfig, budget: _Budg
     return True
 
 
-def _moves_and_swaps(
-    state: _State, bottleneck: int, here_N: Tensor, max_swaps: int
-) -> tuple[_Candidates, _Candidates]:
+def _moves_and_swaps(state: _State, bottleneck: int, here_N: Tensor, max_swaps: int) -> tuple[_Candidates, _Candidates]:
     """All feasible moves off ``bottleneck``, and the most promising feasible swaps, with exact costs."""
     problem, latent_SH, group_S = state.problem, state.cost.latent_SH, state.problem.group_S
     group_ms_DG = state.group_ms_DG2.sum(-1)

@@ -63,9 +63,7 @@ class DreamShardEstimator(ShardEstimator):
         for option, (forward, backward), comms in zip(
             sharding_options, cost_S2.tolist(), comms_S.tolist(), strict=True
         ):
-            option.shards[0].perf = Perf(
-                fwd_compute=forward, fwd_comms=comms, bwd_compute=backward, bwd_comms=comms
-            )
+            option.shards[0].perf = Perf(fwd_compute=forward, fwd_comms=comms, bwd_compute=backward, bwd_comms=comms)
 
 
 class TableWiseEnumerator(EmbeddingEnumerator):
