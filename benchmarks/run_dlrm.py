@@ -29,7 +29,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table as RichTable
+from scipy.stats import binom
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -51,13 +51,13 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm import SIZES, make_batches, make_model, scale_tables
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
 from dreamshard_planner.report import ReportEntry
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
 from kernel_clock import KernelClock
+from provenance import provenance
 
 BATCHES_KEPT = 16
 """Distinct batches; training goes round them, so that drawing data costs no time."""
@@ -76,8 +76,8 @@ class Config:
     max_rows: int = _option(100_000, "scale larger tables down to this many rows")
     dim: int = _option(0, "embedding dim of all tables; 0: the collection's, which must be the same for all")
     planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
-    steps: int = _option(60, "timed steps of each planner")
-    block: int = _option(5, "steps of one planner before it is another's turn")
+    steps: int = _option(120, "timed steps of each planner")
+    block: int = _option(2, "steps of one planner before it is another's turn")
     batch_size: int = _option(0, "samples per rank and step; 0: 512 on CPU, 8192 on a GPU")
     size: str = _option("", f"dense layers: {', '.join(SIZES)}; small on CPU and mlperf on GPUs by default")
     seed: int = _option(0, "of weights, data, search and order")
@@ -169,6 +169,13 @@ class Trainee:
             self.blocks.append((step_ms, *self.clock.per_step_ms(steps)))
 
 
+def median_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """The median between the bounds of its 95 % confidence interval, from order statistics: no distribution assumed."""
+    ordered = np.sort(values)
+    below = max(int(binom.ppf(0.025, len(ordered), 0.5)) - 1, 0)
+    return float(ordered[below]), float(np.median(ordered)), float(ordered[-1 - below])
+
+
 @dataclass(frozen=True)
 class PlannerResult:
     """One planner's plan, and what it was like to train on it. Medians and quartiles are over blocks of steps."""
@@ -181,7 +188,7 @@ class PlannerResult:
     step_ms: tuple[float, float, float]
     """Lower quartile, median, upper quartile; a block takes as long as on its slowest rank."""
     ratio: tuple[float, float, float]
-    """Of the step time to the base's in the same round: quartiles as above."""
+    """Of the step time to the base's in the same round: median between the bounds of its 95 % interval."""
     forward_ms: tuple[float, ...]
     """Fused kernels of each rank."""
     backward_ms: tuple[float, ...]
@@ -207,7 +214,7 @@ class PlannerResult:
         return cls(
             name=name,
             step_ms=tuple(step_ms),
-            ratio=tuple(np.percentile(block_ms / base_block_ms, (25, 50, 75)).tolist()),
+            ratio=median_interval(block_ms / base_block_ms),
             forward_ms=tuple(median_ms[:, 1].tolist()),
             backward_ms=tuple(median_ms[:, 2].tolist()),
             samples_per_second=config.batch_size * node.world_size / step_ms[1] * 1e3,
@@ -221,7 +228,7 @@ class PlannerResult:
 class Result:
     """Everything about one run."""
 
-    date: str
+    provenance: dict[str, Any]
     config: Config
     scaling: str
     base: str
@@ -229,7 +236,6 @@ class Result:
     cost_source: str
     loss_difference: float
     """Largest between two planners, any step and rank."""
-    hardware: dict[str, Any]
     world_size: int
     planners: tuple[PlannerResult, ...]
 
@@ -308,13 +314,12 @@ def run(config: Config, node: Node) -> Result | None:
         for i, name in enumerate(trainees)
     ]
     return Result(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        provenance=provenance(node.device),
         config=config,
         scaling=f"{config.tables}: {scaling}",
         base=base,
         cost_source=judge.report().cost_source,
         loss_difference=float(np.ptp(all_losses, axis=1).max()),
-        hardware=describe_hardware(node.device, torch.get_num_threads()),
         world_size=node.world_size,
         planners=tuple(results),
     )
@@ -324,8 +329,8 @@ def print_table(result: Result, console: Console) -> None:
     """The result for people."""
     config = result.config
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
-    table = RichTable(title=f"DLRM on {ranks} x {config.batch_size} samples, {result.hardware['name']}")
-    headings = ("planner", "step ms", "IQR", f"x {result.base}", "IQR", "embedding ms per rank", "samples/s")
+    table = RichTable(title=f"DLRM on {ranks} x {config.batch_size} samples, {result.provenance['hardware']['name']}")
+    headings = ("planner", "step ms", "IQR", f"x {result.base}", "95 %", "embedding ms per rank", "samples/s")
     for heading in (*headings, "predicted ms", "per rank"):
         table.add_column(heading, justify="left" if heading == "planner" else "right")
     for entry in result.planners:
@@ -345,9 +350,10 @@ def print_table(result: Result, console: Console) -> None:
     console.print(table)
     console.print(
         f"Medians and quartiles over {len(result.planners[0].block_ms)} blocks of {config.block} steps, planners "
-        f"interleaved; x {result.base} compares blocks of one round. Embedding: fused kernels, forward + backward, "
-        f"measured in the steps. Predicted: embedding work and its collectives; cost source: {result.cost_source}. All "
-        f"planners place whole tables in fused kernels; torchrec_default alone has no pooling factors."
+        f"interleaved; x {result.base}: median ratio of blocks of one round, and its 95 % interval. Embedding: fused "
+        f"kernels, forward + backward, measured in the steps. Predicted: embedding work and its collectives; cost "
+        f"source: {result.cost_source}. All planners place whole tables in fused kernels; torchrec_default alone has "
+        f"no pooling factors."
     )
     console.print(f"Same training: losses of the planners differ by at most {result.loss_difference:.1e}.")
 
