@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import ComputeCost, CostSource
@@ -66,7 +66,7 @@ class Checkpoint:
         }
         header = {"format": FORMAT, "version": str(VERSION), "description": json.dumps(description, sort_keys=True)}
         partial = path.with_suffix(path.suffix + ".partial")
-        save_file(tensors, partial, metadata=header)
+        partial.write_bytes(serialize(tensors, metadata=header))
         partial.replace(path)
 
     @classmethod

@@ -180,7 +180,7 @@ class CostNetwork(nn.Module):
                 (work_X[work_X < low * 0.99], low, "less"),
             ):
                 if len(outside):
-                    extreme = float(outside.max() if side == "more" else outside.min())
+                    extreme = (outside.max() if side == "more" else outside.min()).item()
                     notes.append(
                         f"{len(outside)} fused group(s) have {side} {name.replace('_', ' ')} than was measured "
                         f"({extreme:,.0f} against {bound:,.0f}); their cost is extrapolated"

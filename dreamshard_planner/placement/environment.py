@@ -211,6 +211,7 @@ class EstimatedMDP:
         assignment_ES[:, order_S[:steps]] = action_ES[:, :steps]
         return assignment_ES
 
+    @torch.no_grad()
     def overall_ms(self) -> Tensor:
         """Predicted overall cost of the finished episodes, [E]; infinite where infeasible."""
         rated = [cost.reward_ms(self.assignments(task)) for task, cost in enumerate(self.tasks.costs)]
