@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import itertools
 import json
 import logging
@@ -381,6 +382,7 @@ def main() -> None:
     on_cpu = node.device.type == "cpu"
     batch_size, size = (512, "small") if on_cpu else (8192, "mlperf")
     result = run(replace(config, batch_size=config.batch_size or batch_size, size=config.size or size), node)
+    gc.collect()  # models are cyclic and hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
     if result is not None:
         console = Console()

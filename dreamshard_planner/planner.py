@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# TorchRec imports this late, in apply_optimizer_in_backward. Its default arguments then keep the process group that
+# there is by now, even past destroy_process_group, and gloo's threads may abort Python's exit. Early, there is none.
+import torch.distributed.optim
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner

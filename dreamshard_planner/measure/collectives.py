@@ -61,7 +61,9 @@ def measure(device: torch.device, repeats: int = 15) -> CollectiveFit:
     dist.all_reduce(times_RP := times_RP.to(device), op=dist.ReduceOp.MAX)
     median_P = times_RP[2:].cpu().median(0).values
     bytes_P = torch.tensor([_slowest_bytes(payload, skew, world_size) for payload, skew in cases])
-    latency_ms, bytes_per_ms, error = fit(bytes_P, median_P)
+    fitted = [fit(bytes_P, median_P)]
+    dist.broadcast_object_list(fitted, src=0)  # least squares may differ in its last bits between ranks
+    latency_ms, bytes_per_ms, error = fitted[0]
     return CollectiveFit(
         latency_ms=latency_ms,
         bytes_per_ms=bytes_per_ms,
