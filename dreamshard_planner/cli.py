@@ -52,6 +52,37 @@ def train(
 
 
 @app.command()
+def collect(
+    out: Annotated[Path, typer.Option(help="Dataset to write, .npz; its journal is kept beside it.")],
+    pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
+    held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
+    sets: Annotated[int, typer.Option(help="Sets to draw, measured in this order.")] = 5000,
+    seconds: Annotated[float | None, typer.Option(help="Stop after this time, to be continued.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Samples that a kernel sees.")] = "256,512,1024,2048,4096",
+    max_tables: Annotated[int, typer.Option(help="Tables of the largest set; sizes are log-uniform.")] = 100,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each set.")] = 5,
+    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
+    seed: Annotated[int, typer.Option(help="Of sets, indices and order.")] = 0,
+) -> None:
+    """Measure random sets of tables as fused kernels; the same command continues what was interrupted."""
+    from dreamshard_planner.measure.collect import collect, draw_sets
+    from dreamshard_planner.training import pool_tables
+
+    names = tuple(name.strip() for name in pools.split(","))
+    try:
+        batches = [int(size) for size in batch_sizes.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
+    tables = pool_tables(names)[held_out]
+    drawn = draw_sets(tables, sets, seed, batches, max_tables)
+    journal = out.with_suffix(".journal")
+    dataset = collect(drawn, journal, device, threads, repeats, seed, seconds)
+    dataset.save(out)
+    typer.echo(f"{out}: {len(dataset)} of {sets} sets, noise floor {dataset.spread.mean():.1%}")
+
+
+@app.command()
 def fit(
     dataset: Annotated[Path, typer.Option(help="Measured sets, .npz, as train keeps them.")],
     test_dataset: Annotated[Path, typer.Option(help="Measured sets of held-out tables.")],

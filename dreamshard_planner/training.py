@@ -22,7 +22,8 @@ from torch import Tensor
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, linear_baseline, mape_2, predict_ms
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_paper_network
@@ -51,6 +52,9 @@ BANDWIDTHS = (2e9 / 1e3, 600e9 / 1e3)
 """All-to-all bytes per millisecond of training tasks, log-uniform: from Ethernet (2 GB/s) to NVLink (600 GB/s), so
 that a policy knows tasks bound by communication as well as by compute."""
 
+
+SPLIT_SEED = 0
+"""Of the halves of every pool. No option: a table that one training holds out must not teach another."""
 
 PAPER_REINFORCE = ReinforceConfig(
     updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001
@@ -123,7 +127,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     An interrupted training, started again with the same settings, continues its measurements.
     """
     out = Path(out)
-    train_tables, test_tables = pool_tables(config)
+    train_tables, test_tables = pool_tables(config.pools)
     max_sets = int(config.seconds * MAX_SETS_PER_SECOND) + 1
     test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes)
     train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes)
@@ -157,7 +161,7 @@ def learn(
     Returns:
         The checkpoint, and the policy's training tasks.
     """
-    train_tables, test_tables = pool_tables(config)
+    train_tables, test_tables = pool_tables(config.pools)
     train_sets, test_sets = labelled(train_data), labelled(test_data)
     network = fit(config, train_sets, progress)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
@@ -196,7 +200,7 @@ def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = 
     """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
     from torchrec.distributed.planner.types import Topology
 
-    train_tables, test_tables = pool_tables(config)
+    train_tables, test_tables = pool_tables(config.pools)
     roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device="cuda"))
     policy, statistics, _ = improve(config, roofline, train_tables, progress)
     metadata = {
@@ -273,7 +277,7 @@ def validate_cost(network: ComputeCost, train_sets: LabelledSets, test_sets: Lab
     """Mean absolute percentage errors on sets of held-out tables, beside the linear baseline's."""
     labels = test_sets.labels_ms_X2
     network_2 = mape_2(predict_ms(network, test_sets), labels)
-    linear_2 = mape_2(linear_baseline(train_sets, test_sets), labels)
+    linear_2 = mape_2(predict_ms(LinearCost.fit(train_sets), test_sets), labels)
     return {
         "network_mape": [round(value, 4) for value in network_2.tolist()],
         "linear_mape": [round(value, 4) for value in linear_2.tolist()],
@@ -315,11 +319,11 @@ def _rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
     return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
 
 
-def pool_tables(config: TrainingConfig) -> tuple[list[Table], list[Table]]:
-    """Training and held-out tables of all pools; disjoint."""
+def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
+    """Training and held-out tables of named pools; disjoint, and the same halves whoever asks."""
     train_tables, test_tables = [], []
-    for name in config.pools:
-        train_part, test_part = split_tables(named_pool(name), config.seed)
+    for name in pools:
+        train_part, test_part = split_tables(named_pool(name), SPLIT_SEED)
         train_tables += train_part
         test_tables += test_part
     return train_tables, test_tables

@@ -11,7 +11,8 @@ import torch
 
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, linear_baseline, mape_2, predict_ms
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.placement.policy import Policy, PolicyConfig
@@ -40,7 +41,7 @@ def measured() -> tuple[LabelledSets, LabelledSets]:
 
 def test_network_beats_the_additive_baseline_on_measured_sets(measured) -> None:
     train, test = measured
-    linear_2 = mape_2(linear_baseline(train, test), test.labels_ms_X2)
+    linear_2 = mape_2(predict_ms(LinearCost.fit(train), test), test.labels_ms_X2)
     network = fit_cost_network(train, CostNetworkConfig(members=2), FitConfig(epochs=12, seed=0))
     network_2 = mape_2(predict_ms(network, test), test.labels_ms_X2)
     assert (network_2 < 0.8 * linear_2).all(), (network_2, linear_2)
@@ -48,7 +49,7 @@ def test_network_beats_the_additive_baseline_on_measured_sets(measured) -> None:
 
 def test_shipped_network_beats_the_additive_baseline(measured) -> None:
     train, test = measured
-    linear_2 = mape_2(linear_baseline(train, test), test.labels_ms_X2)
+    linear_2 = mape_2(predict_ms(LinearCost.fit(train), test), test.labels_ms_X2)
     shipped_2 = mape_2(predict_ms(resolve("auto", "cpu").cost, test), test.labels_ms_X2)
     assert (shipped_2 < 0.6 * linear_2).all() and (shipped_2 < 0.10).all(), (shipped_2, linear_2)
 
@@ -60,7 +61,7 @@ def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> N
 
     checkpoint = resolve("auto", device)
     compute = checkpoint.compute_cost(Topology(world_size=1, compute_device=device))
-    _, test_tables = pool_tables(CONFIG)
+    _, test_tables = pool_tables(CONFIG.pools)
     judged = validate_policy(checkpoint.policy, compute, test_tables, replace(CONFIG, seed=1000))
     assert all(ratio < 1 for ratio in judged["policy_over_rule"].values()), judged
     assert judged["infeasible"]["policy"] <= max(judged["infeasible"].values())
@@ -69,7 +70,7 @@ def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> N
 def test_reinforce_improves_on_unseen_tasks() -> None:
     """Trained here from a policy that ignores cost, judged on tables that it did not train on."""
     roofline = RooflineCost(1e9, 1e8, 0.02, 0.06)
-    train_tables, test_tables = pool_tables(CONFIG)
+    train_tables, test_tables = pool_tables(CONFIG.pools)
     config = replace(CONFIG, num_tasks=30, validation_tasks=20, tasks=replace(CONFIG.tasks, max_tables=20))
     policy = Policy(PolicyConfig(), seed=0)
     torch.nn.init.zeros_(policy.greediness)
@@ -83,7 +84,7 @@ def test_reinforce_improves_on_unseen_tasks() -> None:
 
 def test_proposed_sets_are_what_the_policy_puts_together() -> None:
     roofline = RooflineCost(1e9, 1e8, 0.02, 0.06)
-    tables, _ = pool_tables(CONFIG)
+    tables, _ = pool_tables(CONFIG.pools)
     tasks = priced_tasks(roofline, tables, 5, CONFIG.tasks, seed=0)
     sets = proposed_sets(Policy(PolicyConfig()), tasks, 20, seed=0)
     known = [set(task.workloads) for task in tasks]

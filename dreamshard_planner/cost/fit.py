@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.workload.features import WORK, columns, feature_matrix
+from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -130,20 +130,3 @@ def predict_ms(network, sets: LabelledSets) -> Tensor:
 def mape_2(predicted_ms_X2: Tensor, labels_ms_X2: Tensor) -> Tensor:
     """Mean absolute percentage error of forward and backward, as shares, [2]."""
     return ((predicted_ms_X2 - labels_ms_X2) / labels_ms_X2).abs().mean(0)
-
-
-def linear_baseline(train: LabelledSets, test: LabelledSets) -> Tensor:
-    """Predictions [X, 2] for ``test`` of relative least squares on the summed work of a set plus a
-    constant: the additive baseline that a network has to beat."""
-
-    def design(sets: LabelledSets) -> Tensor:
-        work_XP = sets.sum(sets.features_SF[:, columns(WORK)].double())
-        return torch.cat([work_XP, torch.ones(len(sets), 1, dtype=torch.float64)], dim=-1)
-
-    unit_P = design(train).mean(0).clamp_min(1e-9)
-    predictions = []
-    for output in range(2):
-        label_X1 = train.labels_ms_X2[:, output, None].double()
-        solution = torch.linalg.lstsq(design(train) / unit_P / label_X1, torch.ones_like(label_X1), driver="gelsd")
-        predictions.append(design(test) / unit_P @ solution.solution)
-    return torch.cat(predictions, dim=-1).clamp_min(1e-3)

@@ -74,6 +74,7 @@ def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
                 os.sched_setaffinity(task_id, before)
 
 
+@torch.enable_grad()  # whatever the caller does: a search that measures has no use for gradients of its own
 def time_groups(
     kernels: Sequence[FusedKernel],
     repeats: int,

@@ -7,6 +7,7 @@ Shapes: T tables, K = 17 reuse bins.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse
+from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -110,6 +111,35 @@ def meta_like(
     ]
 
 
+def broad(seed: int = 0, num_tables: int = 800) -> list[Table]:
+    """Random tables that span what a planner can meet, each quantity apart from the others.
+
+    Rows are log-uniform from 1 to 10^7, dims the multiples of 4 from 4 to 256, log-uniform; a third is read once
+    per sample, one in twenty never, the others log-uniform from 0.05 to 300 times. Row popularity is a power law with
+    an exponent from 0, where all rows are alike, to 1.6. Cost networks learn their bounds here.
+    """
+    batch_size = 4096
+    generator = torch.Generator().manual_seed(seed)
+    uniform_5T = torch.rand(5, num_tables, generator=generator, dtype=torch.float64)
+    rows_T = (uniform_5T[0] * math.log(1e7)).exp().long()
+    dim_T = 4 * (4 ** (uniform_5T[1] * 3)).round().long()
+    pooling_T = (math.log(0.05) + uniform_5T[2] * math.log(300 / 0.05)).exp()
+    pooling_T = torch.where(uniform_5T[3] < 1 / 3, 1.0, pooling_T)
+    pooling_T = torch.where(uniform_5T[3] > 0.95, 0.0, pooling_T)
+    histogram_TK, _ = default_reuse(rows_T, pooling_T * batch_size, 1.6 * uniform_5T[4])
+    return [
+        Table(
+            f"broad_{index}",
+            rows,
+            dim,
+            (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),),
+        )
+        for index, (rows, dim, pooling, histogram) in enumerate(
+            zip(rows_T.tolist(), dim_T.tolist(), pooling_T.tolist(), histogram_TK.tolist(), strict=True)
+        )
+    ]
+
+
 def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generator) -> Tensor:
     """Lookups by table and reuse bin, [T, K]: table sums as given, bin sums in the given proportion."""
     bins = torch.linspace(-1, 1, len(share_K), dtype=torch.float64)
@@ -129,6 +159,7 @@ POOLS: dict[str, Callable[[], list[Table]]] = {
     **{f"merlin_{model}": (lambda model=model: merlin(model)) for model in MERLIN_MODELS},
     "meta_like_2021": lambda: meta_like(num_tables=856, year=2021),
     "meta_like_2022": lambda: meta_like(num_tables=788, year=2022),
+    "broad": broad,
 }
 
 

@@ -70,16 +70,20 @@ def _bin_probabilities(rate_Q: Tensor) -> Tensor:
     return at_most.diff(dim=-1).clamp_min(0)
 
 
-def default_reuse(rows: Sequence[int] | Tensor, lookups: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
+def default_reuse(
+    rows: Sequence[int] | Tensor,
+    lookups: Sequence[float] | Tensor,
+    exponent: float | Tensor = POPULARITY_EXPONENT,
+) -> tuple[Tensor, Tensor]:
     """Histograms [T, K] and distinct rows [T] of tables of which only ``rows`` and the ``lookups`` of a batch
-    are known: row popularity is a power law (:data:`POPULARITY_EXPONENT`)."""
+    are known: row popularity falls as rank to the power ``exponent``, one for all or [T]; 1 itself is left out."""
     rows_T = torch.as_tensor(rows, dtype=torch.float64)
     lookups_T = torch.as_tensor(lookups, dtype=torch.float64)
     # Ranks in log-spaced buckets: edges 0 .. rows, popularity from the integral of the power law.
     steps = torch.linspace(0, 1, _POPULARITY_BUCKETS + 1, dtype=torch.float64)
     edge_TQ = (rows_T[:, None] + 1) ** steps - 1
-    power = 1 - POPULARITY_EXPONENT
-    mass_TQ = (((edge_TQ + 1) ** power) / power).diff(dim=-1)
+    power_T1 = (1 - torch.as_tensor(exponent, dtype=torch.float64)).expand(len(rows_T))[:, None]
+    mass_TQ = (((edge_TQ + 1) ** power_T1) / power_T1).diff(dim=-1)
     share_TQ = mass_TQ / mass_TQ.sum(-1, keepdim=True)
     rows_TQ = edge_TQ.diff(dim=-1)
     bins_TQK = _bin_probabilities(lookups_T[:, None] * share_TQ / rows_TQ)

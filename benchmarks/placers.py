@@ -1,0 +1,269 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Every method of placement under one contract: a task in, a device per table out, or nothing where it finds none.
+
+A placer is deterministic, and what it returns fits into memory.
+
+Shapes: S shards (tables), D devices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner
+from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.linear import LinearCost
+from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.placement.place import InfeasibleError, place
+from dreamshard_planner.placement.policy import AnyPolicy
+from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.placement.tasks import Task
+from dreamshard_planner.training import labelled
+from dreamshard_planner.workload.tables import Table
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A task for all placers: tables, devices and memory, and the samples that a kernel sees."""
+
+    name: str
+    pool: str
+    tables: tuple[Table, ...]
+    task: Task
+    batch_size: int
+    tight: bool
+    collectives: CollectiveModel
+
+
+Placer = Callable[[Contest], Tensor | None]
+
+
+class Field:
+    """All placers by name; what they share (checkpoints, fitted costs) is made once, when it is first needed."""
+
+    def __init__(self, checkpoint: str = "auto", device: str = "cpu", seed: int = 0) -> None:
+        self._checkpoint, self._device, self._seed = checkpoint, device, seed
+        bare = replace(DEFAULT_SEARCH, samples=0)
+        self.placers: dict[str, Placer] = {
+            "random": self._random,
+            **{rule: partial(self._rule, rule) for rule in RULES},
+            "torchrec": partial(self._torchrec, "greedy", True),
+            "torchrec_default": partial(self._torchrec, "greedy", False),
+            "torchrec_memory_balanced": partial(self._torchrec, "memory_balanced", True),
+            "torchrec_dynamic": partial(self._torchrec, "dynamic", True),
+            "linear_greedy": self._linear_greedy,
+            "linear_search": lambda contest: self._search(contest, self.linear, bare),
+            "roofline_search": lambda contest: self._search(contest, self.roofline, bare),
+            "neuroshard": self._neuroshard,
+            "paper": lambda contest: self._learned(contest, self.paper, None),
+            "policy": lambda contest: self._learned(contest, self.learned, None),
+            "policy_best_of_16": self._best_of,
+            "search_alone": lambda contest: self._search(contest, self.network, bare),
+            "dreamshard": lambda contest: self._learned(contest, self.learned, DEFAULT_SEARCH),
+        }
+
+    @cached_property
+    def learned(self) -> Checkpoint:
+        """The checkpoint of recipe ``default``."""
+        return resolve(self._checkpoint, self._device)
+
+    @cached_property
+    def paper(self) -> Checkpoint:
+        """The checkpoint of recipe ``paper``."""
+        return resolve("auto", self._device, "paper")
+
+    @cached_property
+    def network(self) -> ComputeCost:
+        """Its cost network."""
+        return self.learned.compute_cost(Topology(world_size=1, compute_device=self._device))
+
+    @cached_property
+    def linear(self) -> ComputeCost:
+        """The additive baseline on the training sets of the shipped network."""
+        return LinearCost.fit(labelled(CostDataset.load(DATA / f"{self._device}-train.npz")))
+
+    @cached_property
+    def roofline(self) -> ComputeCost:
+        """From the bandwidths that TorchRec assumes."""
+        return RooflineCost.of_topology(Topology(world_size=1, compute_device=self._device))
+
+    def cost(self, contest: Contest, compute: ComputeCost | None = None) -> PlacementCost:
+        """Of the contest's placements; by the network, if nothing else is given."""
+        return PlacementCost(contest.task.problem, compute or self.network, contest.collectives)
+
+    def _random(self, contest: Contest) -> Tensor | None:
+        """Any device that has room, table by table."""
+        problem = contest.task.problem
+        generator = torch.Generator().manual_seed(self._seed)
+        free_DM, chosen = problem.capacity_DM.clone(), []
+        for need_M in problem.storage_SM:
+            room = (free_DM >= need_M).all(-1).nonzero()[:, 0]
+            if len(room) == 0:
+                return None
+            chosen.append(int(room[torch.randint(len(room), (1,), generator=generator)]))
+            free_DM[chosen[-1]] -= need_M
+        return torch.tensor(chosen)
+
+    def _rule(self, rule: str, contest: Contest) -> Tensor | None:
+        return place_by_rule(contest.task.problem, rule)
+
+    def _linear_greedy(self, contest: Contest) -> Tensor | None:
+        return greedy_by_score(contest.task.problem, self.cost(contest, self.linear).single_ms_S)
+
+    def _search(self, contest: Contest, compute: ComputeCost, config: SearchConfig) -> Tensor | None:
+        """Search without a policy, from what the rules and single-table costs give."""
+        cost = self.cost(contest, compute)
+        starts = [place_by_rule(cost.problem, rule) for rule in RULES]
+        starts = [s for s in [*starts, greedy_by_score(cost.problem, cost.single_ms_S)] if s is not None]
+        if not starts:
+            return None
+        order = cost.rate(torch.stack(starts)).overall_ms_B.argsort(stable=True).tolist()
+        generator = torch.Generator().manual_seed(self._seed)
+        return local_search(cost, [starts[i] for i in order[: config.starts]], config, generator).assignment_S
+
+    def _learned(self, contest: Contest, checkpoint: Checkpoint, config: SearchConfig | None) -> Tensor | None:
+        topology = Topology(world_size=contest.task.problem.num_devices, compute_device=self._device)
+        return self._place(self.cost(contest, checkpoint.compute_cost(topology)), checkpoint.policy, config)
+
+    def _best_of(self, contest: Contest) -> Tensor | None:
+        """One greedy and 15 sampled roll-outs, the cheapest by prediction."""
+        from dreamshard_planner.placement.environment import TaskBatch
+        from dreamshard_planner.placement.policy import roll_out
+
+        cost, generator = self.cost(contest), torch.Generator().manual_seed(self._seed)
+        plans = []
+        with torch.no_grad():
+            for episodes, source in ((1, None), (15, generator)):
+                environment = roll_out(self.learned.policy, TaskBatch.collate([cost]), episodes, source).environment
+                plans += list(environment.assignments(0)[environment.alive_E])
+            return plans[int(cost.rate(torch.stack(plans)).overall_ms_B.argmin())] if plans else None
+
+    def _place(self, cost: PlacementCost, policy: AnyPolicy, config: SearchConfig | None) -> Tensor | None:
+        try:
+            return place(cost, policy, config, seed=self._seed).chosen.assignment_S
+        except InfeasibleError:
+            return None
+
+    @torch.no_grad()
+    def _neuroshard(self, contest: Contest) -> Tensor | None:
+        """The table-wise part of NeuroShard (arXiv 2305.01868, section 4): greedy on the predicted multi-table cost
+        under a cap on the dims of a device, for 11 caps from the mean to one and a half times the mean."""
+        cost, problem = self.cost(contest), contest.task.problem
+        dim_S = problem.output_bytes_S
+        order = cost.single_ms_S.argsort(descending=True, stable=True).tolist()
+        plans = []
+        for cap in torch.linspace(1.0, 1.5, 11).tolist():
+            plan = self._capped_greedy(cost, order, cap * float(dim_S.sum()) / problem.num_devices)
+            if plan is not None:
+                plans.append(plan)
+        return plans[int(cost.rate(torch.stack(plans)).overall_ms_B.argmin())] if plans else None
+
+    def _capped_greedy(self, cost: PlacementCost, order: Sequence[int], cap_bytes: float) -> Tensor | None:
+        problem = cost.problem
+        latent_DGH = torch.zeros(problem.num_devices, problem.num_groups, cost.latent_SH.shape[1]).double()
+        bytes_D, free_DM = torch.zeros(problem.num_devices).double(), problem.capacity_DM.clone()
+        assignment_S = torch.zeros(problem.num_shards, dtype=torch.int64)
+        for shard in order:
+            fits_D = (free_DM >= problem.storage_SM[shard]).all(-1)
+            fits_D &= bytes_D + problem.output_bytes_S[shard] <= cap_bytes
+            if not fits_D.any():
+                return None
+            with_DGH = latent_DGH.clone()
+            with_DGH[:, problem.group_S[shard]] += cost.latent_SH[shard]
+            device_ms_D = cost.compute.group_cost_ms(with_DGH).sum((-1, -2))
+            device = int(device_ms_D.masked_fill(~fits_D, torch.inf).argmin())
+            assignment_S[shard], latent_DGH[device] = device, with_DGH[device]
+            bytes_D[device] += problem.output_bytes_S[shard]
+            free_DM[device] -= problem.storage_SM[shard]
+        return assignment_S
+
+    def _torchrec(self, method: str, informed: bool, contest: Contest) -> Tensor | None:
+        """TorchRec's planner, table-wise in fused kernels, with the contest's memory."""
+        problem = contest.task.problem
+        names = [table.name for table in contest.tables]
+        module = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=table.name,
+                    num_embeddings=table.rows,
+                    embedding_dim=table.dim,
+                    feature_names=[f"{table.name}_{index}" for index in range(len(table.features))],
+                )
+                for table in contest.tables
+            ],
+        )
+        constraints = {
+            table.name: ParameterConstraints(
+                ["table_wise"],
+                [EmbeddingComputeKernel.FUSED.value],
+                pooling_factors=[f.pooling_factor if informed else 1.0 for f in table.features],
+            )
+            for table in contest.tables
+        }
+        device = "cuda" if method == "dynamic" else self._device  # that proposer knows no memory but HBM
+        memory = {"hbm_cap" if device == "cuda" else "ddr_cap": int(problem.capacity_DM[0, 0])}
+        topology = Topology(problem.num_devices, device, local_world_size=problem.num_devices, **memory)
+        storage = dict(zip(names, problem.storage_SM[:, 0].tolist(), strict=True))
+        batch_size = max(1, contest.batch_size // problem.num_devices)
+        planner = EmbeddingShardingPlanner(
+            topology=topology,
+            batch_size=batch_size,
+            enumerator=_SameStorage(topology, batch_size, constraints, storage=storage),
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+            proposer=[DynamicProgrammingProposer()] if method == "dynamic" else None,
+            partitioner=MemoryBalancedPartitioner() if method == "memory_balanced" else GreedyPerfPartitioner(),
+            constraints=constraints,
+            debug=False,
+        )
+        try:
+            plan = planner.plan(copy.copy(module), [EmbeddingBagCollectionSharder()])
+        except PlannerError:
+            return None
+        (sharding,) = plan.plan.values()
+        return torch.tensor([sharding[name].ranks[0] for name in names])
+
+
+class _SameStorage(EmbeddingEnumerator):
+    """TorchRec's enumerator with the contest's storage, so that all placers have the same memory to fill."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        *,
+        storage: dict[str, int],
+    ) -> None:
+        super().__init__(topology, batch_size, constraints)
+        self._storage, self._on_cuda = storage, topology.compute_device == "cuda"
+
+    def enumerate(self, *args, **kwargs) -> list[ShardingOption]:  # noqa: ANN002, ANN003
+        options = super().enumerate(*args, **kwargs)
+        for option in options:
+            size = self._storage[option.name]
+            for shard in option.shards:
+                shard.storage = Storage(hbm=size, ddr=0) if self._on_cuda else Storage(hbm=0, ddr=size)
+        return options
