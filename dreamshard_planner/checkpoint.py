@@ -96,6 +96,7 @@ class Checkpoint:
         _restore(path, "policy", policy, tensors)
         if cost is not None:
             _restore(path, "cost", cost, tensors)
+            cost.requires_grad_(False)
             cost.source = CostSource("network", f"{path.name}, measured on {description.get('hardware_name', '?')}")
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         return cls(policy, cost, metadata, path.name)

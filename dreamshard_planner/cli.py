@@ -84,8 +84,8 @@ def collect(
 
 @app.command()
 def fit(
-    dataset: Annotated[Path, typer.Option(help="Measured sets, .npz, as train keeps them.")],
-    test_dataset: Annotated[Path, typer.Option(help="Measured sets of held-out tables.")],
+    dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
+    test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
     out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
     recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
@@ -99,7 +99,10 @@ def fit(
 
     config = _with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives), recipe=recipe, seed=seed)
-    checkpoint, _ = learn(config, CostDataset.load(dataset), CostDataset.load(test_dataset))
+    train_data, test_data = (
+        CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
+    )
+    checkpoint, _ = learn(config, train_data, test_data)
     checkpoint.save(out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
 

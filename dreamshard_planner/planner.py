@@ -57,6 +57,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: the same inputs, versions and seed give the same plan.
         search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so.
+        refine: ``"measure"`` to time the fused kernels of the best plans on this machine's device, learn from
+            them, search again, and choose by measurement. The plan then depends on what was measured.
+        refine_seconds: time for that.
 
     Raises:
         CheckpointError: where the checkpoint can't be read.
@@ -90,7 +93,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         recipe: str = "default",
         seed: int = 0,
         search_seconds: float | None = None,
+        refine: str = "none",
+        refine_seconds: float = 60.0,
     ) -> None:
+        if refine not in ("none", "measure") or not refine_seconds > 0:
+            raise ValueError(
+                f"refine must be 'none' or 'measure', with refine_seconds above 0; got {refine!r}, {refine_seconds}"
+            )
         if recipe not in RECIPES:
             raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
         if search_seconds is not None and not search_seconds > 0:
@@ -126,6 +135,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._search = DEFAULT_SEARCH if recipe == "default" else None
         self._seed = seed
         self._search_seconds = search_seconds
+        self._refine_seconds = refine_seconds if refine == "measure" else 0.0
         self._report: Report | None = None
         self._rater: DreamShardPerfModel | None = None
 
@@ -154,6 +164,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             search=self._search,
             seed=self._seed,
             search_seconds=self._search_seconds,
+            refine_seconds=self._refine_seconds,
             reader=reader,
             torchrec_estimate=TorchRecEstimate(self._topology, constraints, sharders),
         )

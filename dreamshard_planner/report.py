@@ -55,6 +55,10 @@ class Report:
     candidates: int
     """Moves and swaps that the search evaluated."""
     notes: tuple[str, ...] = ()
+    measured: ReportEntry | None = None
+    """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
+    measured_before: ReportEntry | None = None
+    """The plan that prediction would have chosen, measured beside it."""
 
     @classmethod
     def of(cls, placement: Placement, cost: PlacementCost) -> Report:
@@ -68,7 +72,14 @@ class Report:
             notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
         rivals = tuple(sorted((entry(rival) for rival in placement.rivals), key=lambda rival: rival.total_ms))
         chosen = ReportEntry.of("dreamshard", placement.chosen.costs)
-        return cls(chosen, rivals, str(cost.compute.source), cost.collectives.source, placement.candidates, notes)
+        sources = str(cost.compute.source), cost.collectives.source
+        if placement.refined is None:
+            return cls(chosen, rivals, *sources, placement.candidates, notes)
+        refined = placement.refined
+        notes = (*notes, f"chosen by measuring {refined.plans} plans, {refined.sets} fused groups, on this machine")
+        before = ReportEntry.of("before", refined.first)
+        measured = ReportEntry.of("dreamshard", refined.measured)
+        return cls(chosen, rivals, *sources, placement.candidates, notes, measured, before)
 
     def rival(self, name: str) -> ReportEntry:
         """The rival of that name; KeyError lists the known ones."""
@@ -91,16 +102,20 @@ class Report:
             f"Collectives: {self.collectives_source}.",
             f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
         ]
-        for entry in (self.chosen, *self.rivals):
-            if not entry.feasible:
-                lines.append(f"{entry.name:<20}{'infeasible':>10}")
-                continue
-            shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
-            if len(entry.rank_ms) > MAX_RANKS_SHOWN:
-                shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
-            ratio = entry.total_ms / self.chosen.total_ms if self.chosen.total_ms > 0 else 1.0
-            figures = f"{entry.total_ms:>10.3f}{ratio:>11.3f}{entry.collectives_ms:>13.3f}"
-            lines.append(f"{entry.name:<20}{figures}   {shown}")
+        lines += [_line(entry, self.chosen.total_ms) for entry in (self.chosen, *self.rivals)]
+        if self.measured is not None and self.measured_before is not None:
+            lines.append("Measured on this machine instead of predicted:")
+            lines += [_line(entry, self.measured.total_ms) for entry in (self.measured, self.measured_before)]
         lines.append(f"The search evaluated {self.candidates:,} moves and swaps.")
         lines += [f"Note: {note}." for note in self.notes]
         return "\n".join(lines)
+
+
+def _line(entry: ReportEntry, chosen_ms: float) -> str:
+    if not entry.feasible:
+        return f"{entry.name:<20}{'infeasible':>10}"
+    shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
+    if len(entry.rank_ms) > MAX_RANKS_SHOWN:
+        shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
+    ratio = entry.total_ms / chosen_ms if chosen_ms > 0 else 1.0
+    return f"{entry.name:<20}{entry.total_ms:>10.3f}{ratio:>11.3f}{entry.collectives_ms:>13.3f}   {shown}"

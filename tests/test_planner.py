@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
 
@@ -186,3 +186,32 @@ def check_plan(case: Case, planner: DreamShardPlanner, plan, seed: int) -> None:
             if ruled is not None:
                 assert planner.predict(ruled).total_ms * (1 + SLACK) + 1e-9 >= report.chosen.total_ms, (seed, rule)
         assert ranks_of(case.planner(seed=seed).plan(case.model, SHARDERS)) == ranks, seed
+
+
+def small_model() -> nn.Module:
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{i}", num_embeddings=10 ** (2 + i % 3), embedding_dim=8 << i % 4, feature_names=[f"f{i}"]
+        )
+        for i in range(10)
+    ]
+    return nn.Sequential(EmbeddingBagCollection(device=torch.device("meta"), tables=tables))
+
+
+def test_refine_chooses_by_measurement() -> None:
+    model, topology = small_model(), Topology(2, "cpu", ddr_cap=2**33)
+    planner = DreamShardPlanner(topology=topology, batch_size=32, refine="measure", refine_seconds=3.0)
+    planner.plan(model, SHARDERS)
+    report = planner.report()
+    assert report.measured.total_ms <= report.measured_before.total_ms
+    assert len(report.measured.rank_ms) == 2 and all(ms > 0 for ms in report.measured.rank_ms)
+    assert "Measured on this machine" in str(report) and "chosen by measuring" in report.notes[-1]
+
+
+def test_refine_needs_the_device_it_plans_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    planner = DreamShardPlanner(topology=Topology(2, "cuda"), refine="measure", refine_seconds=1.0)
+    with pytest.raises(DreamShardError, match="no CUDA device"):
+        planner.plan(small_model(), SHARDERS)
+    with pytest.raises(ValueError, match="refine must be"):
+        DreamShardPlanner(topology=Topology(2, "cpu"), refine="guess")

@@ -51,6 +51,17 @@ class LabelledSets:
         shard_S = start_S + torch.arange(int(offsets[-1]))
         return LabelledSets(self.features_SF[shard_S], offsets, self.labels_ms_X2[index_X])
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[LabelledSets]) -> LabelledSets:
+        """All sets of all parts, in order."""
+        starts = torch.tensor([0, *(len(part.features_SF) for part in parts)]).cumsum(0)
+        offsets = [part.offsets_X1[:-1] + start for part, start in zip(parts, starts, strict=False)]
+        return cls(
+            torch.cat([part.features_SF for part in parts]),
+            torch.cat([*offsets, starts[-1:]]),
+            torch.cat([part.labels_ms_X2 for part in parts]),
+        )
+
     def sum(self, values_SH: Tensor) -> Tensor:
         """Sum of per-shard values over each set, [X, H]."""
         sums_XH = values_SH.new_zeros(len(self), values_SH.shape[1])
@@ -118,7 +129,7 @@ def fit_cost_network(
             losses.append(loss.item())
         if on_epoch is not None:
             on_epoch(epoch, sum(losses) / len(losses))
-    return network.eval()
+    return network.eval().requires_grad_(False)
 
 
 @torch.no_grad()

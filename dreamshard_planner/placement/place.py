@@ -16,6 +16,7 @@ from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.packing import pack
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
+from dreamshard_planner.placement.refine import RefineResult
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig, local_search
 
@@ -49,6 +50,14 @@ class Placement:
     """Policy, greedy rules and whatever else was given, feasible or not."""
     candidates: int
     cut_short: bool
+    refined: RefineResult | None = None
+    """Where the plan was chosen by measurement."""
+
+    def distinct(self) -> list[Tensor]:
+        """Feasible placements [S], the chosen one first, the others from cheap to dear; each once."""
+        feasible = [rival for rival in self.rivals if rival.assignment_S is not None]
+        ordered = [self.chosen, *sorted(feasible, key=lambda rival: rival.total_ms)]
+        return list({tuple(c.assignment_S.tolist()): c.assignment_S for c in ordered}.values())
 
 
 class InfeasibleError(Exception):

@@ -33,6 +33,8 @@ class RefineConfig:
 
     plans_at_first: int = 4
     """Cheapest plans by prediction that are measured before anything is learned."""
+    searches: int = 1_000
+    """At most, whatever time is left."""
     repeats: int = 3
     """Timed runs of a set."""
     finalists: int = 4
@@ -55,6 +57,8 @@ class RefineResult:
     assignment_S: Tensor
     measured: PlacementCosts
     """Compute as measured, collectives as modelled."""
+    first: PlacementCosts
+    """The same of the first start, measured beside it."""
     plans: int
     """Plans measured."""
     sets: int
@@ -173,12 +177,14 @@ def refine(
     search = replace(search, candidates=config.candidates, starts=1)
     plans = {tuple(start.tolist()): start for start in starts[: config.plans_at_first]}
     measured.time(list(plans.values()), config.repeats)
-    while time.monotonic() < search_until:
+    for _ in range(config.searches):
+        if time.monotonic() > search_until:
+            break
         best_S = min(plans.values(), key=measured.overall_ms)
         found_S = local_search(measured.corrected(generator), [best_S], search, generator).assignment_S
         measured.time([found_S], config.repeats)
         plans.setdefault(tuple(found_S.tolist()), found_S)
     finalists = sorted(plans.values(), key=measured.overall_ms)[: config.finalists]
-    measured.time(finalists, config.final_repeats, again=True)
-    chosen_S = min(finalists, key=measured.overall_ms)
-    return RefineResult(chosen_S, measured.rate(chosen_S), len(plans), len(measured.set_ms))
+    measured.time([starts[0], *finalists], config.final_repeats, again=True)
+    chosen_S = min([starts[0], *finalists], key=measured.overall_ms)
+    return RefineResult(chosen_S, measured.rate(chosen_S), measured.rate(starts[0]), len(plans), len(measured.set_ms))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,8 +25,11 @@ from torchrec.distributed.planner.types import (
 
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.placement.packing import shortage
-from dreamshard_planner.placement.place import InfeasibleError, Placement, place
+from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
+from dreamshard_planner.placement.refine import refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.options import MEMORY_KINDS, OptionReader, collective_model
@@ -44,6 +48,8 @@ class DreamShardPartitioner(Partitioner):
         search: search settings; None for one policy roll-out alone (the paper's procedure).
         seed: of the sampled roll-outs and the search.
         search_seconds: cap on the search, on top of its budget of candidates.
+        refine_seconds: time for measuring plans on this machine's device, see
+            :func:`~dreamshard_planner.placement.refine.refine`; 0 for none. Spent once, on the first plan.
         reader: shared by the seams of one planner; made from the other arguments by default.
         torchrec_estimate: fills in TorchRec's own perf, for the rival that is TorchRec's plan; without it
             the options are taken to hold that already.
@@ -62,6 +68,7 @@ class DreamShardPartitioner(Partitioner):
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
         search_seconds: float | None = None,
+        refine_seconds: float = 0.0,
         reader: OptionReader | None = None,
         torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
     ) -> None:
@@ -69,6 +76,7 @@ class DreamShardPartitioner(Partitioner):
         self._search = search
         self._seed = seed
         self._search_seconds = search_seconds
+        self._refine_seconds = refine_seconds
         self._reader = reader or OptionReader(constraints, statistics)
         self._torchrec_estimate = torchrec_estimate
         self.placement: Placement | None = None
@@ -100,9 +108,24 @@ class DreamShardPartitioner(Partitioner):
                 )
             except InfeasibleError as error:
                 raise infeasible(problem, error.proven) from error
+            if self._refine_seconds > 0:
+                self.placement = self._refined(self.placement, proposal, cost, storage_constraint)
+                self._refine_seconds = 0.0
         self.cost = cost
         _assign(proposal, self.placement.chosen.assignment_S)
         return proposal
+
+    def _refined(
+        self, placement: Placement, proposal: Sequence[ShardingOption], cost: PlacementCost, topology: Topology
+    ) -> Placement:
+        device = topology.compute_device
+        if device == "cuda" and not torch.cuda.is_available():
+            raise DreamShardError("refine measures fused kernels on this machine, which has no CUDA device")
+        clock = SetClock(self._reader.workloads(proposal, topology), device, seed=self._seed)
+        search = self._search or DEFAULT_SEARCH
+        result = refine(cost, placement.distinct(), clock, self._refine_seconds, search=search, seed=self._seed)
+        chosen = Contender("chosen", result.assignment_S, cost.rate(result.assignment_S[None]))
+        return replace(placement, chosen=chosen, refined=result)
 
 
 class RulePartitioner(Partitioner):

@@ -1,0 +1,233 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How well costs of fused sets are predicted, on sets of held-out tables, against clean labels.
+
+    python benchmarks/cost_accuracy.py --measure --json benchmarks/results/2026-11-21-cost-accuracy.json
+
+``--measure`` times the sets first, each ``--rounds`` times in shuffled rounds over all of them, so that the runs of a
+set lie minutes apart, each beside a reference set; the median is the label. It also times every table of these sets
+alone. The measurements are kept in ``benchmarks/data`` and continued after an interruption; without ``--measure`` those are
+judged that are there.
+
+Costs that are judged:
+
+    network      the cost network of the checkpoint
+    additive     sum of the measured costs of the single tables
+    linear       relative least squares on summed work, fitted to the training sets of the network
+    torchrec     TorchRec's estimator, forward and backward each scaled by its best constant on these very sets
+    roofline     bandwidths that TorchRec assumes, scaled likewise
+    paper        the network of the paper on its 21 features, fitted to the same training sets
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+from scipy.stats import kendalltau, spearmanr
+from torch import Tensor
+from torchrec.distributed.planner.types import Topology
+
+from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, predict_ms
+from dreamshard_planner.cost.linear import LinearCost
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.measure.collect import collect, draw_sets
+from dreamshard_planner.training import labelled, pool_tables
+from dreamshard_planner.workload.tables import Workload
+from provenance import provenance
+from torchrec_estimates import torchrec_table_ms
+
+DATA = Path(__file__).parent / "data"
+POOLS = ("meta_like_2021", "merlin_small", "broad")
+STAGES = ("forward", "backward")
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Time the clean sets, and their tables alone."""
+    sets = draw_sets(pool_tables(POOLS)[1], args.sets, args.seed, max_tables=100)
+    singles = {workload: [workload] for workloads in sets for workload in workloads}
+    for name, chosen, rounds, block in (
+        ("clean", sets, args.rounds, len(sets)),  # one block: rounds over all sets
+        ("clean-singles", list(singles.values()), 3, 64),
+    ):
+        data = collect(
+            chosen, DATA / f"{args.device}-{name}.journal", args.device, repeats=rounds, seed=args.seed, block=block
+        )
+        data.save(DATA / f"{args.device}-{name}.npz")
+
+
+def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset) -> Tensor:
+    """Sum of measured single tables, [X, 2]."""
+    alone_ms = {singles.workloads(i)[0]: row for i, row in enumerate(singles.forward_backward_ms)}
+    return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
+
+
+def scaled(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
+    """With the constant, for each stage, that brings the median relative error to nothing."""
+    return predicted_X2 * (label_X2 / predicted_X2).median(0).values
+
+
+def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
+    """MAPE with its 95 % bootstrap interval over sets, 90th percentile, Kendall's tau; forward and backward."""
+    relative_X2 = ((predicted_X2 - label_X2) / label_X2).abs().numpy()
+    rng = np.random.default_rng(0)
+    means = relative_X2[rng.integers(len(relative_X2), size=(2000, len(relative_X2)))].mean(1)
+    return {
+        stage: {
+            "mape": float(relative_X2[:, i].mean()),
+            "interval": np.percentile(means[:, i], (2.5, 97.5)).tolist(),
+            "p90": float(np.percentile(relative_X2[:, i], 90)),
+            "tau": float(kendalltau(predicted_X2[:, i], label_X2[:, i]).statistic),
+        }
+        for i, stage in enumerate(STAGES)
+    }
+
+
+def noise(clean: CostDataset) -> dict[str, Any]:
+    """What no prediction can be better than: half of the rounds against the others, and one run against the median."""
+    samples_NR2 = torch.from_numpy(clean.corrected_ms)
+    halves = [samples_NR2[:, start::2].quantile(0.5, dim=1) for start in (0, 1)]
+    return {
+        "half_of_the_rounds": errors(halves[0], halves[1]),
+        "one_run": errors(torch.from_numpy(clean.samples_ms)[:, 0], clean.forward_backward_ms),
+    }
+
+
+def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict[str, dict[str, list[float]]]:
+    """MAPE by size of the set, mean dim and mean pooling factor, [forward, backward, sets] in each bin."""
+    kinds: dict[str, tuple[Callable[[Sequence[Workload]], float], tuple[float, ...]]] = {
+        "tables": (len, (1, 2, 5, 10, 20, 50, 101)),
+        "mean dim": (lambda ws: sum(w.dim for w in ws) / len(ws), (0, 32, 64, 96, 128, 257)),
+        "mean pooling": (lambda ws: sum(w.pooling_factor for w in ws) / len(ws), (0, 2, 8, 16, 32, 301)),
+        "batch": (lambda ws: ws[0].batch_size, (256, 512, 1024, 2048, 4096, 8192)),
+    }
+    result: dict[str, dict[str, list[float]]] = {}
+    for kind, (value, edges) in kinds.items():
+        values = np.array([value(workloads) for workloads in sets])
+        result[kind] = {}
+        for low, high in zip(edges, edges[1:], strict=False):
+            inside = (values >= low) & (values < high)
+            if inside.any():
+                result[kind][f"{low:g}-{high:g}"] = [*relative_X2[inside].mean(0).tolist(), int(inside.sum())]
+    return result
+
+
+def draw_figure(predictions: dict[str, Tensor], label_X2: Tensor, path: Path) -> None:
+    """Predicted against measured, forward and backward, PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6))
+    for i, (stage, axes) in enumerate(zip(STAGES, panels, strict=True)):
+        for name, marker in (("linear", "x"), ("network", "o")):
+            axes.loglog(label_X2[:, i], predictions[name][:, i], marker, markersize=3, alpha=0.6, label=name)
+        ends = [float(label_X2[:, i].min()), float(label_X2[:, i].max())]
+        axes.loglog(ends, ends, color="0.4", linewidth=0.8)
+        axes.set_xlabel(f"measured {stage}, ms")
+        axes.set_ylabel("predicted, ms")
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+    """All costs on the clean sets."""
+    clean = CostDataset.load(DATA / f"{args.device}-clean.npz")
+    sets = [clean.workloads(i) for i in range(len(clean))]
+    label_X2 = clean.forward_backward_ms
+    test = LabelledSets.of(sets, label_X2)
+    topology = Topology(world_size=1, compute_device=args.device)
+    checkpoint = resolve(args.checkpoint, args.device)
+    train = LabelledSets.concatenate([labelled(CostDataset.load(path)) for path in args.train])
+    unseen = {w.name for workloads in sets for w in workloads}
+    if seen := unseen & {w.name for path in args.train for w in CostDataset.load(path).all_workloads()}:
+        raise SystemExit(f"tables of the test sets are in the training sets too: {', '.join(sorted(seen)[:5])}")
+    network = checkpoint.compute_cost(topology)
+    predictions = {
+        "network": predict_ms(network, test).double(),
+        "additive": additive_ms(sets, CostDataset.load(DATA / f"{args.device}-clean-singles.npz")),
+        "linear": predict_ms(LinearCost.fit(train), test),
+        "torchrec": scaled(torchrec_table_ms(sets, args.device), label_X2),
+        "roofline": scaled(predict_ms(RooflineCost.of_topology(topology), test).double(), label_X2),
+        "paper": predict_ms(resolve("auto", args.device, "paper").compute_cost(topology), test).double(),
+    }
+    relative_X2 = ((predictions["network"] - label_X2) / label_X2).abs().numpy()
+    spread_X2 = network.spread(test.sum(network.encode(test.features_SF))).detach().numpy()
+    result = {
+        "sets": len(sets),
+        "rounds": clean.repeats,
+        "noise": noise(clean),
+        "costs": {name: errors(predicted_X2, label_X2) for name, predicted_X2 in predictions.items()},
+        "network_by_kind": by_kind(sets, relative_X2),
+        "spread_tells_error": {
+            stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)
+        },
+    }
+    if args.seeds:
+        fits = [fit_cost_network(train, config=FitConfig(seed=seed)) for seed in range(args.seeds)]
+        mapes = [[errors(predict_ms(fit, test).double(), label_X2)[stage]["mape"] for stage in STAGES] for fit in fits]
+        result["network_by_seed"] = mapes
+    return result, predictions, label_X2
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """For people."""
+    table = RichTable(title=f"{result['sets']} sets of held-out tables, {result['rounds']} rounds: error of costs")
+    for heading in ("cost", *(f"{stage} {what}" for stage in STAGES for what in ("MAPE", "95 %", "p90", "tau"))):
+        table.add_column(heading, justify="left" if heading == "cost" else "right")
+    for name, both in {**result["costs"], **{f"noise: {k}": v for k, v in result["noise"].items()}}.items():
+        cells = []
+        for stage in STAGES:
+            e = both[stage]
+            low, high = e["interval"]
+            cells += [f"{e['mape']:.1%}", f"{low:.1%}-{high:.1%}", f"{e['p90']:.1%}", f"{e['tau']:.3f}"]
+        table.add_row(name, *cells)
+    console.print(table)
+    for kind, bins in result["network_by_kind"].items():
+        cells = (f"{name}: {f:.1%}/{b:.1%} ({int(count)})" for name, (f, b, count) in bins.items())
+        console.print(f"network by {kind}: " + ", ".join(cells))
+    console.print(f"spread of the ensemble against its error, Spearman: {result['spread_tells_error']}")
+    for seed, (forward, backward) in enumerate(result.get("network_by_seed", [])):
+        console.print(f"network fitted with seed {seed}: {forward:.1%} forward, {backward:.1%} backward")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="time the sets first")
+    parser.add_argument("--sets", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=77)
+    parser.add_argument("--seeds", type=int, default=0, help="also fit this many networks, for error bars")
+    parser.add_argument("--checkpoint", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--train", type=Path, nargs="+", help="training sets of linear and of --seeds")
+    parser.add_argument("--json", type=Path, help="write the result here, and the figure beside it")
+    args = parser.parse_args()
+    args.train = args.train or sorted(DATA.glob(f"{args.device}-train*.npz"))
+    if min(args.sets, args.rounds) < 1:
+        parser.error("--sets and --rounds must be at least 1")
+    torch.set_num_threads(1)
+    if args.measure:
+        measure(args)
+    result, predictions, label_X2 = judge(args)
+    console = Console()
+    print_result(result, console if console.is_terminal else Console(width=160))
+    if args.json:
+        args.json.write_text(json.dumps(provenance(torch.device(args.device)) | result, indent=1) + "\n")
+        draw_figure(predictions, label_X2, args.json.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
