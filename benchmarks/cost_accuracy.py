@@ -5,8 +5,8 @@
 
 ``--measure`` times the sets first, each ``--rounds`` times in shuffled rounds over all of them, so that the runs of a
 set lie minutes apart, each beside a reference set; the median is the label. It also times every table of these sets
-alone. The measurements are kept in ``benchmarks/data`` and continued after an interruption; without ``--measure`` those are
-judged that are there.
+alone. The measurements are kept in ``benchmarks/data`` and continued after an interruption; without ``--measure``
+those are judged that are there.
 
 Costs that are judged:
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,7 @@ def main() -> None:
     if min(args.sets, args.rounds) < 1:
         parser.error("--sets and --rounds must be at least 1")
     torch.set_num_threads(1)
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
     if args.measure:
         measure(args)
     result, predictions, label_X2 = judge(args)

@@ -30,6 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -102,7 +103,8 @@ class Field:
     @cached_property
     def linear(self) -> ComputeCost:
         """The additive baseline on the training sets of the shipped network."""
-        return LinearCost.fit(labelled(CostDataset.load(DATA / f"{self._device}-train.npz")))
+        paths = sorted(DATA.glob(f"{self._device}-train*.npz"))
+        return LinearCost.fit(LabelledSets.concatenate([labelled(CostDataset.load(path)) for path in paths]))
 
     @cached_property
     def roofline(self) -> ComputeCost:

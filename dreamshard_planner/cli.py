@@ -108,6 +108,24 @@ def fit(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint to start from; auto: what ships.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="Time for measuring kernels.")] = 60.0,
+    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
+) -> None:
+    """Fit a checkpoint's cost network on to this machine; prints its error before and after."""
+    from dreamshard_planner.checkpoint import resolve
+    from dreamshard_planner.training import calibrate
+
+    start = resolve(checkpoint, device)
+    made = calibrate(start, out, seconds=seconds, device=device, threads=threads, seed=seed)
+    typer.echo(json.dumps(made.metadata["calibration"], indent=2))
+
+
+@app.command()
 def info(checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file.")]) -> None:
     """Print what a checkpoint was made from, as JSON."""
     from dreamshard_planner.checkpoint import Checkpoint

@@ -22,12 +22,20 @@ from torch import Tensor
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.fit import (
+    FitConfig,
+    LabelledSets,
+    calibrate_cost_network,
+    fit_cost_network,
+    mape_2,
+    predict_ms,
+)
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.measure.collect import MAX_SET_WORK, collect, draw_sets, set_work
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.placement.environment import TaskBatch
@@ -68,6 +76,8 @@ class TrainingConfig:
 
     pools: tuple[str, ...] = ("meta_like_2021", "merlin_tiny", "merlin_small")
     """Table pools; half of the tables of each are held out."""
+    extra_pools: tuple[str, ...] = ("broad",)
+    """Measured like ``pools``, so that the cost network knows its bounds, but not what the policy trains on."""
     device: str = "cpu"
     threads: int = 1
     """Intra-op threads of the measured kernels: what one rank has."""
@@ -80,6 +90,8 @@ class TrainingConfig:
     repeats: int = 3
     batch_sizes: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     """Samples that the measured kernels see."""
+    max_set_tables: int = 100
+    """Tables of the largest random set."""
     arena_bytes: int = 2 << 30
     """Memory for the weights of measured kernels; larger tables are folded into it."""
     num_tasks: int = 200
@@ -108,6 +120,7 @@ class TrainingConfig:
 
 QUICK = TrainingConfig(
     pools=("merlin_tiny", "mlperf_dlrm_dcnv2"),
+    extra_pools=(),
     rounds=1,
     batch_sizes=(256,),
     arena_bytes=1 << 26,
@@ -127,10 +140,10 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     An interrupted training, started again with the same settings, continues its measurements.
     """
     out = Path(out)
-    train_tables, test_tables = pool_tables(config.pools)
+    train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
     max_sets = int(config.seconds * MAX_SETS_PER_SECOND) + 1
-    test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes)
-    train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes)
+    test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes, config.max_set_tables)
+    train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes, config.max_set_tables)
     arena = Arena(config.device, config.arena_bytes, seed=config.seed)
     test = _measure(config, test_sets, out.with_suffix(".test.journal"), config.test_share, arena, progress)
 
@@ -150,6 +163,66 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     dataset.save(out.with_suffix(".dataset.npz"))
     test.save(out.with_suffix(".test.npz"))
     checkpoint.save(out)
+    return Checkpoint.load(out)
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    out: str | Path,
+    *,
+    seconds: float = 60.0,
+    device: str = "cpu",
+    threads: int = 1,
+    seed: int = 0,
+    progress: bool = True,
+) -> Checkpoint:
+    """Fit a checkpoint's cost network on to this machine with few measurements, and write the result ``out``.
+
+    A quarter of the time goes into sets of held-out tables, which tell the error before and after (in the metadata
+    under ``calibration``). The policy stays as it is: what it observes is relative to the task's own cost.
+
+    Raises:
+        CheckpointError: the checkpoint has no cost network of recipe ``default``.
+    """
+    out, network = Path(out), checkpoint.cost
+    if not isinstance(network, CostNetwork):
+        raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
+    config = TrainingConfig(
+        pools=tuple(checkpoint.metadata["pools"]),
+        extra_pools=tuple(checkpoint.metadata["extra_pools"]),
+        batch_sizes=tuple(checkpoint.metadata["batch_sizes"]),
+        device=device,
+        threads=threads,
+        seconds=seconds,
+        seed=seed,
+    )
+    train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
+    arena = Arena(device, config.arena_bytes, seed=seed)
+    max_sets = int(seconds * MAX_SETS_PER_SECOND) + 1
+    data = [
+        _measure(
+            config,
+            draw_sets(tables, max_sets, seed + 31 * part, config.batch_sizes, config.max_set_tables),
+            out.with_suffix(f".{name}.journal"),
+            share,
+            arena,
+            progress,
+        )
+        for part, (name, tables, share) in enumerate((("calibrate", train_tables, 0.75), ("check", test_tables, 0.25)))
+    ]
+    sets, check = (labelled(part) for part in data)
+    calibrated = calibrate_cost_network(network, sets)
+    errors = {
+        f"{when}_mape": [round(value, 4) for value in mape_2(predict_ms(cost, check), check.labels_ms_X2).tolist()]
+        for when, cost in (("before", network), ("after", calibrated))
+    }
+    metadata = {
+        **checkpoint.metadata,
+        "hardware": data[0].hardware,
+        "hardware_name": f"{checkpoint.metadata['hardware_name']}, calibrated on {hardware_name(data[0].hardware)}",
+        "calibration": {"from": checkpoint.name, "sets": len(sets), "check_sets": len(check), **errors},
+    }
+    Checkpoint(checkpoint.policy, calibrated, metadata).save(out)
     return Checkpoint.load(out)
 
 
@@ -173,6 +246,7 @@ def learn(
         "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
         "collectives": config.collectives,
         "pools": list(config.pools),
+        "extra_pools": list(config.extra_pools),
         "batch_sizes": list(config.batch_sizes),
         "validation": {
             **validate_cost(network, train_sets, test_sets),

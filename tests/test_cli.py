@@ -56,3 +56,23 @@ def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         assert Checkpoint.load(out).recipe == recipe
+
+
+def test_calibrate_fits_a_checkpoint_on(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "here.safetensors"
+    result = dreamshard("calibrate", "--checkpoint", str(trained), "--out", str(out), "--seconds", "6")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["from"] == trained.name and told["sets"] >= 8 and len(told["after_mape"]) == 2
+    assert "calibrated on" in Checkpoint.load(out).metadata["hardware_name"]
+
+
+def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
+    out = tmp_path / "sets.npz"
+    command = ["collect", "--out", str(out), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2"]
+    first = dreamshard(*command, "--sets", "16", "--seconds", "0.01")
+    assert first.returncode == 0 and "8 of 16 sets" in first.stdout, first.stderr
+    second = dreamshard(*command, "--sets", "16")
+    assert second.returncode == 0 and "16 of 16 sets" in second.stdout, second.stderr
+    other = dreamshard(*command, "--sets", "16", "--held-out")
+    assert other.returncode == 1 and "sets.journal" in other.stderr and "Traceback" not in other.stderr

@@ -11,7 +11,14 @@ import torch
 
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.fit import (
+    FitConfig,
+    LabelledSets,
+    calibrate_cost_network,
+    fit_cost_network,
+    mape_2,
+    predict_ms,
+)
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -52,6 +59,25 @@ def test_shipped_network_beats_the_additive_baseline(measured) -> None:
     linear_2 = mape_2(predict_ms(LinearCost.fit(train), test), test.labels_ms_X2)
     shipped_2 = mape_2(predict_ms(resolve("auto", "cpu").cost, test), test.labels_ms_X2)
     assert (shipped_2 < 0.6 * linear_2).all() and (shipped_2 < 0.10).all(), (shipped_2, linear_2)
+
+
+def test_calibration_reaches_other_hardware_with_few_sets(measured) -> None:
+    """Hardware that is faster forward and slower backward, the more so the longer a set takes."""
+    train, test = measured
+
+    def elsewhere(sets: LabelledSets) -> LabelledSets:
+        log_2 = sets.labels_ms_X2.log()
+        return replace(sets, labels_ms_X2=(torch.tensor([0.9, 1.1]) * log_2 + torch.tensor([-0.4, 0.5])).exp())
+
+    few = elsewhere(train.select(torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[:400]))
+    shipped = resolve("auto", "cpu").cost
+    before = predict_ms(shipped, test)
+    there = elsewhere(test)
+    calibrated = calibrate_cost_network(shipped, few)
+    before_2 = mape_2(before, there.labels_ms_X2)
+    after_2 = mape_2(predict_ms(calibrated, there), there.labels_ms_X2)
+    assert (after_2 < 0.4 * before_2).all() and (after_2 < 0.15).all(), (before_2, after_2)
+    assert torch.equal(predict_ms(shipped, test), before)  # a copy was calibrated
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

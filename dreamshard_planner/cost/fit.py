@@ -6,6 +6,7 @@ Shapes: X sets, S shards (of all sets, flat), F features, E ensemble members, 2 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -85,6 +86,10 @@ class FitConfig:
             raise ValueError(f"epochs, batch_sets and learning_rate must be positive, got {asdict(self)}")
 
 
+CALIBRATION = FitConfig(epochs=60, batch_sets=64, learning_rate=1e-3)
+"""Of a network that knows other hardware."""
+
+
 def fit_cost_network(
     train: LabelledSets,
     network_config: CostNetworkConfig | None = None,
@@ -101,6 +106,34 @@ def fit_cost_network(
         raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network = CostNetwork(network_config or CostNetworkConfig(), seed=config.seed)
     network.initialize(train.features_SF, train.set_S, train.labels_ms_X2)
+    return _descend(network, train, config, on_epoch)
+
+
+def calibrate_cost_network(network: CostNetwork, train: LabelledSets, config: FitConfig | None = None) -> CostNetwork:
+    """A copy of ``network`` fitted on to few sets of other hardware: first its scale, then its weights, gently.
+
+    Args:
+        network: fitted to much data of some hardware.
+        train: at least 8 sets of the hardware at hand.
+        config: of the second part.
+    """
+    config = config or CALIBRATION
+    if len(train) < 8:
+        raise ValueError(f"calibration needs at least 8 measured sets, got {len(train)}")
+    network = copy.deepcopy(network).requires_grad_(True)
+    with torch.no_grad():
+        log_ratio_X2 = (train.labels_ms_X2 / predict_ms(network, train)).log()
+        network.head.biases[-1] += log_ratio_X2.median(0).values.float()
+    return _descend(network, train, config)
+
+
+def _descend(
+    network: CostNetwork,
+    train: LabelledSets,
+    config: FitConfig,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> CostNetwork:
+    """Train ``network`` in place; returns it, ready to use."""
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one
