@@ -6,8 +6,12 @@ Shapes: T tables, K = 17 reuse bins.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import math
+import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -19,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse
+from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -164,9 +168,17 @@ POOLS: dict[str, Callable[[], list[Table]]] = {
 
 
 def named_pool(name: str) -> list[Table]:
-    """A pool by name; TaskError lists the names."""
+    """A pool by name, or from a file: ``.json`` of :func:`save_tables`, ``.pt`` or ``.pt.gz`` of Meta's dlrm_datasets.
+
+    Raises:
+        TaskError: an unknown name (with those that are known), or a file that can't be read as its kind.
+    """
+    if name.endswith(".json"):
+        return load_tables(name)
+    if name.endswith((".pt", ".pt.gz")):
+        return load_dlrm_dataset(name)
     if name not in POOLS:
-        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}")
+        raise TaskError(f"unknown table pool {name!r}; known are {', '.join(POOLS)}, and .json, .pt or .pt.gz files")
     return POOLS[name]()
 
 
@@ -213,4 +225,45 @@ def load_tables(path: str | Path) -> list[Table]:
             raise TaskError(f"{path}: table {index}: {error}") from error
     if len({table.name for table in tables}) < len(tables):
         raise TaskError(f"{path}: table names must differ")
+    return tables
+
+
+def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS, seed: int = 0) -> list[Table]:
+    """Tables from one of Meta's dlrm_datasets, e.g. ``fbgemm_t856_bs65536.pt.gz``.
+
+    A file holds one batch of all tables: indices int64 [N], offsets [T * B + 1] and lengths [T, B]. Pooling factors and
+    reuse are counted; rows are the largest index that was read, plus one. Dims are not in the file.
+
+    Args:
+        path: ``.pt``, or ``.pt.gz``; read with ``weights_only``, so that nothing is unpickled but tensors.
+        dims: to choose from.
+        seed: of the dims.
+
+    Raises:
+        TaskError: the file can't be read or is of another form; names the file and the reason.
+    """
+    try:
+        with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
+            content = torch.load(io.BytesIO(file.read()), weights_only=True)
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zlib.error) as error:
+        raise TaskError(f"{path}: not a file of tensors, or a truncated one ({str(error)[:200]})") from error
+    is_triple = isinstance(content, (tuple, list)) and len(content) == 3 and all(map(torch.is_tensor, content))
+    if not is_triple or content[2].ndim != 2:
+        raise TaskError(f"{path}: must hold indices [N], offsets [T * B + 1] and lengths [T, B]")
+    indices_N, offsets, lengths_TB = content
+    num_tables, batch_size = lengths_TB.shape
+    counted = torch.nn.functional.pad(lengths_TB.flatten().long().cumsum(0), (1, 0))
+    if not torch.equal(offsets.long(), counted) or len(indices_N) != int(counted[-1]) or bool((indices_N < 0).any()):
+        raise TaskError(f"{path}: its offsets, lengths and indices contradict each other")
+    bound_T = counted[::batch_size].tolist()
+    dim_T = torch.randint(len(dims), (num_tables,), generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = []
+    for index, (start, end) in enumerate(zip(bound_T, bound_T[1:], strict=False)):
+        read = indices_N[start:end]
+        histogram, _ = reuse_histogram(read)
+        pooling = len(read) / batch_size
+        feature = FeatureStatistics(pooling, tuple(histogram.tolist()) if len(read) else None, batch_size)
+        tables.append(Table(f"dlrm_{index}", int(read.max()) + 1 if len(read) else 1, dims[dim_T[index]], (feature,)))
     return tables
