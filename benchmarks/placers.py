@@ -34,8 +34,9 @@ from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.place import InfeasibleError, place
-from dreamshard_planner.placement.policy import AnyPolicy
+from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.placement.tasks import Task
@@ -149,18 +150,14 @@ class Field:
         topology = Topology(world_size=contest.task.problem.num_devices, compute_device=self._device)
         return self._place(self.cost(contest, checkpoint.compute_cost(topology)), checkpoint.policy, config)
 
+    @torch.no_grad()
     def _best_of(self, contest: Contest) -> Tensor | None:
         """One greedy and 15 sampled roll-outs, the cheapest by prediction."""
-        from dreamshard_planner.placement.environment import TaskBatch
-        from dreamshard_planner.placement.policy import roll_out
-
         cost, generator = self.cost(contest), torch.Generator().manual_seed(self._seed)
-        plans = []
-        with torch.no_grad():
-            for episodes, source in ((1, None), (15, generator)):
-                environment = roll_out(self.learned.policy, TaskBatch.collate([cost]), episodes, source).environment
-                plans += list(environment.assignments(0)[environment.alive_E])
-            return plans[int(cost.rate(torch.stack(plans)).overall_ms_B.argmin())] if plans else None
+        batch = TaskBatch.collate([cost])
+        environment = roll_out(self.learned.policy, batch, 16, generator, greedy_first=True).environment
+        plans = environment.assignments(0)[environment.alive_E]
+        return plans[int(cost.rate(plans).overall_ms_B.argmin())] if len(plans) else None
 
     def _place(self, cost: PlacementCost, policy: AnyPolicy, config: SearchConfig | None) -> Tensor | None:
         try:

@@ -3,8 +3,8 @@
 
     python benchmarks/planning_time.py --json benchmarks/results/2026-11-21-planning-time.json
 
-Each size is planned several times by both in turn; medians and quartiles. The memory is the largest that the process has
-held up to then, libraries included.
+Each size is planned several times by both in turn; medians and quartiles. The memory is the largest that the process
+has held up to then, libraries included.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ def place(
     """
     problem = cost.problem
     generator = torch.Generator().manual_seed(seed)
-    starts: dict[str, Tensor | None] = {"policy": _greedy_rollout(cost, policy), **(given or {})}
+    samples = 0 if config is None or problem.num_devices == 1 else config.samples
+    greedy_S, sampled = _rollouts(cost, policy, samples, generator)
+    starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
     for rule in RULES:
         starts[rule] = place_by_rule(problem, rule)
     starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S)
@@ -106,9 +108,7 @@ def place(
     if config is None and rivals[0].assignment_S is not None:
         return Placement(rivals[0], rivals[1:], 0, False)
 
-    pool = [rival.assignment_S for rival in feasible]
-    if config is not None and config.samples > 0 and problem.num_devices > 1:
-        pool += _sampled_rollouts(cost, policy, config.samples, generator)
+    pool = [rival.assignment_S for rival in feasible] + sampled
     if not pool:
         packing = pack(problem)
         if packing.assignment_S is None:
@@ -131,11 +131,14 @@ def _round_significant(values_B: Tensor) -> Tensor:
     return (values_B / values_B.min().clamp_min(1e-9) * 1e6).round()
 
 
-def _greedy_rollout(cost: PlacementCost, policy: AnyPolicy) -> Tensor | None:
-    environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
-    return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None
-
-
-def _sampled_rollouts(cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator) -> list[Tensor]:
-    environment = roll_out(policy, TaskBatch.collate([cost]), samples, generator).environment
-    return list(environment.assignments(0)[environment.alive_E])
+def _rollouts(
+    cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The greedy roll-out, None where it dead-ends, and the sampled ones that do not; all played side by side."""
+    source = generator if samples else None
+    environment = roll_out(policy, TaskBatch.collate([cost]), 1 + samples, source, greedy_first=True).environment
+    plans = [
+        plan if alive else None
+        for plan, alive in zip(environment.assignments(0), environment.alive_E.tolist(), strict=True)
+    ]
+    return plans[0], [plan for plan in plans[1:] if plan is not None]

@@ -169,8 +169,12 @@ def roll_out(
     episodes_per_task: int,
     generator: torch.Generator | None = None,
     record: bool = False,
+    greedy_first: bool = False,
 ) -> Rollout:
-    """Play episodes: sampled with ``generator``, greedy without; ``record`` keeps what the policy saw."""
+    """Play episodes: sampled with ``generator``, greedy without.
+
+    ``record`` keeps what the policy saw; with ``greedy_first`` the first episode of each task is greedy in any case.
+    """
     environment = EstimatedMDP(tasks, episodes_per_task)
     task_E, episode_E = environment.task_E, torch.arange(environment.num_episodes)
     representation_TSR = policy.represent(tasks.features_TSF)
@@ -182,11 +186,12 @@ def roll_out(
         observation = environment.observe()
         shard_ER = representation_TSR[:, step][task_E]
         logit_ED = policy.logits(observation.channels_EDO, observation.legal_ED, load_EDR * scale_E11, shard_ER)
-        if generator is None:
-            action_E = (logit_ED / LOGIT_STEP).round().argmax(-1)
-        else:
+        greedy_E = action_E = (logit_ED / LOGIT_STEP).round().argmax(-1)
+        if generator is not None:
             uniform_ED = torch.rand(logit_ED.shape, generator=generator).clamp_min(1e-9)
             action_E = (logit_ED - (-uniform_ED.log()).log()).argmax(-1)
+            if greedy_first:
+                action_E = torch.where(episode_E % episodes_per_task == 0, greedy_E, action_E)
         load_EDR[episode_E, action_E] += shard_ER * step_mask_TS[:, step][task_E][:, None]
         environment.step(action_E)
         if record:
