@@ -4,14 +4,18 @@
     torchrun --nproc_per_node=2 benchmarks/run_dlrm.py --planners dreamshard,torchrec,lookup_greedy --json result.json
     torchrun benchmarks/run_dlrm.py                       # one process, nothing to choose
 
-NCCL where each rank has a GPU, else gloo and one thread per rank on CPU. Every planner gets a model of its own with the
-same weights, and all models train on the same batches, a few steps of one after a few steps of another in an order that
-is shuffled anew each round: whatever else the machine does hits all alike. Planners:
+NCCL where each rank has a GPU, else gloo on CPU, each rank on cores of its own and with one thread. Every planner gets
+models of its own with the same weights, and all models train on the same batches, a few steps of one after a few steps
+of another in an order that is shuffled anew each round: whatever else the machine does hits all alike. Several models
+per planner, since where a model happens to lie in memory changes its steps by some percent, and that is no planner's
+merit. Planners:
 
     dreamshard         this package, with statistics of the batches
     torchrec           TorchRec's planner, given the true pooling factors
     torchrec_default   TorchRec's planner without statistics (pooling factor 1), as most users run it
     lookup_greedy      a greedy rule; any other of this package works too
+    skewed_0, ...      arbitrary placements from balanced to badly skewed, as many as --skewed says: what
+                       step_formula.py needs
 
 All of them place whole tables (table-wise) in fused kernels, so that only the placement differs.
 """
@@ -29,6 +33,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +43,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table as RichTable
-from scipy.stats import binom
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import Partitioner, ShardingOption
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -52,6 +57,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm import SIZES, make_batches, make_model, scale_tables
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
 from dreamshard_planner.report import ReportEntry
@@ -63,6 +69,7 @@ from provenance import provenance
 BATCHES_KEPT = 16
 """Distinct batches; training goes round them, so that drawing data costs no time."""
 WARMUP_STEPS = 3
+SKEWED = "skewed_"
 
 
 def _option(default: Any, text: str) -> Any:
@@ -77,26 +84,37 @@ class Config:
     max_rows: int = _option(100_000, "scale larger tables down to this many rows")
     dim: int = _option(0, "embedding dim of all tables; 0: the collection's, which must be the same for all")
     planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
-    steps: int = _option(120, "timed steps of each planner")
-    block: int = _option(2, "steps of one planner before it is another's turn")
+    skewed: int = _option(0, "placements more, from balanced to badly skewed")
+    copies: int = _option(3, "models per planner")
+    steps: int = _option(120, "timed steps of each planner, over all its models")
+    block: int = _option(2, "steps of one model before it is another's turn")
     batch_size: int = _option(0, "samples per rank and step; 0: 512 on CPU, 8192 on a GPU")
     size: str = _option("", f"dense layers: {', '.join(SIZES)}; small on CPU and mlperf on GPUs by default")
     seed: int = _option(0, "of weights, data, search and order")
     json: str = _option("", "write everything to this file")
 
     def __post_init__(self) -> None:
-        if min(self.max_rows, self.steps, self.block) < 1 or min(self.dim, self.batch_size) < 0:
-            raise ValueError(f"rows, steps and block must be at least 1, dim and batch size at least 0: {self}")
+        if min(self.max_rows, self.copies, self.steps, self.block) < 1:
+            raise ValueError(f"rows, copies, steps and block must be at least 1: {self}")
+        if min(self.dim, self.batch_size, self.skewed) < 0:
+            raise ValueError(f"dim, batch size and skewed must be at least 0: {self}")
         if self.size not in ("", *SIZES):
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
         known = ("dreamshard", "torchrec", "torchrec_default", *RULES)
-        if not self.names or len(set(self.names)) != len(self.names) or not set(self.names) <= set(known):
+        chosen = self.names[: len(self.names) - self.skewed]
+        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):
             raise ValueError(f"planners must be some of {', '.join(known)}, each once; got {self.planners!r}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The planners."""
-        return tuple(name.strip() for name in self.planners.split(",") if name.strip())
+        """The planners, skewed ones last."""
+        chosen = [name.strip() for name in self.planners.split(",") if name.strip()]
+        return (*chosen, *(f"{SKEWED}{index}" for index in range(self.skewed)))
+
+    @property
+    def rounds(self) -> int:
+        """Blocks of each model."""
+        return -(-self.steps // (self.block * self.copies))
 
 
 @dataclass(frozen=True)
@@ -111,15 +129,14 @@ class Node:
     @classmethod
     def join(cls) -> Node:
         """From torchrun's environment; starts the process group."""
-        rank, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, world_size, local, local_world_size = (int(os.environ[name]) for name in names)
+        cuda = torch.cuda.device_count() >= local_world_size
         if cuda:
             torch.cuda.set_device(local)
-        else:
-            torch.set_num_threads(1)
         dist.init_process_group("nccl" if cuda else "gloo")
         device = torch.device("cuda", local) if cuda else torch.device("cpu")
-        return cls(device, rank, world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+        return cls(device, rank, world_size, local_world_size)
 
     def topology(self) -> Topology:
         """The devices as TorchRec's planners see them."""
@@ -170,11 +187,47 @@ class Trainee:
             self.blocks.append((step_ms, *self.clock.per_step_ms(steps)))
 
 
-def median_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The median between the bounds of its 95 % confidence interval, from order statistics: no distribution assumed."""
-    ordered = np.sort(values)
-    below = max(int(binom.ppf(0.025, len(ordered), 0.5)) - 1, 0)
-    return float(ordered[below]), float(np.median(ordered)), float(ordered[-1 - below])
+class SkewedPartitioner(Partitioner):
+    """A placement that nobody would choose: tables in an arbitrary order, by rows or by lookups or by neither; the
+    first of them on the first rank, the others spread over all ranks.
+
+    The share of the first rank and the order's preference come from the seed: some placements are nearly balanced,
+    others nearly all on one rank, some heavy there in forward and others in backward.
+    """
+
+    def __init__(self, tables: Sequence[Table], seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        lookups = [sum(feature.pooling_factor for feature in table.features) for table in tables]
+        traits = np.log1p([[table.rows for table in tables], lookups])
+        traits = (traits - traits.mean(1, keepdims=True)) / (traits.std(1, keepdims=True) + 1e-9)
+        preference = generator.normal(size=2) @ traits + generator.normal(size=len(tables))
+        self._order = [tables[index].name for index in np.argsort(preference)]
+        self._head = round(len(tables) * generator.uniform(0.0, 0.9))
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """Set ``shard.rank``, whatever the memory."""
+        place = {name: index for index, name in enumerate(self._order)}
+        for option in proposal:
+            option.shards[0].rank = max(place[option.name] - self._head, 0) % storage_constraint.world_size
+        return proposal
+
+
+def ratio_interval(block_ms_CN: np.ndarray, base_ms_KN: np.ndarray, draws: int = 1000) -> tuple[float, float, float]:
+    """Ratio of a planner's blocks to the base's between the bounds of its 95 % bootstrap interval.
+
+    The median over the N rounds, in which both were hit by the same spells of the machine, then the geometric mean over
+    pairs of one of the planner's C models and one of the base's K; the bootstrap resamples models and rounds.
+    """
+    logs_CKN = np.log(block_ms_CN)[:, None] - np.log(base_ms_KN)
+    copies, base_copies, rounds = logs_CKN.shape
+    generator = np.random.default_rng(0)
+
+    def resampled() -> float:
+        c, k, n = (generator.integers(size, size=size) for size in (copies, base_copies, rounds))
+        return float(np.exp(np.median(logs_CKN[np.ix_(c, k, n)], axis=-1).mean()))
+
+    low, high = np.percentile([resampled() for _ in range(draws)], (2.5, 97.5))
+    return float(low), float(np.exp(np.median(logs_CKN, axis=-1).mean())), float(high)
 
 
 @dataclass(frozen=True)
@@ -189,12 +242,13 @@ class PlannerResult:
     step_ms: tuple[float, float, float]
     """Lower quartile, median, upper quartile; a block takes as long as on its slowest rank."""
     ratio: tuple[float, float, float]
-    """Of the step time to the base's in the same round: median between the bounds of its 95 % interval."""
+    """Of the step time to the base's, between the bounds of its 95 % interval: :func:`ratio_interval`."""
     forward_ms: tuple[float, ...]
     """Fused kernels of each rank."""
     backward_ms: tuple[float, ...]
     samples_per_second: float
-    block_ms: tuple[float, ...]
+    block_ms: tuple[tuple[float, ...], ...]
+    """By model, per step."""
     losses: tuple[float, ...]
 
     @classmethod
@@ -208,18 +262,19 @@ class PlannerResult:
         node: Node,
         plan: dict,
     ) -> PlannerResult:
-        """From milliseconds per step [ranks, blocks, (step, forward, backward)] of the planner and of the base."""
+        """From milliseconds per step [ranks, models, rounds, (step, forward, backward)] of the planner and of the
+        base."""
         block_ms, base_block_ms = times_ms[..., 0].max(0), base_ms[..., 0].max(0)
-        median_ms = np.median(times_ms, axis=1)
+        median_ms = np.median(times_ms, axis=(1, 2))
         step_ms = np.percentile(block_ms, (25, 50, 75)).tolist()
         return cls(
             name=name,
             step_ms=tuple(step_ms),
-            ratio=median_interval(block_ms / base_block_ms),
+            ratio=ratio_interval(block_ms, base_block_ms),
             forward_ms=tuple(median_ms[:, 1].tolist()),
             backward_ms=tuple(median_ms[:, 2].tolist()),
             samples_per_second=config.batch_size * node.world_size / step_ms[1] * 1e3,
-            block_ms=tuple(block_ms.tolist()),
+            block_ms=tuple(map(tuple, block_ms.tolist())),
             losses=tuple(losses.tolist()),
             **plan,
         )
@@ -236,7 +291,7 @@ class Result:
     """The planner that ratios refer to."""
     cost_source: str
     loss_difference: float
-    """Largest between two planners, any step and rank."""
+    """Largest between two models, any step and rank."""
     world_size: int
     planners: tuple[PlannerResult, ...]
 
@@ -266,6 +321,9 @@ def make_planners(
             planner = DreamShardPlanner(**common, statistics=statistics, seed=config.seed)
         elif name.startswith("torchrec"):
             planner = EmbeddingShardingPlanner(**common)
+        elif name.startswith(SKEWED):
+            partitioner = SkewedPartitioner(tables, int(name.removeprefix(SKEWED)))
+            planner = EmbeddingShardingPlanner(**common, partitioner=partitioner)
         else:
             planner = EmbeddingShardingPlanner(**common, partitioner=RulePartitioner(name, informed))
         planners[name] = planner, options
@@ -281,38 +339,49 @@ def run(config: Config, node: Node) -> Result | None:
     sharders = [EmbeddingBagCollectionSharder()]
     planners = make_planners(tables, batches, config, node)
     judge = planners["dreamshard"][0]
-    trainees: dict[str, Trainee] = {}
-    plans: dict[str, dict[str, Any]] = {}
-    for name, (planner, options) in planners.items():
+
+    def fresh_model() -> nn.Module:
         model = copy.deepcopy(bare_model)
         apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.01})
+        return model
+
+    sharding_plans: dict[str, ShardingPlan] = {}
+    plans: dict[str, dict[str, Any]] = {}
+    for name, (planner, options) in planners.items():
         start = time.perf_counter()
-        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        sharding_plans[name] = planner.collective_plan(fresh_model(), sharders, dist.group.WORLD)
         plan_seconds = time.perf_counter() - start
         if node.rank == 0:
             predicted = judge.predict(options, name)
             ranks = {option.name: option.shards[0].rank for option in options}
             plans[name] = {"plan_seconds": plan_seconds, "ranks": ranks, "predicted": predicted}
-        if name in config.names:
-            model = DistributedModelParallel(model, plan=plan, sharders=sharders, device=node.device)
-            trainees[name] = Trainee(model, batches, node)
 
     order = random.Random(config.seed)
+    trainees: dict[tuple[str, int], Trainee] = {}
+    models = list(itertools.product(config.names, range(config.copies)))
+    for name, index in order.sample(models, len(models)):
+        plan = sharding_plans[name]
+        model = DistributedModelParallel(fresh_model(), plan=plan, sharders=sharders, device=node.device)
+        trainees[name, index] = Trainee(model, batches, node)
     for trainee in trainees.values():
         trainee.train(WARMUP_STEPS, timed=False)
-    for _ in range(-(-config.steps // config.block)):
-        for name in order.sample(list(trainees), len(trainees)):
+    for _ in range(config.rounds):
+        for name in order.sample(models, len(models)):
             trainees[name].train(config.block)
-    losses = {name: torch.stack(trainee.losses).tolist() for name, trainee in trainees.items()}
-    ranks = node.gather(({name: trainee.blocks for name, trainee in trainees.items()}, losses))
+    blocks = {name: [trainees[name, index].blocks for index in range(config.copies)] for name in config.names}
+    losses = {
+        name: [torch.stack(trainees[name, index].losses).tolist() for index in range(config.copies)]
+        for name in config.names
+    }
+    ranks = node.gather((blocks, losses))
     if node.rank:
         return None
-    base = "torchrec" if "torchrec" in trainees else config.names[0]
-    times = {name: np.array([blocks[name] for blocks, _ in ranks]) for name in trainees}
-    all_losses = np.array([[losses[name] for name in trainees] for _, losses in ranks])
+    base = "torchrec" if "torchrec" in config.names else config.names[0]
+    times = {name: np.array([blocks[name] for blocks, _ in ranks]) for name in config.names}
+    losses = {name: np.array([losses[name] for _, losses in ranks]) for name in config.names}  # [ranks, models, steps]
     results = [
-        PlannerResult.of(name, times[name], times[base], all_losses[:, i].mean(0), config, node, plans[name])
-        for i, name in enumerate(trainees)
+        PlannerResult.of(name, times[name], times[base], losses[name].mean((0, 1)), config, node, plans[name])
+        for name in config.names
     ]
     return Result(
         provenance=provenance(node.device),
@@ -320,7 +389,7 @@ def run(config: Config, node: Node) -> Result | None:
         scaling=f"{config.tables}: {scaling}",
         base=base,
         cost_source=judge.report().cost_source,
-        loss_difference=float(np.ptp(all_losses, axis=1).max()),
+        loss_difference=float(np.ptp(np.concatenate(list(losses.values()), axis=1), axis=1).max()),
         world_size=node.world_size,
         planners=tuple(results),
     )
@@ -350,13 +419,14 @@ def print_table(result: Result, console: Console) -> None:
     console.print(result.scaling)
     console.print(table)
     console.print(
-        f"Medians and quartiles over {len(result.planners[0].block_ms)} blocks of {config.block} steps, planners "
-        f"interleaved; x {result.base}: median ratio of blocks of one round, and its 95 % interval. Embedding: fused "
-        f"kernels, forward + backward, measured in the steps. Predicted: embedding work and its collectives; cost "
+        f"{config.copies} model(s) per planner, {config.rounds} blocks of {config.block} steps each, interleaved: "
+        f"medians and quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over "
+        f"models and rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding "
+        f"work and its collectives; cost "
         f"source: {result.cost_source}. All planners place whole tables in fused kernels; torchrec_default alone has "
         f"no pooling factors."
     )
-    console.print(f"Same training: losses of the planners differ by at most {result.loss_difference:.1e}.")
+    console.print(f"Same training: losses of the models differ by at most {result.loss_difference:.1e}.")
 
 
 def _per_rank(values_ms: Sequence[float], shown: int = 4) -> str:
@@ -378,10 +448,12 @@ def main() -> None:
     for library in ("torch", "torchrec"):  # neither says anything here that its user could act on
         logging.getLogger(library).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=library)
-    node = Node.join()
-    on_cpu = node.device.type == "cpu"
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    on_cpu = torch.cuda.device_count() < local_world_size
     batch_size, size = (512, "small") if on_cpu else (8192, "mlperf")
-    result = run(replace(config, batch_size=config.batch_size or batch_size, size=config.size or size), node)
+    config = replace(config, batch_size=config.batch_size or batch_size, size=config.size or size)
+    with pinned(1, rank_cores(local_rank, local_world_size)) if on_cpu else nullcontext():
+        result = run(config, Node.join())
     gc.collect()  # models are cyclic and hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
     if result is not None:

@@ -134,15 +134,9 @@ def info(checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file.")])
 
 
 def _read_collectives(path: Path | None) -> dict | None:
-    if path is None:
-        return None
-    try:
-        document = json.loads(path.read_text())
-        if not (document["latency_ms"] > 0 and document["bytes_per_ms"] > 0):
-            raise ValueError("latency_ms and bytes_per_ms must be positive")
-        return {key: document[key] for key in ("latency_ms", "bytes_per_ms", "backend", "world_size", "relative_error")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DreamShardError(f"{path}: not a measurement of collectives ({error})") from error
+    from dreamshard_planner.measure.collectives import Collectives
+
+    return None if path is None else Collectives.load(path).metadata()
 
 
 def _with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig:

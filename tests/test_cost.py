@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
@@ -132,9 +132,21 @@ def test_all_to_all_by_hand() -> None:
         CollectiveModel(2, 0.0)
 
 
-def test_latency_and_bandwidth_are_found_again() -> None:
-    from dreamshard_planner.measure.collectives import fit as fit_collective
+def test_shared_bandwidth_counts_what_all_ranks_move() -> None:
+    model = CollectiveModel(3, bytes_per_ms=100.0, latency_ms=0.1, shared_bytes_per_ms=50.0)
+    forward, backward = model.all_to_all_ms(torch.tensor([10.0, 20.0, 0.0]))
+    assert float(forward) == float(backward) == pytest.approx(0.1 + 0.4 + 60 / 50)
+    assert model.ms_per_byte == pytest.approx(0.03)
+    with pytest.raises(ValueError, match="bandwidth"):
+        CollectiveModel(2, 1.0, shared_bytes_per_ms=-1.0)
 
-    bytes_P = torch.tensor([0.0, 1e3, 1e5, 1e7], dtype=torch.float64)
-    latency_ms, bytes_per_ms, error = fit_collective(bytes_P, 0.3 + bytes_P / 2e6)
-    assert latency_ms == pytest.approx(0.3) and bytes_per_ms == pytest.approx(2e6) and error < 1e-9
+
+@pytest.mark.parametrize("shared_bytes_per_ms", [4e6, MAX_BYTES_PER_MS])
+def test_latency_and_bandwidths_are_found_again(shared_bytes_per_ms: float) -> None:
+    slowest_P = torch.tensor([1e3, 1e5, 1e7, 1e5, 1e7], dtype=torch.float64)
+    total_P = slowest_P * torch.tensor([2.0, 2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+    times_P = 0.3 + slowest_P / 2e6 + total_P / shared_bytes_per_ms
+    fit = CollectiveFit.to_samples(slowest_P, total_P, times_P)
+    assert fit.latency_ms == pytest.approx(0.3) and fit.bytes_per_ms == pytest.approx(2e6, rel=1e-4)
+    assert fit.shared_bytes_per_ms == pytest.approx(shared_bytes_per_ms, rel=0.5) and fit.relative_error < 1e-6
+    assert fit.model(4, "here").source == "here"

@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
+import dlrm
+import step_formula
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from run_dlrm import ratio_interval
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def dlrm() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dlrm", BENCHMARKS / "dlrm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _run(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
@@ -33,13 +28,13 @@ def _run(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_scaling_is_said(dlrm: ModuleType) -> None:
+def test_scaling_is_said() -> None:
     tables, text = dlrm.scale_tables(named_pool("mlperf_dlrm_dcnv2"), max_rows=100_000)
     assert (len(tables), max(table.rows for table in tables)) == (26, 100_000)
     assert "8 of them cut to 100,000 rows: rows in all 204,184,588 -> 921,198" in text
 
 
-def test_several_dims_need_a_choice(dlrm: ModuleType) -> None:
+def test_several_dims_need_a_choice() -> None:
     feature = (FeatureStatistics(1.0),)
     pool = [Table("a", 10, 8, feature), Table("b", 10, 16, feature)]
     with pytest.raises(ValueError, match=r"\[8, 16\]: choose one with --dim"):
@@ -47,7 +42,7 @@ def test_several_dims_need_a_choice(dlrm: ModuleType) -> None:
     assert {(table.rows, table.dim) for table in dlrm.scale_tables(pool, max_rows=5, dim=4)[0]} == {(5, 4)}
 
 
-def test_ranks_share_the_global_batches(dlrm: ModuleType) -> None:
+def test_ranks_share_the_global_batches() -> None:
     tables = [
         Table("one", 50, 8, (FeatureStatistics(3.0),)),
         Table("shared", 20, 8, (FeatureStatistics(2.0), FeatureStatistics(2.0))),
@@ -69,20 +64,48 @@ def test_ranks_share_the_global_batches(dlrm: ModuleType) -> None:
 def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     planners = ["dreamshard", "torchrec", "torchrec_default", "lookup_greedy"]
     file = tmp_path / "result.json"
-    options = ["--max-rows=500", "--dim=8", "--batch-size=8", "--steps=4", "--block=2", f"--json={file}"]
-    done = _run(*options, f"--planners={','.join(planners)}", ranks=2)
+    options = ["--max-rows=500", "--dim=8", "--batch-size=8", "--steps=8", "--block=2", "--copies=2", "--skewed=2"]
+    done = _run(*options, f"--planners={','.join(planners)}", f"--json={file}", ranks=2)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
-    assert [entry["name"] for entry in result["planners"]] == planners
+    assert [entry["name"] for entry in result["planners"]] == [*planners, "skewed_0", "skewed_1"]
     assert result["world_size"] == 2 and result["base"] == "torchrec"
     assert result["loss_difference"] < 1e-5
     for entry in result["planners"]:
         assert len(entry["ranks"]) == 26 and set(entry["ranks"].values()) == {0, 1}
-        assert len(entry["block_ms"]) == 2 and len(entry["losses"]) == 3 + 4  # warm-up steps first
+        assert [len(block_ms) for block_ms in entry["block_ms"]] == [2, 2]  # two models of two blocks
+        assert len(entry["losses"]) == 3 + 4  # warm-up steps first
+        assert entry["ratio"] == sorted(entry["ratio"])
         assert len(entry["forward_ms"]) == len(entry["backward_ms"]) == len(entry["predicted"]["rank_ms"]) == 2
         assert min(entry["forward_ms"] + entry["backward_ms"] + list(entry["predicted"]["rank_ms"])) > 0
         assert entry["name"] in done.stdout
     assert "cost source" in done.stdout and "cut to 500 rows" in done.stdout
+
+    command = [sys.executable, str(BENCHMARKS / "step_formula.py"), str(file)]
+    formulas = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert formulas.returncode == 0, formulas.stderr
+    assert all(name in formulas.stdout for name in (*planners, "max(f+b)", "max f + max b"))
+    assert file.with_suffix(".png").stat().st_size > 0
+
+
+def test_agreement_of_formulas_by_hand() -> None:
+    forward = np.array([[1.0, 3.0], [2.0, 2.0], [4.0, 0.0]])
+    data = {"forward_ND": forward, "backward_ND": forward[:, ::-1], "collectives_N": np.array([1.0, 1.0, 1.0])}
+    data |= {"measured_forward_ND": 2 * forward, "measured_backward_ND": 2 * forward[:, ::-1]}
+    data |= {"step_N": 10 + 2 * (forward.max(1) * 2 + 1)}  # ranks wait for each other between backward and forward
+    right, wrong = (step_formula.agreement(name, data, draws=50) for name in ("max f + max b", "max(f+b)"))
+    assert right.steps == right.kernels == 1 and right.slope == pytest.approx(2) and right.kernels_error == 0.5
+    assert math.isnan(wrong.steps)  # it rates all three alike
+    with pytest.raises(ValueError, match="at least 3 placements, the file has 1: try --skewed"):
+        step_formula.columns({"planners": [{}]})
+
+
+def test_interval_of_ratios() -> None:
+    base = np.random.default_rng(0).uniform(50, 60, size=(3, 20))
+    low, ratio, high = ratio_interval(base * 0.9, base)
+    assert low < ratio < high and ratio == pytest.approx(0.9, abs=0.02)
+    slow_spells = np.where(np.arange(20) % 4 == 0, 3.0, 1.0)  # they hit both, and cancel
+    assert ratio_interval(base * 0.9 * slow_spells, base * slow_spells) == pytest.approx((low, ratio, high))
 
 
 def test_one_rank_and_no_torchrec() -> None:

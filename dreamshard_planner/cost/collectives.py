@@ -1,21 +1,53 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Milliseconds of the collectives around the embedding kernels, from the bytes that each rank moves.
 
-Latency plus bytes over bandwidth (the alpha-beta model): measured between real ranks where a checkpoint has that,
-else with the bandwidth of TorchRec's ``Topology``.
+Latency plus bytes over bandwidth (the alpha-beta model), of the slowest rank and of what all ranks share: measured
+between real ranks where a checkpoint has that, else with the bandwidth of TorchRec's ``Topology``.
 
 Shapes: D devices; leading dimensions are free.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
 LATENCY_MS = 0.02
 """Start-up of one collective: the order of a small NCCL all-to-all within a node."""
+MAX_BYTES_PER_MS = 1e15
+"""What a fit says of a bandwidth that limits nothing; finite, for JSON."""
+
+
+@dataclass(frozen=True)
+class CollectiveFit:
+    """Latency and bandwidths fitted to the measured times of one collective."""
+
+    latency_ms: float
+    bytes_per_ms: float
+    shared_bytes_per_ms: float
+    relative_error: float
+    """Median relative error of the fit."""
+
+    @classmethod
+    def to_samples(cls, slowest_P: Tensor, total_P: Tensor, time_ms_P: Tensor) -> CollectiveFit:
+        """Non-negative relative least squares over payloads: bytes of the slowest rank, of all ranks together, and
+        milliseconds, float64 [P]."""
+        design = torch.stack([torch.ones_like(time_ms_P), slowest_P, total_P], dim=-1) / time_ms_P[:, None]
+        scale = design.norm(dim=0).clamp_min(1e-30)
+        solution, _ = nnls((design / scale).numpy(), torch.ones(len(design), dtype=torch.float64).numpy())
+        latency, slope, shared = (torch.from_numpy(solution) / scale).tolist()
+        error = ((latency + slope * slowest_P + shared * total_P) / time_ms_P - 1).abs().median()
+        return cls(
+            latency, 1 / slope if slope else MAX_BYTES_PER_MS, 1 / shared if shared else MAX_BYTES_PER_MS, float(error)
+        )
+
+    def model(self, world_size: int, source: str) -> CollectiveModel:
+        """Of an all-to-all between that many ranks."""
+        return CollectiveModel(world_size, self.bytes_per_ms, self.latency_ms, source, self.shared_bytes_per_ms)
 
 
 @dataclass(frozen=True)
@@ -27,10 +59,19 @@ class CollectiveModel:
     latency_ms: float = LATENCY_MS
     source: str = "bandwidth given, nothing measured"
     """Where the figures came from."""
+    shared_bytes_per_ms: float = math.inf
+    """Bandwidth that all ranks share, e.g. the memory of a host whose ranks exchange over gloo; infinite where each
+    link carries its own bytes whatever the others do."""
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_ms > 0:
-            raise ValueError(f"collective bandwidth must be positive, got {self.bytes_per_ms} bytes/ms")
+        for bandwidth in (self.bytes_per_ms, self.shared_bytes_per_ms):
+            if not bandwidth > 0:
+                raise ValueError(f"collective bandwidth must be positive, got {bandwidth} bytes/ms")
+
+    @property
+    def ms_per_byte(self) -> float:
+        """Of a collective in which a single rank sends."""
+        return 1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms
 
     def all_to_all_ms(self, output_bytes_XD: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds [...] of the output all-to-all of table-wise shards.
@@ -41,10 +82,11 @@ class CollectiveModel:
 
     def bounded_all_to_all_ms(self, largest_X: Tensor, smallest_X: Tensor, total_X: Tensor) -> tuple[Tensor, Tensor]:
         """The same from the largest and smallest bytes of a rank and the sum over ranks, which is all it takes:
-        the collective lasts as long as its slowest rank, which sends to, and receives from, every other rank.
-        The backward moves the same bytes the other way, so it costs the same.
+        the collective lasts as long as its slowest rank, which sends to, and receives from, every other rank, and the
+        longer the more all ranks move. The backward moves the same bytes the other way, so it costs the same.
         """
-        slowest_X = torch.maximum(largest_X * (self.world_size - 1), total_X - smallest_X)
-        time_X = self.latency_ms + slowest_X / self.bytes_per_ms
-        time_X = torch.where((slowest_X > 0) & (self.world_size > 1), time_X, 0.0)
+        peers = self.world_size - 1
+        slowest_X = torch.maximum(largest_X * peers, total_X - smallest_X)
+        time_X = self.latency_ms + slowest_X / self.bytes_per_ms + total_X * peers / self.shared_bytes_per_ms
+        time_X = torch.where((slowest_X > 0) & (peers > 0), time_X, 0.0)
         return time_X, time_X

@@ -1,10 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Measure the all-to-all of pooled embeddings between real ranks, and fit latency and bandwidth.
+"""Measure the collectives around embedding kernels between real ranks, and fit latency and bandwidths.
 
     torchrun --nproc_per_node=2 -m dreamshard_planner.measure.collectives --out collectives.json
 
-NCCL where each rank has a GPU, else gloo. Each rank sends to every other; splits are even, or skewed so that one
-rank sends most. A sample is the time of the slowest rank.
+NCCL where each rank has a GPU, else gloo, each rank on cores of its own. The all-to-all is that of pooled embeddings,
+its splits even, or skewed so that one rank sends most; reduce-scatter and all-reduce are those of row-wise and
+data-parallel tables. A sample is the time of the slowest rank.
 
 Shapes: P payloads, R repeats.
 """
@@ -16,92 +17,136 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from torch import Tensor
 
-from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.timing import pinned, rank_cores
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
-"""Bytes from one rank to one peer."""
-SKEWS = (1.0, 0.25, 0.0)
-"""What all ranks but the first send, as a share of what it sends."""
+"""Bytes of an all-to-all from one rank to one peer, and of what a rank keeps of a reduce-scatter or all-reduce."""
+SKEWS = (1.0, 0.5, 0.25, 0.0)
+"""What all ranks but the first send in an all-to-all, as a share of what it sends."""
+WARMUP = 2
 
 
 @dataclass(frozen=True)
-class CollectiveFit:
-    """Fitted latency and bandwidth of an all-to-all, with what it was fitted on."""
+class Payload:
+    """One thing to measure."""
 
-    latency_ms: float
-    bytes_per_ms: float
+    operation: str
+    """``all_to_all``, ``reduce_scatter`` or ``all_reduce``."""
+    size_bytes: int
+    skew: float = 1.0
+
+    def sends(self, world_size: int) -> list[int]:
+        """Bytes that each rank gives each other rank."""
+        return [self.size_bytes, *[round(self.size_bytes * self.skew)] * (world_size - 1)]
+
+    def moved_bytes(self, world_size: int) -> tuple[float, float]:
+        """What a :class:`CollectiveModel` counts: the most that any rank sends or receives, and all ranks' sum."""
+        sends = torch.tensor(self.sends(world_size), dtype=torch.float64)
+        per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
+        return float(per_byte.all_to_all_ms(sends)[0]), float(sends.sum()) * (world_size - 1)
+
+
+PAYLOADS = tuple(
+    [Payload("all_to_all", size, skew) for size in PAYLOADS_BYTES for skew in SKEWS]
+    + [Payload(operation, size) for operation in ("reduce_scatter", "all_reduce") for size in PAYLOADS_BYTES]
+)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What was measured on one process group."""
+
     backend: str
     world_size: int
-    relative_error: float
-    """Median relative error of the fit."""
-    samples_ms: tuple[tuple[float, float], ...]
-    """Bytes of the slowest rank, and the median milliseconds."""
+    hardware: dict[str, Any]
+    fits: dict[str, CollectiveFit]
+    """By operation."""
+    samples_ms: tuple[tuple[str, int, float, float], ...]
+    """Operation, bytes, skew and median milliseconds of each payload."""
+
+    def metadata(self) -> dict[str, Any]:
+        """What a checkpoint keeps: all but the samples."""
+        return {key: value for key, value in asdict(self).items() if key != "samples_ms"}
+
+    @classmethod
+    def load(cls, path: Path) -> Collectives:
+        """From the file that the command wrote; raises ``DreamShardError`` with its name where it is something else."""
+        try:
+            document = json.loads(path.read_text())
+            fits = {operation: CollectiveFit(**fit) for operation, fit in document.pop("fits").items()}
+            fits["all_to_all"].model(2, "")  # raises where a bandwidth is none
+            if not all(fit.latency_ms >= 0 for fit in fits.values()):
+                raise ValueError("negative latency")
+            return cls(**document, fits=fits)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DreamShardError(f"{path}: not a measurement of collectives ({error!r})") from error
 
 
-def measure(device: torch.device, repeats: int = 15) -> CollectiveFit:
+def measure(device: torch.device, repeats: int = 31) -> Collectives:
     """Time all payloads on the initialised process group, interleaved, and fit; on every rank the same result."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size < 2:
         raise ValueError("collectives need at least two ranks: torchrun --nproc_per_node=2")
-    cases = [(payload, skew) for payload in PAYLOADS_BYTES for skew in SKEWS]
-    times_RP = torch.zeros(repeats + 2, len(cases), dtype=torch.float64)
+    times_RP = torch.zeros(repeats + WARMUP, len(PAYLOADS), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    for repeat in range(len(times_RP)):  # the first two warm up
-        for case in torch.randperm(len(cases), generator=generator).tolist():
-            payload, skew = cases[case]
-            sends = [payload if sender == 0 else round(payload * skew) for sender in range(world_size)]
-            times_RP[repeat, case] = _one(sends, rank, device)
+    for repeat in range(len(times_RP)):
+        for index in torch.randperm(len(PAYLOADS), generator=generator).tolist():
+            times_RP[repeat, index] = _one(PAYLOADS[index], rank, world_size, device)
     dist.all_reduce(times_RP := times_RP.to(device), op=dist.ReduceOp.MAX)
-    median_P = times_RP[2:].cpu().median(0).values
-    bytes_P = torch.tensor([_slowest_bytes(payload, skew, world_size) for payload, skew in cases])
-    fitted = [fit(bytes_P, median_P)]
-    dist.broadcast_object_list(fitted, src=0)  # least squares may differ in its last bits between ranks
-    latency_ms, bytes_per_ms, error = fitted[0]
-    return CollectiveFit(
-        latency_ms=latency_ms,
-        bytes_per_ms=bytes_per_ms,
+    median_P = times_RP[WARMUP:].cpu().median(0).values
+    fits = {}
+    for operation in dict.fromkeys(payload.operation for payload in PAYLOADS):
+        chosen = [index for index, payload in enumerate(PAYLOADS) if payload.operation == operation]
+        moved = [PAYLOADS[index].moved_bytes(world_size) for index in chosen]
+        slowest_P, total_P = torch.tensor(moved, dtype=torch.float64).unbind(-1)
+        fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, median_P[chosen])
+    result = Collectives(
         backend=dist.get_backend(),
         world_size=world_size,
-        relative_error=error,
-        samples_ms=tuple(zip(bytes_P.tolist(), median_P.tolist(), strict=True)),
+        hardware=describe_hardware(device, torch.get_num_threads()),
+        fits=fits,
+        samples_ms=tuple(
+            (payload.operation, payload.size_bytes, payload.skew, median_ms)
+            for payload, median_ms in zip(PAYLOADS, median_P.tolist(), strict=True)
+        ),
     )
+    results = [result]
+    dist.broadcast_object_list(results, src=0, device=device)  # least squares may differ in its last bits between ranks
+    return results[0]
 
 
-def fit(bytes_P: Tensor, time_ms_P: Tensor) -> tuple[float, float, float]:
-    """Latency in ms, bandwidth in bytes/ms and median relative error of ``latency + bytes / bandwidth``, by relative
-    least squares."""
-    design = torch.stack([torch.ones_like(time_ms_P), bytes_P.double()], dim=-1) / time_ms_P[:, None]
-    latency, slope = torch.linalg.lstsq(design, torch.ones(len(design), 1, dtype=torch.float64)).solution[:, 0].tolist()
-    latency, slope = max(latency, 1e-6), max(slope, 1e-15)
-    error = ((latency + slope * bytes_P) / time_ms_P - 1).abs().median()
-    return latency, 1 / slope, float(error)
+# One collective, renamed in torch 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _slowest_bytes(payload: int, skew: float, world_size: int) -> float:
-    """What :class:`CollectiveModel` counts: the most that any rank sends or receives."""
-    sends = torch.tensor([payload, *[round(payload * skew)] * (world_size - 1)], dtype=torch.float64)
-    one_ms_per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
-    return float(one_ms_per_byte.all_to_all_ms(sends)[0])
-
-
-def _one(sends: list[int], rank: int, device: torch.device) -> float:
-    """Milliseconds of one all-to-all in which rank r sends ``sends[r]`` bytes to every other rank."""
-    world_size = len(sends)
-    inputs = [sends[rank] // 4 if peer != rank else 0 for peer in range(world_size)]
-    outputs = [sends[peer] // 4 if peer != rank else 0 for peer in range(world_size)]
+def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> float:
+    """Milliseconds of one collective on this rank."""
+    sends = [size // 4 for size in payload.sends(world_size)]
+    if payload.operation == "all_to_all":
+        inputs = [sends[rank] if peer != rank else 0 for peer in range(world_size)]
+        outputs = [sends[peer] if peer != rank else 0 for peer in range(world_size)]
+    else:
+        inputs, outputs = sends, [sends[rank]]
     send, receive = torch.ones(sum(inputs), device=device), torch.empty(sum(outputs), device=device)
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter_ns()
-    dist.all_to_all_single(receive, send, outputs, inputs)
+    if payload.operation == "all_to_all":
+        dist.all_to_all_single(receive, send, outputs, inputs)
+    elif payload.operation == "reduce_scatter":
+        _reduce_scatter(receive, send)
+    else:
+        dist.all_reduce(receive)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter_ns() - start) * 1e-6
@@ -109,20 +154,18 @@ def _one(sends: list[int], rank: int, device: torch.device) -> float:
 
 def main(out: Annotated[Path | None, typer.Option(help="Write the fit to this JSON file.")] = None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    cuda = torch.cuda.device_count() >= local_world_size
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    result = measure(device)
+    with pinned(1, None if cuda else rank_cores(local_rank, local_world_size)):
+        dist.init_process_group("nccl" if cuda else "gloo")
+        result = measure(device)
     if dist.get_rank() == 0:
-        text = json.dumps(asdict(result))
-        typer.echo(text)
+        typer.echo(json.dumps(result.metadata(), indent=1))
         if out is not None:
-            out.write_text(text + "\n")
+            out.write_text(json.dumps(asdict(result)) + "\n")
     dist.destroy_process_group()
 
 

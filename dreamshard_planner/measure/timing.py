@@ -74,6 +74,14 @@ def pinned(threads: int, cores: Iterable[int] | None = None) -> Iterator[None]:
                 os.sched_setaffinity(task_id, before)
 
 
+def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
+    """Cores for one of the ranks that share this host, so that none gets in another's way; None where there are
+    fewer cores than ranks, or no affinities."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return sorted(os.sched_getaffinity(0))[local_rank::local_world_size] or None
+
+
 @torch.enable_grad()  # whatever the caller does: a search that measures has no use for gradients of its own
 def time_groups(
     kernels: Sequence[FusedKernel],

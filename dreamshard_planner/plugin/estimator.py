@@ -59,7 +59,7 @@ class DreamShardEstimator(ShardEstimator):
         problem = self._reader.problem(sharding_options, self._topology, with_storage=False)
         cost_S2 = self._compute.group_cost_ms(self._compute.encode(problem.features_SF).double())
         wire_S = problem.output_bytes_S * (self._topology.world_size - 1)
-        comms_S = wire_S / self._collectives.bytes_per_ms
+        comms_S = wire_S * self._collectives.ms_per_byte
         for option, (forward, backward), comms in zip(
             sharding_options, cost_S2.tolist(), comms_S.tolist(), strict=True
         ):

@@ -28,7 +28,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from dreamshard_planner.checkpoint import Checkpoint
-from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -328,8 +328,9 @@ def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveMo
     there are several."""
     measured = checkpoint.metadata.get("collectives")
     if measured is not None:
+        fit = CollectiveFit(**measured["fits"]["all_to_all"])
         source = f"measured with {measured['backend']} on {measured['world_size']} ranks, {checkpoint.name}"
-        return CollectiveModel(topology.world_size, measured["bytes_per_ms"], measured["latency_ms"], source)
+        return fit.model(topology.world_size, source)
     bytes_per_ms = topology.comms_bandwidths.get_bw(
         local_world_size=topology.intra_group_size,
         world_size=topology.world_size,

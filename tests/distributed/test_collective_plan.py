@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import Rank
 from tiny import SHARDERS, TinyModel, make_planner
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner
+from dreamshard_planner.cost.collectives import CollectiveFit
+from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
 
 
 def _same_plan(rank: Rank) -> str:
@@ -59,15 +65,32 @@ def test_a_topology_of_another_size_is_an_error(launch: Callable[..., list[Any]]
     assert all(f"has {len(errors)} ranks, the planner's topology {len(errors) + 1}" in error for error in errors)
 
 
-def _measured_collectives(rank: Rank) -> tuple[float, float, int]:
+def _measured_collectives(rank: Rank) -> str:
     from dreamshard_planner.measure.collectives import measure
 
-    result = measure(rank.device, repeats=2)
-    return result.latency_ms, result.bytes_per_ms, len(result.samples_ms)
+    return json.dumps(asdict(measure(rank.device, repeats=2)))
 
 
-def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]) -> None:
+def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]], tmp_path: Path) -> None:
     results = launch(_measured_collectives)
     assert len(set(results)) == 1  # the slowest rank's time, on every rank
-    latency_ms, bytes_per_ms, samples = results[0]
-    assert latency_ms > 0 and bytes_per_ms > 0 and samples == 39
+    path = tmp_path / "collectives.json"
+    path.write_text(results[0])
+    measured = Collectives.load(path)
+    assert set(measured.fits) == {"all_to_all", "reduce_scatter", "all_reduce"} and measured.world_size == len(results)
+    times_ms = [sample[-1] for sample in measured.samples_ms]
+    assert len(times_ms) == len(PAYLOADS) and min(times_ms) > 0
+    assert "samples_ms" not in measured.metadata()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(lambda text: text[:50], "JSONDecodeError"), (lambda text: text.replace("fits", "fit"), "fits")]
+    + [(lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "must be positive")],
+)
+def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: str, tmp_path: Path) -> None:
+    fit = CollectiveFit(latency_ms=1.0, bytes_per_ms=2.0, shared_bytes_per_ms=3.0, relative_error=0.1)
+    path = tmp_path / "collectives.json"
+    path.write_text(damage(json.dumps(asdict(Collectives("gloo", 2, {}, {"all_to_all": fit}, ())))))
+    with pytest.raises(DreamShardError, match=f"collectives.json: not a measurement.*{reason}"):
+        Collectives.load(path)
