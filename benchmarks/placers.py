@@ -35,6 +35,7 @@ from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.placement.environment import TaskBatch
+from dreamshard_planner.placement.exact import solve
 from dreamshard_planner.placement.place import InfeasibleError, place
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
@@ -44,6 +45,8 @@ from dreamshard_planner.training import labelled
 from dreamshard_planner.workload.tables import Table
 
 DATA = Path(__file__).parent / "data"
+EXACT_SECONDS = 60.0
+"""Far more than the solver takes for up to 100 tables on 8 devices, so that its plan does not depend on the clock."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,11 @@ class Field:
             "torchrec_memory_balanced": partial(self._torchrec, "memory_balanced", True),
             "torchrec_dynamic": partial(self._torchrec, "dynamic", True),
             "linear_greedy": self._linear_greedy,
+            "linear_exact": self._linear_exact,
             "linear_search": lambda contest: self._search(contest, self.linear, bare),
             "roofline_search": lambda contest: self._search(contest, self.roofline, bare),
             "neuroshard": self._neuroshard,
+            "autoshard": lambda contest: self._learned(contest, self.autoshard, None),
             "paper": lambda contest: self._learned(contest, self.paper, None),
             "policy": lambda contest: self._learned(contest, self.learned, None),
             "policy_best_of_16": self._best_of,
@@ -95,6 +100,11 @@ class Field:
     def paper(self) -> Checkpoint:
         """The checkpoint of recipe ``paper``."""
         return resolve("auto", self._device, "paper")
+
+    @cached_property
+    def autoshard(self) -> Checkpoint:
+        """AutoShard's policy, trained on the same data and with the same budget as ours."""
+        return resolve(DATA / f"{self._device}-autoshard.safetensors", self._device, "autoshard")
 
     @cached_property
     def network(self) -> ComputeCost:
@@ -134,6 +144,11 @@ class Field:
 
     def _linear_greedy(self, contest: Contest) -> Tensor | None:
         return greedy_by_score(contest.task.problem, self.cost(contest, self.linear).single_ms_S)
+
+    def _linear_exact(self, contest: Contest) -> Tensor | None:
+        """The additive optimum up to the solver's gap."""
+        problem = contest.task.problem
+        return solve(problem, EXACT_SECONDS, self.linear.shard_ms(problem.features_SF)).assignment_S
 
     def _search(self, contest: Contest, compute: ComputeCost, config: SearchConfig) -> Tensor | None:
         """Search without a policy, from what the rules and single-table costs give."""

@@ -23,6 +23,7 @@ from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.placement.policy import AnyPolicy, PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
+from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES
 
 FORMAT = "dreamshard_planner"
@@ -30,8 +31,10 @@ VERSION = 1
 RECIPES: dict[str, tuple[type, type, type, type]] = {
     "default": (Policy, PolicyConfig, CostNetwork, CostNetworkConfig),
     "paper": (PaperPolicy, PaperPolicyConfig, PaperCostNetwork, PaperCostConfig),
+    "autoshard": (RecurrentPolicy, RecurrentPolicyConfig, CostNetwork, CostNetworkConfig),
 }
-"""Policy, its configuration, cost network and its configuration, by recipe."""
+"""Policy, its configuration, cost network and its configuration, by recipe. ``default`` is ours, ``paper`` is
+DreamShard as published, ``autoshard`` the recurrent policy of AutoShard on our cost network, for comparison."""
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 
@@ -123,8 +126,10 @@ def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: st
 @cache
 def _shipped(compute_device: str, recipe: str) -> Checkpoint:
     suffix = "" if recipe == "default" else f"-{recipe}"
-    measured = SHIPPED / f"{compute_device}{suffix}.safetensors"
-    return Checkpoint.load(measured if measured.is_file() else SHIPPED / f"roofline{suffix}.safetensors")
+    for source in (compute_device, "roofline"):
+        if (path := SHIPPED / f"{source}{suffix}.safetensors").is_file():
+            return Checkpoint.load(path)
+    raise CheckpointError(f"no checkpoint of recipe {recipe!r} ships: make one with dreamshard train --recipe {recipe}")
 
 
 def _description(path: Path, header: dict[str, str]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ def train(
     device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
     seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
-    recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
+    recipe: Annotated[
+        str, typer.Option(help="default; paper: the networks as published; autoshard: its policy.")
+    ] = "default",
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
@@ -87,7 +89,9 @@ def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
     out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
-    recipe: Annotated[str, typer.Option(help="default, or paper: the networks as published.")] = "default",
+    recipe: Annotated[
+        str, typer.Option(help="default; paper: the networks as published; autoshard: its policy.")
+    ] = "default",
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,

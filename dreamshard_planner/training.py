@@ -41,9 +41,6 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.policy import (
     AnyPolicy,
-    PaperPolicy,
-    PaperPolicyConfig,
-    Policy,
     PolicyConfig,
     roll_out,
 )
@@ -259,7 +256,7 @@ def learn(
 
 def fit(config: TrainingConfig, train_sets: LabelledSets, progress: bool) -> CostNetwork | PaperCostNetwork:
     """Fit the recipe's cost network."""
-    total = config.fit.epochs if config.recipe == "default" else config.paper_fit.updates
+    total = config.paper_fit.updates if config.recipe == "paper" else config.fit.epochs
     with progress_bar("fitting", total, progress) as advance:
 
         def on_step(_: int, loss: float) -> None:
@@ -295,10 +292,9 @@ def improve(
     config: TrainingConfig, compute: ComputeCost, tables: Sequence[Table], progress: bool
 ) -> tuple[AnyPolicy, list[UpdateStatistics], list[PricedTask]]:
     """Train a policy by REINFORCE on the estimated MDP of ``compute``."""
-    if config.recipe == "paper":
-        policy, reinforce = PaperPolicy(PaperPolicyConfig(), seed=config.seed), config.paper_reinforce
-    else:
-        policy, reinforce = Policy(config.policy, seed=config.seed), config.reinforce
+    make_policy, policy_config, *_ = RECIPES[config.recipe]
+    policy = make_policy(config.policy if config.recipe == "default" else policy_config(), seed=config.seed)
+    reinforce = config.paper_reinforce if config.recipe == "paper" else config.reinforce
     tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed)
     costs = [task.cost for task in tasks]
     policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))

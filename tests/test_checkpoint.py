@@ -15,6 +15,7 @@ from dreamshard_planner.checkpoint import SHIPPED, resolve
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.placement.policy import PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
+from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")
 PAPER = (PaperPolicy(PaperPolicyConfig()), PaperCostNetwork(PaperCostConfig(), seed=5), "paper")
@@ -27,7 +28,10 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("policy, cost, recipe", [DEFAULT, PAPER, (DEFAULT[0], None, "default")])
+AUTOSHARD = (RecurrentPolicy(RecurrentPolicyConfig()), DEFAULT[1], "autoshard")
+
+
+@pytest.mark.parametrize("policy, cost, recipe", [DEFAULT, PAPER, AUTOSHARD, (DEFAULT[0], None, "default")])
 def test_round_trip(tmp_path: Path, policy, cost, recipe: str) -> None:
     path = tmp_path / "some.safetensors"
     Checkpoint(policy, cost, {"recipe": recipe, "hardware_name": "a machine", "extra": [1, 2]}).save(path)
@@ -124,3 +128,10 @@ def test_what_ships(recipe: str) -> None:
         other = "paper" if recipe == "default" else "default"
         with pytest.raises(CheckpointError, match=f"asked for '{other}'"):
             resolve(checkpoint, "cpu", other)
+
+
+def test_a_recipe_that_does_not_ship() -> None:
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of recipe 'autoshard' ships: make one with dreamshard train"
+    ):
+        resolve("auto", "cpu", "autoshard")

@@ -48,7 +48,7 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
 
 
 def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:
-    for recipe in ("default", "paper"):
+    for recipe in ("default", "paper", "autoshard"):
         out = tmp_path / f"{recipe}.safetensors"
         result = dreamshard(
             "fit", "--dataset", str(trained.with_suffix(".dataset.npz")), "--test-dataset",

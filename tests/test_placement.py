@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
+from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
 from dreamshard_planner.placement.place import InfeasibleError, place
 from dreamshard_planner.placement.policy import (
+    AnyPolicy,
     PaperPolicy,
     PaperPolicyConfig,
     Policy,
@@ -22,6 +26,7 @@ from dreamshard_planner.placement.policy import (
     roll_out,
     score_rollout,
 )
+from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.placement.reinforce import ReinforceConfig, advantages, train_policy
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig, local_search
@@ -30,6 +35,12 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloa
 
 ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5, forward_launch_ms=0.02, backward_launch_ms=0.06)
 SEARCH = SearchConfig(samples=4, candidates=2000)
+
+
+POLICIES = [(lambda seed=0: Policy(PolicyConfig(), seed), "score")]
+POLICIES += [(lambda seed=0: PaperPolicy(PaperPolicyConfig(), seed), "score")]
+POLICIES += [(lambda seed=0: RecurrentPolicy(RecurrentPolicyConfig(), seed), "score.6")]
+"""Every policy network, and its last layer."""
 
 
 def tables(count: int, seed: int = 0) -> list[Table]:
@@ -138,10 +149,11 @@ def test_memory_is_masked_when_acting_and_in_the_gradient() -> None:
     assert log_probability_SE[forced_SE].abs().max() == 0 and entropy_SE[forced_SE].abs().max() == 0
 
 
-def test_sampling_and_scoring_agree() -> None:
+@pytest.mark.parametrize(("make", "last_layer"), POLICIES)
+def test_sampling_and_scoring_agree(make: Callable[..., AnyPolicy], last_layer: str) -> None:
     """Scoring all steps at once gives the very distributions that actions were drawn from."""
-    policy = Policy(PolicyConfig(), seed=1)
-    torch.nn.init.normal_(policy.score.weight, generator=torch.Generator().manual_seed(0))
+    policy = make(seed=1)
+    torch.nn.init.normal_(policy.get_submodule(last_layer).weight, generator=torch.Generator().manual_seed(0))
     tasks = TaskBatch.collate([make_cost(6, 3), make_cost(4, 2)])
     rollout = roll_out(policy, tasks, 2, torch.Generator().manual_seed(0), record=True)
     log_probability_SE, _ = score_rollout(policy, rollout)
@@ -179,7 +191,7 @@ def test_advantages_by_hand() -> None:
     assert advantages(torch.tensor([math.inf, math.inf]), 2, 1.5).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("make", [lambda: Policy(PolicyConfig()), lambda: PaperPolicy(PaperPolicyConfig())])
+@pytest.mark.parametrize("make", [make for make, _ in POLICIES])
 def test_reinforce_lowers_the_cost(make) -> None:
     costs = [make_cost(6 + task % 5, 2 + task % 2, seed=task) for task in range(8)]
     policy = make()
@@ -300,3 +312,25 @@ def test_excess_is_zero_on_the_best_device() -> None:
     environment = EstimatedMDP(TaskBatch.collate([make_cost(5, 3)]), 1)
     excess = environment.observe().channels_EDO[..., OBSERVATION_INDEX["excess"]]
     assert excess.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("spare", [100, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_plan_is_the_cheapest_and_its_bound_holds(seed: int, spare: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 6, (8,), generator=generator).tolist()
+    cost_S = torch.rand(8, generator=generator, dtype=torch.float64)
+    problem = storage_problem(sizes, [(sum(sizes) + spare) // 2] * 2)
+    plans = torch.tensor(list(itertools.product(range(2), repeat=8)))
+    load_B = torch.stack([((plans == device) * cost_S).sum(-1) for device in range(2)]).amax(0)
+    best = float(load_B[problem.fits(plans)].min())
+    exact = solve(problem, 60.0, cost_S)
+    assert bool(problem.fits(exact.assignment_S[None]))
+    assert exact.bound_ms <= best * (1 + 1e-9) and exact.cost_ms <= best * (1 + 2 * RELATIVE_GAP)
+
+
+def test_exact_plan_of_what_does_not_fit() -> None:
+    exact = solve(storage_problem([6, 6, 6], [10, 10]), 60.0, torch.ones(3))
+    assert exact.assignment_S is None and exact.cost_ms == exact.bound_ms == math.inf
+    heavy = solve(storage_problem([1, 1, 1], [10, 10]), 60.0, torch.tensor([5.0, 1.0, 1.0]))
+    assert heavy.cost_ms == heavy.bound_ms == 5.0

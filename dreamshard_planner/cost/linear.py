@@ -50,6 +50,10 @@ class LinearCost:
         cost_X2 = (latent_XH.double() @ self._rates_P2 + self._constant_2).clamp_min(MIN_MS)
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0)
 
+    def shard_ms(self, features_SF: Tensor) -> Tensor:
+        """What each shard adds to its group, forward + backward, [S]."""
+        return (self.encode(features_SF) @ self._rates_P2).sum(-1).clamp_min(0.0)
+
     def glance_ms(self, latent_XH: Tensor) -> Tensor:
         """As :meth:`group_cost_ms`."""
         return self.group_cost_ms(latent_XH)

@@ -6,18 +6,17 @@ Shapes: S shards, D devices, M kinds of memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.placement.exact import solve
 
 PACKING_SECONDS = 5.0
 """Limit of the exact solver."""
-MAX_VARIABLES = 200_000
-"""Shards x devices above which the exact solver would not finish in its time."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,8 @@ def pack(problem: PlacementProblem, seconds: float = PACKING_SECONDS) -> Packing
     assignment_S = _best_fit(problem)
     if assignment_S is not None:
         return Packing(assignment_S, True)
-    if problem.num_shards * problem.num_devices > MAX_VARIABLES:
-        return Packing(None, False)
-    return _exact(problem, seconds)
+    exact = solve(problem, seconds)
+    return Packing(exact.assignment_S, exact.assignment_S is not None or math.isinf(exact.bound_ms))
 
 
 def _best_fit(problem: PlacementProblem) -> Tensor | None:
@@ -54,34 +52,6 @@ def _best_fit(problem: PlacementProblem) -> Tensor | None:
         assignment_S[shard] = int(slack_D.argmin())
         free_DM[assignment_S[shard]] = left_DM[assignment_S[shard]]
     return assignment_S
-
-
-def _exact(problem: PlacementProblem, seconds: float) -> Packing:
-    """Zero-one program: each shard on one device, every kind of memory of every device within its capacity."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import identity, kron
-
-    shards, devices = problem.num_shards, problem.num_devices
-    need_SM, capacity_DM = problem.storage_SM.numpy(), problem.capacity_DM.numpy()
-    allowed_SD = ((need_SM[:, None] <= capacity_DM[None]) | (need_SM[:, None] == 0)).all(-1)
-    # Variable x[s, d] at s * devices + d.
-    constraints = [LinearConstraint(kron(identity(shards), np.ones((1, devices))), 1, 1)]
-    for need_S, capacity_D in zip(need_SM.T, capacity_DM.T, strict=True):
-        unit = max(1, int(need_S.max()))
-        usage = kron(need_S[None] / unit, identity(devices))
-        constraints.append(LinearConstraint(usage.tocsr(), -np.inf, np.maximum(capacity_D, 0) / unit))
-    solution = milp(
-        np.zeros(shards * devices),
-        integrality=np.ones(shards * devices),
-        bounds=Bounds(0, allowed_SD.astype(float).ravel()),
-        constraints=constraints,
-        options={"time_limit": seconds},
-    )
-    if solution.x is None:
-        return Packing(None, solution.status == 2)
-    assignment_S = torch.from_numpy(solution.x.reshape(shards, devices).argmax(-1))
-    # The solver works in floating point to a tolerance; bytes are exact.
-    return Packing(assignment_S, True) if bool(problem.fits(assignment_S[None])) else Packing(None, False)
 
 
 def shortage(problem: PlacementProblem, memory_names: tuple[str, ...]) -> str:

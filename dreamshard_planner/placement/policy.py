@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
+from dreamshard_planner.placement.recurrent import RecurrentPolicy
 from dreamshard_planner.workload.features import DESCRIPTORS, PAPER_FEATURES, Scaler, columns
 
 LOGIT_STEP = 1e-3
@@ -145,7 +146,7 @@ class PaperPolicy(nn.Module):
         return logit_XD.masked_fill(~legal_XD, -torch.inf)
 
 
-AnyPolicy = Policy | PaperPolicy
+AnyPolicy = Policy | PaperPolicy | RecurrentPolicy
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Placement as a zero-one program for scipy's MILP solver: within memory, and with the least additive cost.
+
+Shapes: S shards, D devices, V = S x D variables, M kinds of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import csr_array, hstack, identity, kron
+from torch import Tensor
+
+from dreamshard_planner.cost.model import PlacementProblem
+
+MAX_VARIABLES = 200_000
+"""Shards x devices above which the solver would not finish in any time that a planner has."""
+RELATIVE_GAP = 1e-3
+"""The solver stops when its plan is proven to be this close to the optimum."""
+MARGINS = (0.0, 1e-5)
+"""Shares of the memory kept free. The solver works in floating point to a tolerance, bytes are exact: where a first
+plan is a few bytes too large, a second one is made with that margin."""
+INFEASIBLE_STATUS = 2
+
+
+@dataclass(frozen=True)
+class ExactPlan:
+    """What the solver found in its time."""
+
+    assignment_S: Tensor | None
+    cost_ms: float
+    """Summed cost of the busiest device; infinite where no plan was found."""
+    bound_ms: float
+    """No plan costs less than this: proven. Infinite where there is no plan at all."""
+
+
+def solve(problem: PlacementProblem, seconds: float, cost_ms_S: Tensor | None = None) -> ExactPlan:
+    """The placement within memory whose busiest device has the least *summed* cost, and the proven bound.
+
+    What kernels cost when fused is not additive; this is the best that a planner without that knowledge can do.
+
+    Args:
+        problem: the task.
+        seconds: limit of the solver.
+        cost_ms_S: milliseconds of each shard; without, any placement within memory will do.
+    """
+    shards, devices = problem.num_shards, problem.num_devices
+    if shards * devices > MAX_VARIABLES:
+        return ExactPlan(None, math.inf, 0.0)
+    cost_S = (torch.zeros(shards) if cost_ms_S is None else cost_ms_S).double()
+    for margin in MARGINS:
+        solution = _milp(problem, cost_S.numpy(), seconds, margin)
+        if solution.x is None:
+            proven = margin == 0 and solution.status == INFEASIBLE_STATUS
+            return ExactPlan(None, math.inf, math.inf if proven else 0.0)
+        assignment_S = torch.from_numpy(solution.x[:-1].reshape(shards, devices).argmax(-1))
+        if bool(problem.fits(assignment_S[None])):
+            load_D = torch.zeros(devices, dtype=torch.float64).index_add_(0, assignment_S, cost_S)
+            return ExactPlan(assignment_S, float(load_D.max()), float(solution.mip_dual_bound or 0.0))
+    return ExactPlan(None, math.inf, 0.0)
+
+
+def _milp(problem: PlacementProblem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:
+    """Variable s * D + d says that shard s is on device d; the last one is the load of the busiest device."""
+    shards, devices = problem.num_shards, problem.num_devices
+    need_SM, capacity_DM = problem.storage_SM.numpy(), problem.capacity_DM.numpy()
+    allowed_SD = ((need_SM[:, None] <= capacity_DM[None]) | (need_SM[:, None] == 0)).all(-1)
+    one_device_SV = kron(identity(shards), np.ones((1, devices)))
+    constraints = [LinearConstraint(_with_load(one_device_SV, 0), 1, 1)]
+    for need_S, capacity_D in zip(need_SM.T, capacity_DM.T, strict=True):
+        unit = max(1, int(need_S.max()))
+        used_DV = kron(need_S[None] / unit, identity(devices))
+        room_D = np.maximum(capacity_D, 0) / unit * (1 - margin)
+        constraints.append(LinearConstraint(_with_load(used_DV, 0), -np.inf, room_D))
+    if cost_S.any():
+        load_DV = kron(cost_S[None], identity(devices))
+        constraints.append(LinearConstraint(_with_load(load_DV, -1), -np.inf, 0))
+    return milp(
+        np.append(np.zeros(shards * devices), 1.0),
+        integrality=np.append(np.ones(shards * devices), 0),
+        # The busiest device takes at least as long as the heaviest shard: a bound that the relaxed program lacks.
+        bounds=Bounds(
+            np.append(np.zeros(shards * devices), cost_S.max(initial=0.0)),
+            np.append(allowed_SD.astype(float).ravel(), np.inf),
+        ),
+        constraints=constraints,
+        options={"time_limit": seconds, "mip_rel_gap": RELATIVE_GAP},
+    )
+
+
+def _with_load(matrix_XV: csr_array, weight: float) -> csr_array:
+    return csr_array(hstack([matrix_XV, np.full((matrix_XV.shape[0], 1), float(weight))]))
