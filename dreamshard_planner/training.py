@@ -300,7 +300,7 @@ def improve(
     policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
     with progress_bar("improving the policy", reinforce.updates, progress) as advance:
         statistics = train_policy(
-            policy, costs, reinforce, lambda _, update: advance(f"relative cost {update.relative_cost:.3f}")
+            policy, costs, reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
         )
     return policy, statistics, tasks
 

@@ -27,7 +27,7 @@ from dreamshard_planner.placement.policy import (
     score_rollout,
 )
 from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.placement.reinforce import ReinforceConfig, advantages, train_policy
+from dreamshard_planner.placement.reinforce import ReinforceConfig, advantages, best_rule_ms, train_policy
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig, local_search
 from dreamshard_planner.placement.tasks import problem_of
@@ -204,6 +204,17 @@ def test_reinforce_lowers_the_cost(make) -> None:
     last = sum(update.relative_cost for update in statistics[-10:]) / 10
     assert last < 0.97 * first
     assert all(update.infeasible_share == 0 and update.gradient_norm > 0 for update in statistics)
+    assert statistics[-1].over_best_rule < statistics[0].over_best_rule
+
+
+def test_gap_to_the_best_rule_by_hand() -> None:
+    cost = make_cost(6, 2)
+    rated = [float(cost.rate(place_by_rule(cost.problem, rule)[None]).overall_ms_B[0]) for rule in RULES]
+    assert best_rule_ms(cost) == pytest.approx(min(rated), rel=1e-6)
+    assert best_rule_ms(PlacementCost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE, cost.collectives)) == math.inf
+    only = PlacementCost(storage_problem([3, 3], [6, 1]), ROOFLINE, cost.collectives)  # one placement alone fits
+    told = train_policy(Policy(PolicyConfig()), [only], ReinforceConfig(updates=1, episodes_per_task=3))
+    assert told[0].over_best_rule == pytest.approx(1.0)
 
 
 def test_training_is_deterministic() -> None:

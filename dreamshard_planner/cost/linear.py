@@ -23,6 +23,8 @@ MIN_MS = 1e-3
 class LinearCost:
     """Relative least squares on summed work; a :class:`~dreamshard_planner.cost.model.ComputeCost`."""
 
+    glance_channels: int | None = None
+
     def __init__(self, rates_P2: Tensor, constant_2: Tensor, detail: str) -> None:
         self.source = CostSource("linear", detail)
         self._rates_P2, self._constant_2 = rates_P2, constant_2

@@ -41,6 +41,8 @@ class ComputeCost(Protocol):
     """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents."""
 
     source: CostSource
+    glance_channels: int | None
+    """How many leading latent channels :meth:`glance_ms` reads; None: all. Who only glances need not sum the rest."""
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """Additive latents [S, H] of shards; channel 0 is 1 for each, so that it counts a group's shards."""

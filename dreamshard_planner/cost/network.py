@@ -159,6 +159,11 @@ class CostNetwork(nn.Module):
         """See :meth:`ComputeCost.glance_ms`: the first member alone."""
         return self._mean_cost_ms(latent_XH, 1)
 
+    @property
+    def glance_channels(self) -> int:
+        """Those of the work and of the first member."""
+        return len(WORK) + 2 + self.config.context
+
     def _mean_cost_ms(self, latent_XH: Tensor, members: int) -> Tensor:
         flat_XH = latent_XH.flatten(0, -2)
         cost_X2 = self.member_log_cost(flat_XH, members).mean(0).exp().to(latent_XH.dtype)

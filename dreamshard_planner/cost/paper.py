@@ -92,6 +92,7 @@ class PaperCostNetwork(nn.Module):
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0).to(latent_XH.dtype)
 
     glance_ms = group_cost_ms
+    glance_channels = None
 
     def device_communication_ms(self, latent_XH: Tensor) -> Tensor:
         """Predicted communication of devices, [...], from their summed latents."""

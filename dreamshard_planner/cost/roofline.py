@@ -88,6 +88,7 @@ class RooflineCost:
         return torch.where(latent_XH[..., :1] > 0, latent_XH[..., 1:3] + launch_2, 0.0)
 
     glance_ms = group_cost_ms
+    glance_channels = None
 
     def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""

@@ -10,7 +10,7 @@ Many episodes of many tasks advance together; the only Python loop is over shard
 changes one sum, so a step costs O(devices).
 
 Shapes: T tasks, E episodes = T x episodes per task, S shards (padded), D devices (padded), G fused groups,
-H latent channels, M kinds of memory, O observation channels, F features.
+H latent channels (those of a glance), M kinds of memory, O observation channels, F features.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ class TaskBatch:
         def pad(values: list[Tensor], padding: float = 0) -> Tensor:
             return pad_sequence(values, batch_first=True, padding_value=padding)
 
+        seen = costs[0].compute.glance_channels
         problems = [cost.problem for cost in costs]
         zipped = list(zip(problems, orders, strict=True))
         return cls(
             costs=tuple(costs),
             order_TS=pad(orders, -1),
-            latent_TSH=pad([cost.latent_SH[order].float() for cost, order in zip(costs, orders, strict=True)]),
+            latent_TSH=pad([cost.latent_SH[order, :seen].float() for cost, order in zip(costs, orders, strict=True)]),
             group_TS=pad([problem.group_S[order] for problem, order in zipped]),
             features_TSF=pad([problem.features_SF[order] for problem, order in zipped]),
             single_ms_TS=pad([cost.single_ms_S[order].float() for cost, order in zip(costs, orders, strict=True)]),
@@ -124,6 +125,7 @@ class EstimatedMDP:
         self.placed_ms_E = torch.zeros(episodes)
         self.action_ES = torch.zeros(episodes, tasks.num_steps, dtype=torch.int64)
         self.step_index = 0
+        self._by_step: dict[str, tuple[Tensor, ...]] = {}
         self._device_mask_ED = tasks.device_mask_TD[self.task_E]
         self._devices_E = self._device_mask_ED.sum(-1).float()
         self._total_ms_E = tasks.single_ms_TS.sum(-1)[self.task_E].clamp_min(1e-9)
@@ -131,27 +133,29 @@ class EstimatedMDP:
         self._ideal_bytes_E = (tasks.output_bytes_TS.sum(-1)[self.task_E] / self._devices_E).clamp_min(1e-9)
         self._capacity_EDM = self.free_EDM.clamp_min(1).float()
 
-    def _current(self, values_TS: Tensor) -> Tensor:
-        """Values of the shard at hand, per episode."""
-        return values_TS[:, self.step_index][self.task_E]
+    def _current(self, name: str) -> Tensor:
+        """Values of the shard at hand, per episode; spread over episodes once for all steps."""
+        if name not in self._by_step:
+            self._by_step[name] = getattr(self.tasks, name).transpose(0, 1)[:, self.task_E].unbind(0)
+        return self._by_step[name][self.step_index]
 
     def observe(self) -> Observation:
         """The next shard on every device, and which devices may take it."""
         tasks = self.tasks
-        group_E = self._current(tasks.group_TS)
+        group_E = self._current("group_TS")
         episode_E = torch.arange(self.num_episodes)
-        group_latent_EDH = self.latent_EDGH[episode_E, :, group_E] + self._current(tasks.latent_TSH)[:, None]
+        group_latent_EDH = self.latent_EDGH[episode_E, :, group_E] + self._current("latent_TSH")[:, None]
         self._group_after_ED2 = tasks.costs[0].compute.glance_ms(group_latent_EDH)
         group_before_ED2 = self.group_ms_EDG2[episode_E, :, group_E]
         self._after_ED2 = self.device_ms_ED2 + self._group_after_ED2 - group_before_ED2
 
-        storage_EM = self._current(tasks.storage_TSM)
+        storage_EM = self._current("storage_TSM")
         left_EDM = self.free_EDM - storage_EM[:, None]
         # Nothing to store always fits, even where a reservation left less than nothing.
         fits_EDM = (left_EDM >= 0) | (storage_EM[:, None] == 0)
         legal_ED = fits_EDM.all(-1) & self._device_mask_ED
         # Padded steps and dead episodes keep one legal device, so that a softmax stays defined.
-        active_E = self._current(tasks.step_mask_TS)
+        active_E = self._current("step_mask_TS")
         self.alive_E = self.alive_E & (legal_ED.any(-1) | ~active_E)
         legal_ED = torch.where((active_E & self.alive_E)[:, None], legal_ED, self._device_mask_ED)
         return Observation(self._channels(legal_ED, left_EDM), legal_ED)
@@ -159,12 +163,12 @@ class EstimatedMDP:
     def _channels(self, legal_ED: Tensor, left_EDM: Tensor) -> Tensor:
         ideal_E1 = self._ideal_ms_E[:, None]
         before_ED, after_ED = self.device_ms_ED2.sum(-1), self._after_ED2.sum(-1)
-        shard_E1 = self._current(self.tasks.single_ms_TS)[:, None]
+        shard_E1 = self._current("single_ms_TS")[:, None]
         unit_E1 = shard_E1.clamp_min(1e-9)
         best_E1 = after_ED.masked_fill(~legal_ED, torch.inf).amin(-1, keepdim=True)
         makespan_ED = torch.maximum(after_ED, before_ED.amax(-1, keepdim=True))
         best_makespan_E1 = makespan_ED.masked_fill(~legal_ED, torch.inf).amin(-1, keepdim=True)
-        bytes_E1, ideal_bytes_E1 = self._current(self.tasks.output_bytes_TS)[:, None], self._ideal_bytes_E[:, None]
+        bytes_E1, ideal_bytes_E1 = self._current("output_bytes_TS")[:, None], self._ideal_bytes_E[:, None]
         per_episode = torch.stack(
             [1 - self.placed_ms_E / self._total_ms_E, (shard_E1 / ideal_E1)[:, 0], self._devices_E.log2() / 10], -1
         )
@@ -190,14 +194,14 @@ class EstimatedMDP:
 
     def step(self, action_E: Tensor) -> None:
         """Place the current shard of every episode; call :meth:`observe` first."""
-        tasks, episode_E = self.tasks, torch.arange(self.num_episodes)
-        group_E = self._current(tasks.group_TS)
-        self.latent_EDGH[episode_E, action_E, group_E] += self._current(tasks.latent_TSH)
+        episode_E = torch.arange(self.num_episodes)
+        group_E = self._current("group_TS")
+        self.latent_EDGH[episode_E, action_E, group_E] += self._current("latent_TSH")
         self.group_ms_EDG2[episode_E, action_E, group_E] = self._group_after_ED2[episode_E, action_E]
         self.device_ms_ED2[episode_E, action_E] = self._after_ED2[episode_E, action_E]
-        self.bytes_ED[episode_E, action_E] += self._current(tasks.output_bytes_TS)
-        self.free_EDM[episode_E, action_E] -= self._current(tasks.storage_TSM)
-        self.placed_ms_E += self._current(tasks.single_ms_TS)
+        self.bytes_ED[episode_E, action_E] += self._current("output_bytes_TS")
+        self.free_EDM[episode_E, action_E] -= self._current("storage_TSM")
+        self.placed_ms_E += self._current("single_ms_TS")
         self.action_ES[:, self.step_index] = action_E
         self.step_index += 1
 

@@ -83,14 +83,20 @@ class Policy(nn.Module):
             load_XDR: sum of the representations of the shards on each device, times D over S.
             shard_XR: representation of the shard to place.
         """
-        shard_XDR = shard_XR[..., None, :].expand_as(load_XDR)
-        hidden_XDV = torch.relu(self.device(torch.cat([channels_XDO, load_XDR, shard_XDR], dim=-1)))
-        weight_XD1 = (legal_XD / legal_XD.sum(-1, keepdim=True))[..., None]
-        mean_XDV = (hidden_XDV * weight_XD1).sum(-2, keepdim=True).expand_as(hidden_XDV)
-        mixed_XDV = torch.relu(self.mixed(torch.cat([hidden_XDV, mean_XDV], dim=-1)))
+        hidden_XDV = torch.relu(_with_shared(self.device, torch.cat([channels_XDO, load_XDR], dim=-1), shard_XR))
+        weight_XD = legal_XD / legal_XD.sum(-1, keepdim=True)
+        mean_XV = torch.einsum("...d,...dv->...v", weight_XD, hidden_XDV)
+        mixed_XDV = torch.relu(_with_shared(self.mixed, hidden_XDV, mean_XV))
         excess_XD = channels_XDO[..., OBSERVATION_INDEX["excess"]]
         logit_XD = self.score(mixed_XDV)[..., 0] - self.greediness * excess_XD
         return logit_XD.masked_fill(~legal_XD, -torch.inf)
+
+
+def _with_shared(layer: nn.Linear, own_XDI: Tensor, shared_XJ: Tensor) -> Tensor:
+    """The layer on what each device has of its own beside what all share, without repeating the latter per device."""
+    own_weight, shared_weight = layer.weight.split((own_XDI.shape[-1], shared_XJ.shape[-1]), dim=1)
+    shared_XV = nn.functional.linear(shared_XJ, shared_weight, layer.bias)
+    return nn.functional.linear(own_XDI, own_weight) + shared_XV[..., None, :]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,8 @@ class RefineResult:
 class CorrectedCost:
     """A compute cost with a log factor for each shard of one problem; a :class:`ComputeCost` for that problem only."""
 
+    glance_channels: int | None = None
+
     def __init__(self, compute: ComputeCost, single_ms_S: Tensor, log_factor_S: Tensor, offset: float) -> None:
         self.source = CostSource(compute.source.kind, f"{compute.source.detail}, corrected by measurement")
         self._compute, self._offset = compute, offset

@@ -15,6 +15,7 @@ from torch import Tensor
 from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out, score_rollout
+from dreamshard_planner.placement.rules import RULES, place_by_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,13 @@ class UpdateStatistics:
     """Mean predicted overall cost of the feasible episodes."""
     relative_cost: float
     """Mean cost over the task's ideally balanced compute: comparable between tasks."""
+    over_best_rule: float
+    """Geometric mean of the feasible episodes' cost over that of the cheapest greedy rule on the same task; NaN where
+    no rule places any of the tasks."""
     entropy: float
+    """Mean over the choices, nats."""
     gradient_norm: float
+    """Before clipping."""
     infeasible_share: float
 
 
@@ -77,6 +83,7 @@ def train_policy(
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     statistics = []
+    rule_ms_T = torch.tensor([best_rule_ms(cost) for cost in costs])
     # Tasks of similar size share an update, so that padding stays cheap.
     by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_shards)
     tasks_per_update = min(config.tasks_per_update, len(costs))
@@ -85,22 +92,33 @@ def train_policy(
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * remaining
         start = int(torch.randint(len(costs) - tasks_per_update + 1, (1,), generator=generator))
-        batch = TaskBatch.collate([costs[task] for task in by_size[start : start + tasks_per_update]])
-        statistics.append(_update(policy, optimizer, batch, config, config.entropy_weight * remaining, generator))
+        chosen = by_size[start : start + tasks_per_update]
+        batch, entropy_weight = TaskBatch.collate([costs[task] for task in chosen]), config.entropy_weight * remaining
+        statistics.append(
+            reinforce_update(policy, optimizer, batch, config, entropy_weight, generator, rule_ms_T[chosen])
+        )
         if on_update is not None:
             on_update(update, statistics[-1])
     return statistics
 
 
-def _update(
+@torch.no_grad()
+def best_rule_ms(cost: PlacementCost) -> float:
+    """Predicted overall cost of the cheapest greedy rule; infinite where all dead-end."""
+    plans = [plan for rule in RULES if (plan := place_by_rule(cost.problem, rule)) is not None]
+    return float(cost.reward_ms(torch.stack(plans)).min()) if plans else float("inf")
+
+
+def reinforce_update(
     policy: AnyPolicy,
     optimizer: torch.optim.Optimizer,
     tasks: TaskBatch,
     config: ReinforceConfig,
     entropy_weight: float,
     generator: torch.Generator,
+    rule_ms_T: Tensor,
 ) -> UpdateStatistics:
-    """One REINFORCE step on all steps of all episodes of ``tasks``."""
+    """One REINFORCE step on all steps of all episodes of ``tasks``; ``rule_ms_T`` [T] is what the best rule costs."""
     rollout = roll_out(policy, tasks, config.episodes_per_task, generator, record=True)
     environment = rollout.environment
     cost_E = environment.overall_ms()
@@ -118,9 +136,12 @@ def _update(
     feasible_E = cost_E.isfinite()
     total_E = tasks.single_ms_TS.sum(-1)[environment.task_E]
     ideal_E = total_E / tasks.device_mask_TD.sum(-1)[environment.task_E]
+    over_rule_E = cost_E / rule_ms_T[environment.task_E]
+    both_E = feasible_E & over_rule_E.isfinite() & (over_rule_E > 0)
     return UpdateStatistics(
         overall_ms=float(cost_E[feasible_E].mean()) if feasible_E.any() else float("inf"),
         relative_cost=float((cost_E / ideal_E)[feasible_E].mean()) if feasible_E.any() else float("inf"),
+        over_best_rule=float(over_rule_E[both_E].log().mean().exp()),
         entropy=float((entropy_SE.detach() * weight_SE).sum(0).mean()),
         gradient_norm=float(gradient_norm),
         infeasible_share=float((~feasible_E).float().mean()),
