@@ -137,7 +137,7 @@ class CostNetwork(nn.Module):
         """Logarithm of forward and backward milliseconds by each of the first ``members`` (default: all),
         [E, X, 2]; X is one dimension."""
         num_work, members = len(WORK), members or self.config.members
-        log_work_XP = (latent_XH[:, :num_work].clamp_min(0).log1p().float() - self.log_work_mean) / self.log_work_scale
+        log_work_XP = (latent_XH[:, :num_work].float().clamp_min(0).log1p() - self.log_work_mean) / self.log_work_scale
         log_work_XP = log_work_XP.clamp(self.log_work_low, self.log_work_high)
         channels = 2 + self.config.context
         member_XH = latent_XH[:, num_work : num_work + members * channels]

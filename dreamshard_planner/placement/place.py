@@ -60,6 +60,10 @@ class Placement:
         return list({tuple(c.assignment_S.tolist()): c.assignment_S for c in ordered}.values())
 
 
+MAX_SAMPLED_DEVICES = 512
+"""Sampled roll-outs x devices; more take longer than the search and find nothing that it does not."""
+
+
 class InfeasibleError(Exception):
     """No placement keeps every device within its memory."""
 
@@ -98,6 +102,7 @@ def place(
     problem = cost.problem
     generator = torch.Generator().manual_seed(seed)
     samples = 0 if config is None or problem.num_devices == 1 else config.samples
+    samples = min(samples, MAX_SAMPLED_DEVICES // problem.num_devices)
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
     for rule in RULES:

@@ -29,7 +29,7 @@ class SearchConfig:
     """How long and how widely to search."""
 
     samples: int = 15
-    """Sampled policy roll-outs beside the greedy one."""
+    """Sampled policy roll-outs beside the greedy one, at most; fewer on many devices."""
     starts: int = 3
     """Best starting placements from which to descend."""
     candidates: int = 30_000
@@ -113,9 +113,12 @@ class _State:
         index = sorted(touched)
         self.group_ms_DG2[index] = self.cost.compute.group_cost_ms(self.latent_DGH[index])
 
-    def group_ms(self, latent_CH: Tensor) -> Tensor:
-        """Forward + backward of groups, [...]."""
-        return self.cost.compute.group_cost_ms(latent_CH).sum(-1)
+    def group_ms(self, *latents: Tensor) -> tuple[Tensor, ...]:
+        """Forward + backward [...] of several batches of groups [..., H], rated in one go."""
+        rows = [latent_CH.flatten(0, -2) for latent_CH in latents]
+        cost_X = self.cost.compute.group_cost_ms(torch.cat(rows)).sum(-1)
+        parts = cost_X.split([len(row) for row in rows])
+        return tuple(part.view(latent.shape[:-1]) for part, latent in zip(parts, latents, strict=True))
 
 
 @dataclass(frozen=True)
@@ -232,14 +235,17 @@ def _moves_and_swaps(state: _State, bottleneck: int, here_N: Tensor, max_swaps: 
     devices = torch.arange(problem.num_devices)
 
     group_N = group_S[here_N]
-    # What each shard here frees when it leaves, and what it adds wherever it goes.
-    freed_N = group_ms_DG[bottleneck, group_N] - state.group_ms(
-        state.latent_DGH[bottleneck, group_N] - latent_SH[here_N]
+    there_J = (state.assignment_S != bottleneck).nonzero()[:, 0]
+    home_J, group_J = state.assignment_S[there_J], group_S[there_J]
+    # The groups without what leaves them, and with what comes to them: all rated at once.
+    without_N, with_ND, without_J, with_J = state.group_ms(
+        state.latent_DGH[bottleneck, group_N] - latent_SH[here_N],
+        state.latent_DGH[:, group_N].transpose(0, 1) + latent_SH[here_N][:, None],
+        state.latent_DGH[home_J, group_J] - latent_SH[there_J],
+        state.latent_DGH[bottleneck, group_J] + latent_SH[there_J],
     )
-    added_ND = (
-        state.group_ms(state.latent_DGH[:, group_N].transpose(0, 1) + latent_SH[here_N][:, None])
-        - group_ms_DG[:, group_N].T
-    )
+    freed_N = group_ms_DG[bottleneck, group_N] - without_N
+    added_ND = with_ND - group_ms_DG[:, group_N].T
     need_NM = problem.storage_SM[here_N]
     fits_ND = ((need_NM[:, None] <= state.free_DM) | (need_NM[:, None] == 0)).all(-1) & (devices != bottleneck)
     row_C, device_C = fits_ND.nonzero(as_tuple=True)
@@ -251,14 +257,10 @@ def _moves_and_swaps(state: _State, bottleneck: int, here_N: Tensor, max_swaps: 
         device_ms_C=device_ms_D[device_C] + added_ND[row_C, device_C],
     )
 
-    there_J = (state.assignment_S != bottleneck).nonzero()[:, 0]
     if len(there_J) == 0:
         return moves, _Candidates(*[torch.empty(0, dtype=torch.int64)] * 3, *[torch.empty(0)] * 2)
-    home_J, group_J = state.assignment_S[there_J], group_S[there_J]
-    freed_J = group_ms_DG[home_J, group_J] - state.group_ms(state.latent_DGH[home_J, group_J] - latent_SH[there_J])
-    returned_J = (
-        state.group_ms(state.latent_DGH[bottleneck, group_J] + latent_SH[there_J]) - group_ms_DG[bottleneck, group_J]
-    )
+    freed_J = group_ms_DG[home_J, group_J] - without_J
+    returned_J = with_J - group_ms_DG[bottleneck, group_J]
     # First order: the effects of leaving and coming add up. Exact within different groups, a guess within one.
     bottleneck_NJ = device_ms_D[bottleneck] - freed_N[:, None] + returned_J
     device_NJ = device_ms_D[home_J] - freed_J + added_ND[:, home_J]
@@ -277,14 +279,11 @@ def _moves_and_swaps(state: _State, bottleneck: int, here_N: Tensor, max_swaps: 
         row, column = row_C[same_C], column_C[same_C]
         group, home = group_N[row], home_J[column]
         exchange_CH = latent_SH[there_J[column]] - latent_SH[here_N[row]]
-        bottleneck_C[same_C] = (
-            device_ms_D[bottleneck]
-            - group_ms_DG[bottleneck, group]
-            + state.group_ms(state.latent_DGH[bottleneck, group] + exchange_CH)
+        here_C, home_C = state.group_ms(
+            state.latent_DGH[bottleneck, group] + exchange_CH, state.latent_DGH[home, group] - exchange_CH
         )
-        device_ms_C[same_C] = (
-            device_ms_D[home] - group_ms_DG[home, group] + state.group_ms(state.latent_DGH[home, group] - exchange_CH)
-        )
+        bottleneck_C[same_C] = device_ms_D[bottleneck] - group_ms_DG[bottleneck, group] + here_C
+        device_ms_C[same_C] = device_ms_D[home] - group_ms_DG[home, group] + home_C
     return moves, _Candidates(here_N[row_C], home_J[column_C], there_J[column_C], bottleneck_C, device_ms_C)
 
 

@@ -61,6 +61,8 @@ class OptionReader:
         self._constraints = constraints or {}
         self._statistics = statistics
         self._configs: dict[nn.Module, dict[str, Any]] = {}
+        # Estimator, partitioner and perf model ask for the same tables one after the other.
+        self._workloads: dict[tuple[Table, int], Workload] = {}
         self._fused_params = {
             sharder_name(sharder.module_type): getattr(sharder, "fused_params", None) or {} for sharder in sharders
         }
@@ -73,15 +75,15 @@ class OptionReader:
         """
         for option in options:
             require_table_wise(option)
-        tables = [self._table(option, topology) for option in options]
-        workloads: list[Workload | None] = [None] * len(tables)
-        by_batch: dict[int, list[int]] = {}
-        for index, option in enumerate(options):
-            by_batch.setdefault(option.batch_size * topology.world_size, []).append(index)
-        for batch_size, indices in by_batch.items():
-            for index, workload in zip(indices, workloads_of([tables[i] for i in indices], batch_size), strict=True):
-                workloads[index] = workload
-        return workloads
+        keys = [(self._table(option, topology), option.batch_size * topology.world_size) for option in options]
+        new: dict[int, list[Table]] = {}
+        for table, batch_size in dict.fromkeys(keys):
+            if (table, batch_size) not in self._workloads:
+                new.setdefault(batch_size, []).append(table)
+        for batch_size, tables in new.items():
+            for table, workload in zip(tables, workloads_of(tables, batch_size), strict=True):
+                self._workloads[table, batch_size] = workload
+        return [self._workloads[key] for key in keys]
 
     def problem(
         self, options: Sequence[ShardingOption], topology: Topology, with_storage: bool = True
