@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned plac
 @app.command()
 def train(
     out: Annotated[Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.")],
-    seconds: Annotated[float, typer.Option(help="Time for measuring kernels.")] = 300.0,
+    seconds: Annotated[float | None, typer.Option(help="Time for measuring kernels; 300, or 8 with --quick.")] = None,
     device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
     seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
@@ -48,7 +48,8 @@ def train(
 
     config = _with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives))
-    config = replace(config, seconds=seconds, device=device, threads=threads, seed=seed, recipe=recipe)
+    config = replace(config, device=device, threads=threads, seed=seed, recipe=recipe)
+    config = config if seconds is None else replace(config, seconds=seconds)
     checkpoint = train_on_roofline(config, out) if roofline else train(config, out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
 
@@ -144,7 +145,13 @@ def _read_collectives(path: Path | None) -> dict | None:
 
 
 def _with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig:
-    return config if updates is None else replace(config, reinforce=replace(config.reinforce, updates=updates))
+    if updates is None:
+        return config
+    return replace(
+        config,
+        reinforce=replace(config.reinforce, updates=updates),
+        paper_reinforce=replace(config.paper_reinforce, updates=updates),
+    )
 
 
 def main() -> None:

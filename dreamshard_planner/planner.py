@@ -169,8 +169,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             torchrec_estimate=TorchRecEstimate(self._topology, constraints, sharders),
         )
         sharding_plan = super().plan(module, sharders)
-        if isinstance(self._partitioner, DreamShardPartitioner) and self._partitioner.placement is not None:
-            self._report = Report.of(self._partitioner.placement, self._partitioner.cost)
+        if isinstance(self._partitioner, DreamShardPartitioner):
+            # Of the proposal that won, which need not be the last one.
+            outcome = self._partitioner.outcome(self._best_plan or [])
+            self._report = None if outcome is None else Report.of(*outcome)
         return sharding_plan
 
     def collective_plan(

@@ -67,7 +67,7 @@ class Report:
         def entry(contender: Contender) -> ReportEntry:
             return ReportEntry.of(contender.name, contender.costs)
 
-        notes = cost.notes(placement.chosen.assignment_S)
+        notes = (*cost.notes(placement.chosen.assignment_S), *placement.notes)
         if placement.cut_short:
             notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
         rivals = tuple(sorted((entry(rival) for rival in placement.rivals), key=lambda rival: rival.total_ms))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.dataset import CostDataset, Journal
 from dreamshard_planner.cost.fit import (
     FitConfig,
     LabelledSets,
@@ -37,6 +38,7 @@ from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.measure.collect import MAX_SET_WORK, collect, draw_sets, set_work
+from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.policy import (
@@ -54,9 +56,8 @@ MAX_SETS_PER_SECOND = 30
 """More than any machine measures; sets are drawn for this rate."""
 
 BANDWIDTHS = (2e9 / 1e3, 600e9 / 1e3)
-"""All-to-all bytes per millisecond of training tasks, log-uniform: from Ethernet (2 GB/s) to NVLink (600 GB/s), so
-that a policy knows tasks bound by communication as well as by compute."""
-
+"""All-to-all bytes per millisecond of training tasks, log-uniform: from Ethernet (2 GB/s) to NVLink (600 GB/s). A
+policy does not observe the bandwidth, so it learns what is good on average; the search afterwards knows it."""
 
 SPLIT_SEED = 0
 """Of the halves of every pool. No option: a table that one training holds out must not teach another."""
@@ -118,6 +119,7 @@ class TrainingConfig:
 QUICK = TrainingConfig(
     pools=("merlin_tiny", "mlperf_dlrm_dcnv2"),
     extra_pools=(),
+    seconds=8.0,
     rounds=1,
     batch_sizes=(256,),
     arena_bytes=1 << 26,
@@ -142,7 +144,8 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes, config.max_set_tables)
     train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes, config.max_set_tables)
     arena = Arena(config.device, config.arena_bytes, seed=config.seed)
-    test = _measure(config, test_sets, out.with_suffix(".test.journal"), config.test_share, arena, progress)
+    journals = [out.with_suffix(".test.journal")]
+    test = _measure_once(config, test_sets, journals[0], config.test_share, arena, progress)
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
@@ -152,14 +155,17 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
         sets: Sequence[Sequence[Workload]] = train_sets
         if policy is not None:
             sets = proposed_sets(policy, tasks, max_sets, config.seed + 100 * round_index)
-        journal = out.with_suffix(f".round{round_index}.journal")
-        datasets.append(_measure(config, sets, journal, round_share, arena, progress))
+        journals.append(out.with_suffix(f".round{round_index}.journal"))
+        datasets.append(_measure_once(config, sets, journals[-1], round_share, arena, progress))
         dataset = CostDataset.concatenate(datasets)
         checkpoint, tasks = learn(config, dataset, test, progress)
         policy = checkpoint.policy
     dataset.save(out.with_suffix(".dataset.npz"))
     test.save(out.with_suffix(".test.npz"))
     checkpoint.save(out)
+    for journal in journals:  # all they hold is in the datasets
+        journal.unlink()
+        _finished(journal).unlink()
     return Checkpoint.load(out)
 
 
@@ -244,7 +250,7 @@ def learn(
         "collectives": config.collectives,
         "pools": list(config.pools),
         "extra_pools": list(config.extra_pools),
-        "batch_sizes": list(config.batch_sizes),
+        "batch_sizes": np.unique(train_data.columns["batch_size"]).tolist(),
         "validation": {
             **validate_cost(network, train_sets, test_sets),
             **validate_policy(policy, network, test_tables, config),
@@ -407,6 +413,28 @@ def labelled(data: CostDataset) -> LabelledSets:
 def hardware_name(hardware: dict[str, Any]) -> str:
     """Processor and threads, for people."""
     return f"{hardware.get('name', hardware.get('device', '?'))}, {hardware.get('threads', '?')} thread(s)"
+
+
+def _finished(journal: Path) -> Path:
+    return journal.with_suffix(".finished")
+
+
+def _measure_once(
+    config: TrainingConfig,
+    sets: Sequence[Sequence[Workload]],
+    journal: Path,
+    share: float,
+    arena: Arena,
+    progress: bool,
+) -> CostDataset:
+    """Measure for this share of the time. What an earlier run finished is read only: more sets there would lead to
+    other networks, and so to other sets in later rounds than that run has measured."""
+    if _finished(journal).is_file():
+        with Journal.open(journal, describe_hardware(config.device, config.threads), config.seed) as held:
+            sets = sets[: len(held)]
+    dataset = _measure(config, sets, journal, share, arena, progress)
+    _finished(journal).touch()
+    return dataset
 
 
 def _measure(

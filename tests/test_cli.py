@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dreamshard_planner import training
 from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
+from dreamshard_planner.cli import _with_updates
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.training import QUICK, TrainingConfig
 
 
 def dreamshard(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +40,7 @@ def test_errors_are_one_line_and_a_status(tmp_path: Path) -> None:
 def trained(tmp_path_factory) -> Path:
     """A tiny training from nothing on real kernels."""
     out = tmp_path_factory.mktemp("trained") / "tiny.safetensors"
-    result = dreamshard("train", "--out", str(out), "--seconds", "8", "--quick")
+    result = dreamshard("train", "--out", str(out), "--quick")
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout)) >= {"network_mape", "linear_mape", "policy_over_rule"}
     return out
@@ -45,6 +50,37 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
     checkpoint = Checkpoint.load(trained)
     assert checkpoint.metadata["dataset"]["sets"] >= 8
     assert checkpoint.metadata["hardware"]["torch"]
+    assert checkpoint.metadata["batch_sizes"] == [256]
+    names = {path.name for path in trained.parent.iterdir()}
+    assert names == {"tiny.safetensors", "tiny.dataset.npz", "tiny.test.npz"}
+
+
+def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, out, measure = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", training._measure
+
+    def interrupted(config: TrainingConfig, sets: list, journal: Path, *arguments) -> CostDataset:
+        dataset = measure(config, sets, journal, *arguments)
+        if "round1" in journal.name:
+            raise KeyboardInterrupt
+        return dataset
+
+    monkeypatch.setattr(training, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, out, progress=False)
+    monkeypatch.undo()
+    journals = {path.name: path.read_bytes() for path in tmp_path.glob("*.journal")}
+    assert set(journals) == {"x.test.journal", "x.round0.journal", "x.round1.journal"}
+    checkpoint = training.train(config, out, progress=False)
+    measured = CostDataset.load(out.with_suffix(".dataset.npz"))
+    # What was measured before is all there: round 0 as it was, round 1 and what the second run added to it.
+    lines = {name: content.count(b"\n") - 1 for name, content in journals.items()}
+    assert checkpoint.metadata["dataset"]["sets"] == len(measured)
+    assert len(measured) >= lines["x.round0.journal"] + lines["x.round1.journal"]
+
+
+def test_updates_are_those_asked_for_in_every_recipe() -> None:
+    config = _with_updates(TrainingConfig(), 3)
+    assert config.reinforce.updates == config.paper_reinforce.updates == 3
 
 
 def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -345,3 +346,17 @@ def test_exact_plan_of_what_does_not_fit() -> None:
     assert exact.assignment_S is None and exact.cost_ms == exact.bound_ms == math.inf
     heavy = solve(storage_problem([1, 1, 1], [10, 10]), 60.0, torch.tensor([5.0, 1.0, 1.0]))
     assert heavy.cost_ms == heavy.bound_ms == 5.0
+
+
+def test_memory_that_nobody_needs_binds_nobody() -> None:
+    problem = make_cost(4, 2, memory_bytes=10**9).problem
+    with_unused = replace(
+        problem,
+        storage_SM=torch.cat([torch.zeros_like(problem.storage_SM), problem.storage_SM], dim=-1),
+        capacity_DM=torch.cat([torch.zeros_like(problem.capacity_DM), problem.capacity_DM], dim=-1),
+    )
+    free = []
+    for variant in (problem, with_unused):
+        mdp = EstimatedMDP(TaskBatch.collate([PlacementCost(variant, ROOFLINE, CollectiveModel(2, 1e6))]), 1)
+        free.append(mdp.observe().channels_EDO[..., OBSERVATION_INDEX["free_memory"]])
+    assert torch.equal(*free) and free[0].min() > 0.9

@@ -14,6 +14,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -27,6 +28,7 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
+from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.plugin import (
     DreamShardEstimator,
     DreamShardPartitioner,
@@ -34,7 +36,7 @@ from dreamshard_planner.plugin import (
     RulePartitioner,
     TableWiseProposer,
 )
-from dreamshard_planner.plugin.options import OptionReader, table_wise_constraints
+from dreamshard_planner.plugin.options import OptionReader, collective_model, table_wise_constraints
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -305,3 +307,77 @@ def test_import_starts_nothing() -> None:
         "assert not torch.cuda.is_initialized() and not dist.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MB = 2**20
+
+
+def scarce_planner(**arguments) -> tuple[DreamShardPlanner, EmbeddingBagCollection]:
+    """Four tables on two GPUs whose memory holds only some of them; two are read often."""
+    sizes_mb = {"z": 11_000, "a": 9_000, "b": 4_500, "c": 4_500}
+    model = collection(*(table(name, size * MB // 256, 64) for name, size in sizes_mb.items()))
+    pooling = {"z": 0.01, "a": 0.01, "b": 60.0, "c": 60.0}
+    statistics = TableStatistics({f"{name}_f0": FeatureStatistics(factor) for name, factor in pooling.items()})
+    made = DreamShardPlanner(
+        topology=Topology(2, "cuda", hbm_cap=11_900 * MB, ddr_cap=2**40),
+        batch_size=16_384,
+        statistics=statistics,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        stats=[],
+        debug=False,
+        **arguments,
+    )
+    return made, model
+
+
+def test_report_is_of_the_plan_that_won() -> None:
+    made, model = scarce_planner()
+    options: list = []
+    made._callbacks = [lambda plan: options.extend(plan) or plan]
+    made.plan(model, SHARDERS)
+    kernels = {option.name: option.compute_kernel for option in options}
+    assert set(kernels.values()) == {"fused", "fused_uvm_caching"}  # several proposals were rated
+    assert made.report().chosen.total_ms == pytest.approx(made.predict(options).total_ms)
+
+
+def test_kernels_of_unknown_cost_are_left_alone() -> None:
+    constraints = {name: ParameterConstraints(compute_kernels=["fused", "key_value"]) for name in "zabc"}
+    made, model = scarce_planner(constraints=constraints)
+    with pytest.raises(PlannerError, match="Tables do not fit"):  # rather than on SSDs at the cost of device memory
+        made.plan(model, SHARDERS)
+    constraints["z"] = ParameterConstraints(compute_kernels=["key_value"])
+    made, model = scarce_planner(constraints=constraints)
+    with pytest.raises(PlannerError, match="'z' may only use compute kernels .'key_value'., whose cost"):
+        made.plan(model, SHARDERS)
+
+
+def test_kernels_of_several_memories_are_fused_together() -> None:
+    constraints = {"t1": ParameterConstraints(compute_kernels=["fused_uvm"])}
+    made = planner(topology=topology(device="cuda"), constraints=constraints)
+    options: list = []
+    made._callbacks = [lambda plan: options.extend(plan) or plan]
+    made.plan(collection(table("t0"), table("t1")), SHARDERS)
+    assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
+    problem = OptionReader(constraints).problem(options, topology(device="cuda"))
+    assert problem.num_groups == 1
+
+
+def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made, model = scarce_planner(refine="measure", refine_seconds=1.0)
+    made.plan(model, SHARDERS)
+    assert any("nothing was measured" in note and "outside of device memory" in note for note in made.report().notes)
+    assert made.report().measured is None
+
+
+@pytest.mark.parametrize(
+    ("made", "source"),
+    [
+        (Topology(4, "cpu", local_world_size=4), "measured with gloo on 2 ranks"),
+        (Topology(16, "cpu", local_world_size=8), "nothing measured"),
+        (Topology(4, "cuda", local_world_size=4), "nothing measured"),
+    ],
+    ids=["one host", "two hosts", "another device"],
+)
+def test_measured_collectives_hold_for_what_they_were_measured_on(made: Topology, source: str) -> None:
+    assert source in collective_model(made, resolve("auto", "cpu")).source

@@ -94,10 +94,6 @@ class PaperCostNetwork(nn.Module):
     glance_ms = group_cost_ms
     glance_channels = None
 
-    def device_communication_ms(self, latent_XH: Tensor) -> Tensor:
-        """Predicted communication of devices, [...], from their summed latents."""
-        return self._head("communication", latent_XH[..., 1:]).clamp_min(0)
-
     def overall_ms(self, latent_BDGH: Tensor) -> Tensor:
         """Predicted overall cost of placements, [B], from the maximum over their devices."""
         return self._head("overall", latent_BDGH.sum(-2)[..., 1:].amax(-2))

@@ -32,7 +32,7 @@ OBSERVATIONS = (
     "makespan_excess",  # the largest load after, above the smallest such of all choices, / ideal
     "communication",  # output bytes of the device / ideal
     "communication_after",
-    "free_memory",  # share of the device's memory that stays free
+    "free_memory",  # share of the device's memory that stays free, of the scarcest kind that shards need
     "remaining",  # share of the task's cost still to be placed
     "shard",  # cost of the shard alone / ideal
     "devices",  # log2 of the device count / 10
@@ -132,6 +132,8 @@ class EstimatedMDP:
         self._ideal_ms_E = self._total_ms_E / self._devices_E
         self._ideal_bytes_E = (tasks.output_bytes_TS.sum(-1)[self.task_E] / self._devices_E).clamp_min(1e-9)
         self._capacity_EDM = self.free_EDM.clamp_min(1).float()
+        # Kinds of memory that no shard asks for bind nobody, however little of them there is.
+        self._needed_EDM = (tasks.storage_TSM.sum(1) > 0)[self.task_E][:, None]
 
     def _current(self, name: str) -> Tensor:
         """Values of the shard at hand, per episode; spread over episodes once for all steps."""
@@ -180,7 +182,7 @@ class EstimatedMDP:
             (makespan_ED - best_makespan_E1) / ideal_E1,
             self.bytes_ED / ideal_bytes_E1,
             (self.bytes_ED + bytes_E1) / ideal_bytes_E1,
-            (left_EDM / self._capacity_EDM).amin(-1),
+            (left_EDM / self._capacity_EDM).masked_fill(~self._needed_EDM, 1.0).amin(-1),
         ]
         channels_EDO = torch.cat(
             [

@@ -52,16 +52,19 @@ def solve(problem: PlacementProblem, seconds: float, cost_ms_S: Tensor | None = 
     if shards * devices > MAX_VARIABLES:
         return ExactPlan(None, math.inf, 0.0)
     cost_S = (torch.zeros(shards) if cost_ms_S is None else cost_ms_S).double()
+    bound_ms = 0.0
     for margin in MARGINS:
         solution = _milp(problem, cost_S.numpy(), seconds, margin)
+        if margin == 0:  # a bound with less memory than there is would be none
+            infeasible = solution.status == INFEASIBLE_STATUS
+            bound_ms = math.inf if infeasible else float(solution.mip_dual_bound or 0.0)
         if solution.x is None:
-            proven = margin == 0 and solution.status == INFEASIBLE_STATUS
-            return ExactPlan(None, math.inf, math.inf if proven else 0.0)
+            return ExactPlan(None, math.inf, bound_ms)
         assignment_S = torch.from_numpy(solution.x[:-1].reshape(shards, devices).argmax(-1))
         if bool(problem.fits(assignment_S[None])):
             load_D = torch.zeros(devices, dtype=torch.float64).index_add_(0, assignment_S, cost_S)
-            return ExactPlan(assignment_S, float(load_D.max()), float(solution.mip_dual_bound or 0.0))
-    return ExactPlan(None, math.inf, 0.0)
+            return ExactPlan(assignment_S, float(load_D.max()), bound_ms)
+    return ExactPlan(None, math.inf, bound_ms)
 
 
 def _milp(problem: PlacementProblem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:

@@ -52,6 +52,8 @@ class Placement:
     cut_short: bool
     refined: RefineResult | None = None
     """Where the plan was chosen by measurement."""
+    notes: tuple[str, ...] = ()
+    """For readers of the report."""
 
     def distinct(self) -> list[Tensor]:
         """Feasible placements [S], the chosen one first, the others from cheap to dear; each once."""

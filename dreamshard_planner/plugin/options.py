@@ -38,7 +38,9 @@ MEMORY_KINDS = ("HBM", "DDR", "SSD")
 OUTPUT_BYTES = 4
 """Bytes of one pooled output element on the wire: TorchRec's kernels put out fp32 by default."""
 
-_KERNEL_MEMORY = {"fused_uvm": "uvm", "fused_uvm_caching": "uvm_caching"}
+KERNEL_MEMORY = {"fused": "device", "fused_uvm": "uvm", "fused_uvm_caching": "uvm_caching"}
+"""Where FBGEMM's training kernels keep their weights; all of them share one fused kernel per group. For others, such as
+``key_value`` on SSDs, there is no cost."""
 _OPTIMIZERS = {"SGD": "sgd", "EXACT_SGD": "sgd", "RowWiseAdagrad": "rowwise_adagrad"}
 _OPTIMIZERS["EXACT_ROWWISE_ADAGRAD"] = "rowwise_adagrad"
 
@@ -172,7 +174,7 @@ class OptionReader:
             pooled=option.is_pooled,
             weighted=bool(option.is_weighted or (constraint and constraint.is_weighted)),
             optimizer=self._optimizer(option),
-            memory="device" if on_host else _KERNEL_MEMORY.get(option.compute_kernel, "device"),
+            memory="device" if on_host else KERNEL_MEMORY.get(option.compute_kernel, "device"),
         )
 
     def _optimizer(self, option: ShardingOption) -> str:
@@ -191,7 +193,7 @@ class OptionReader:
         return (
             option.path,
             option.sharding_type,
-            option.compute_kernel,
+            "fused" if option.compute_kernel in KERNEL_MEMORY else option.compute_kernel,
             str(option.tensor.dtype),
             str(getattr(config, "data_type", None)),
             str(getattr(config, "pooling", None)),
@@ -326,10 +328,11 @@ def table_wise_constraints(
 
 
 def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveModel:
-    """All-to-all as the checkpoint measured it, else over the topology's bandwidth: between hosts as soon as
-    there are several."""
+    """All-to-all as the checkpoint measured it, for ranks of one host of that kind; else over the topology's bandwidth:
+    between hosts as soon as there are several."""
     measured = checkpoint.metadata.get("collectives")
-    if measured is not None:
+    one_host = topology.world_size <= topology.local_world_size
+    if measured is not None and one_host and measured["hardware"]["device"] == topology.compute_device:
         fit = CollectiveFit(**measured["fits"]["all_to_all"])
         source = f"measured with {measured['backend']} on {measured['world_size']} ranks, {checkpoint.name}"
         return fit.model(topology.world_size, source)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +78,7 @@ class DreamShardPartitioner(Partitioner):
         self._refine_seconds = refine_seconds
         self._reader = reader or OptionReader(constraints, statistics)
         self._torchrec_estimate = torchrec_estimate
-        self.placement: Placement | None = None
-        self.cost: PlacementCost | None = None
+        self._outcomes: dict[Hashable, tuple[Placement, PlacementCost]] = {}
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank`` of every shard of ``proposal`` and return it, as TorchRec's contract has it.
@@ -97,7 +96,7 @@ class DreamShardPartitioner(Partitioner):
             cost = PlacementCost(problem, compute, collective_model(storage_constraint, checkpoint))
             ranks_S = torchrec_ranks(proposal, storage_constraint, self._torchrec_estimate)
             try:
-                self.placement = place(
+                placement = place(
                     cost,
                     checkpoint.policy,
                     self._search,
@@ -108,11 +107,15 @@ class DreamShardPartitioner(Partitioner):
             except InfeasibleError as error:
                 raise infeasible(problem, error.proven) from error
             if self._refine_seconds > 0:
-                self.placement = self._refined(self.placement, proposal, cost, storage_constraint)
-                self._refine_seconds = 0.0
-        self.cost = cost
-        _assign(proposal, self.placement.chosen.assignment_S)
+                placement = self._refined(placement, proposal, cost, storage_constraint)
+        self._outcomes[_identity(proposal)] = placement, cost
+        _assign(proposal, placement.chosen.assignment_S)
         return proposal
+
+    def outcome(self, options: Sequence[ShardingOption]) -> tuple[Placement, PlacementCost] | None:
+        """How a proposal with these tables and kernels was placed, of those that TorchRec's planner asked for; it takes
+        the one that its perf model rates best. None where there was no such proposal."""
+        return self._outcomes.get(_identity(options))
 
     def _refined(
         self, placement: Placement, proposal: Sequence[ShardingOption], cost: PlacementCost, topology: Topology
@@ -120,9 +123,18 @@ class DreamShardPartitioner(Partitioner):
         device = topology.compute_device
         if device == "cuda" and not torch.cuda.is_available():
             raise DreamShardError("refine measures fused kernels on this machine, which has no CUDA device")
-        clock = SetClock(self._reader.workloads(proposal, topology), device, seed=self._seed)
+        workloads = self._reader.workloads(proposal, topology)
+        elsewhere = [workload.name for workload in workloads if workload.memory != "device"]
+        if elsewhere:
+            note = (
+                f"nothing was measured: {len(elsewhere)} table(s) outside of device memory, {elsewhere[0]!r} the first"
+            )
+            return replace(placement, notes=(*placement.notes, note))
+        clock = SetClock(workloads, device, seed=self._seed)
+        # A second proposal finds no time left.
+        seconds, self._refine_seconds = self._refine_seconds, 0.0
         search = self._search or DEFAULT_SEARCH
-        result = refine(cost, placement.distinct(), clock, self._refine_seconds, search=search, seed=self._seed)
+        result = refine(cost, placement.distinct(), clock, seconds, search=search, seed=self._seed)
         chosen = Contender("chosen", result.assignment_S, cost.rate(result.assignment_S[None]))
         return replace(placement, chosen=chosen, refined=result)
 
@@ -157,6 +169,10 @@ class RulePartitioner(Partitioner):
             raise infeasible(problem, proven=False)
         _assign(proposal, assignment_S)
         return proposal
+
+
+def _identity(options: Sequence[ShardingOption]) -> Hashable:
+    return frozenset((option.fqn, option.sharding_type, option.compute_kernel) for option in options)
 
 
 def require_device_partition(proposal: Sequence[ShardingOption]) -> None:

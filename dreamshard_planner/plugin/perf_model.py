@@ -15,6 +15,10 @@ from dreamshard_planner.plugin.options import OptionReader, collective_model
 from dreamshard_planner.plugin.partitioner import single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
+TIE_WEIGHT = 1e-6
+"""Of two proposals with equally slow bottlenecks TorchRec keeps the first, even if it moves tables to slower memory on
+the other ranks for nothing; this decides such ties."""
+
 
 class DreamShardPerfModel(PerfModel):
     """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds.
@@ -51,5 +55,6 @@ class DreamShardPerfModel(PerfModel):
             return PlacementCost(problem, self._compute, self._collectives).rate(ranks_BS)
 
     def rate(self, plan: list[ShardingOption]) -> float:
-        """Predicted overall cost in milliseconds; lower is better."""
-        return float(self.costs(plan).overall_ms_B[0])
+        """Predicted overall cost in milliseconds, and a millionth of what all ranks compute; lower is better."""
+        costs = self.costs(plan)
+        return float(costs.overall_ms_B[0] + TIE_WEIGHT * costs.device_ms_BD.sum())

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.types import ShardingType
 
-from dreamshard_planner.plugin.options import require_table_wise
+from dreamshard_planner.plugin.options import KERNEL_MEMORY, require_table_wise
 
 PROBES = 16
 """Numbers of tables outside of device memory that are tried where neither none nor all of them fit."""
@@ -31,7 +38,7 @@ class TableWiseProposer(Proposer):
         self._probes: list[int] = []
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``; raises ``PlannerError`` where a table has no table-wise option."""
+        """See ``Proposer.load``; raises ``PlannerError`` where a table has no table-wise option of a known kernel."""
         by_table: dict[str, list[ShardingOption]] = {}
         for option in search_space:
             by_table.setdefault(option.fqn, []).append(option)
@@ -40,6 +47,15 @@ class TableWiseProposer(Proposer):
             table_wise = [o for o in options if o.sharding_type == ShardingType.TABLE_WISE.value]
             if not table_wise:
                 require_table_wise(options[0])
+            table_wise = [option for option in table_wise if option.compute_kernel in KERNEL_MEMORY]
+            if not table_wise:
+                kernels = sorted({option.compute_kernel for option in options})
+                raise PlannerError(
+                    f"table {options[0].fqn.removeprefix('.')!r} may only use compute kernels {kernels}, whose cost "
+                    f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
+                    "ParameterConstraints.compute_kernels.",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
             # TorchRec enumerates kernels in the order of a set: sort, or plans would change with the hash seed.
             table_wise.sort(key=lambda option: (option.total_perf, option.compute_kernel))
             fastest, *slower = table_wise
