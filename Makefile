@@ -1,6 +1,6 @@
 # make demo         train a DLRM with the 26 MLPerf tables on 2 ranks under three planners; ends with a table
 # make test         all tests
-# make test-matrix  the smoke test with other releases of TorchRec
+# make test-matrix  the smoke test and TorchRec's seams with other releases of TorchRec
 # Each makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
@@ -48,7 +48,7 @@ test: $(STAMP)
 test-matrix: $(MATRIX:%=.matrix/%/installed)
 	@set -e; for release in $(MATRIX); do \
 	    echo "== torchrec $$release"; \
-	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q tests/distributed/test_smoke.py; \
+	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q tests/distributed/test_smoke.py tests/test_plugin.py; \
 	done
 
 clean:
