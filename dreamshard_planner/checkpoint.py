@@ -22,7 +22,8 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.placement.policy import AnyPolicy, PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
+from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig
 from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES
 

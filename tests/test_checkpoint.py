@@ -14,7 +14,8 @@ from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoint import SHIPPED, resolve
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
-from dreamshard_planner.placement.policy import PaperPolicy, PaperPolicyConfig, Policy, PolicyConfig
+from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.placement.policy import Policy, PolicyConfig
 from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")

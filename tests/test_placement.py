@@ -17,11 +17,10 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
+from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.placement.place import InfeasibleError, place
 from dreamshard_planner.placement.policy import (
     AnyPolicy,
-    PaperPolicy,
-    PaperPolicyConfig,
     Policy,
     PolicyConfig,
     roll_out,

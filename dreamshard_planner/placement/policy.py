@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
+from dreamshard_planner.placement.paper import PaperPolicy
 from dreamshard_planner.placement.recurrent import RecurrentPolicy
-from dreamshard_planner.workload.features import DESCRIPTORS, PAPER_FEATURES, Scaler, columns
+from dreamshard_planner.workload.features import DESCRIPTORS, Scaler, columns
 
 LOGIT_STEP = 1e-3
 """Greedy decoding compares logits after rounding to this step, so that ties always go to the lowest rank."""
@@ -97,59 +98,6 @@ def _with_shared(layer: nn.Linear, own_XDI: Tensor, shared_XJ: Tensor) -> Tensor
     own_weight, shared_weight = layer.weight.split((own_XDI.shape[-1], shared_XJ.shape[-1]), dim=1)
     shared_XV = nn.functional.linear(shared_XJ, shared_weight, layer.bias)
     return nn.functional.linear(own_XDI, own_weight) + shared_XV[..., None, :]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperPolicyConfig:
-    """Published sizes of the paper's policy network."""
-
-    table_hidden: int = 128
-    representation: int = 32
-    cost_hidden: int = 32
-
-
-class PaperPolicy(nn.Module):
-    """The DreamShard paper's policy network (section 3.3), for ablation.
-
-    A device is the sum of its tables' representations (MLP 21-128-32) beside an MLP 3-64-32 of its predicted
-    forward, communication and backward cost; a linear layer scores it. Costs are relative to a balanced
-    device, and the sum is scaled by devices over shards, so that one network serves tasks of any size.
-    """
-
-    def __init__(self, config: PaperPolicyConfig, seed: int = 0) -> None:
-        super().__init__()
-        self.config = config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.table = nn.Sequential(
-                nn.Linear(len(PAPER_FEATURES), config.table_hidden),
-                nn.ReLU(),
-                nn.Linear(config.table_hidden, config.representation),
-            )
-            self.costs = nn.Sequential(
-                nn.Linear(3, config.cost_hidden), nn.ReLU(), nn.Linear(config.cost_hidden, config.representation)
-            )
-            self.score = nn.Linear(2 * config.representation, 1)
-        self.register_buffer("feature_mean", torch.zeros(len(PAPER_FEATURES)))
-        self.register_buffer("feature_scale", torch.ones(len(PAPER_FEATURES)))
-        self.eval()
-
-    def initialize(self, features_SF: Tensor) -> None:
-        """See :meth:`Policy.initialize`."""
-        scaler = Scaler.fit(features_SF[:, columns(PAPER_FEATURES)])
-        self.feature_mean.copy_(scaler.mean_F)
-        self.feature_scale.copy_(scaler.scale_F)
-
-    def represent(self, features_XF: Tensor) -> Tensor:
-        """See :meth:`Policy.represent`."""
-        return self.table((features_XF[..., columns(PAPER_FEATURES)] - self.feature_mean) / self.feature_scale)
-
-    def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """See :meth:`Policy.logits`."""
-        observed = [OBSERVATION_INDEX[name] for name in ("forward", "communication", "backward")]
-        costs_XDR = self.costs(channels_XDO[..., observed])
-        logit_XD = self.score(torch.cat([load_XDR, costs_XDR], dim=-1))[..., 0]
-        return logit_XD.masked_fill(~legal_XD, -torch.inf)
 
 
 AnyPolicy = Policy | PaperPolicy | RecurrentPolicy

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX
-from dreamshard_planner.workload.features import PAPER_FEATURES, Scaler, columns
+from dreamshard_planner.placement.paper import PublishedTables
 
 OBSERVED = tuple(OBSERVATION_INDEX[name] for name in ("forward", "backward", "free_memory"))
 """AutoShard balances computation alone: no communication."""
@@ -27,7 +27,7 @@ class RecurrentPolicyConfig:
     core_layers: int = 2
 
 
-class RecurrentPolicy(nn.Module):
+class RecurrentPolicy(PublishedTables):
     """An LSTM remembers the tables placed so far; a device is scored from that, from its own tables, and from both.
 
     A table is an MLP 21-128-32 of its features; a device the sum over its tables beside an MLP of its predicted costs
@@ -37,37 +37,23 @@ class RecurrentPolicy(nn.Module):
     """
 
     def __init__(self, config: RecurrentPolicyConfig, seed: int = 0) -> None:
-        super().__init__()
-        self.config = config
         width = 2 * config.representation
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.table = nn.Sequential(
-                nn.Linear(len(PAPER_FEATURES), config.table_hidden),
-                nn.ReLU(),
-                nn.Linear(config.table_hidden, config.representation),
-            )
+            super().__init__(config.table_hidden, config.representation)
             self.core = nn.LSTM(config.representation, width, config.core_layers, batch_first=True)
             self.costs = nn.Linear(len(OBSERVED), config.representation)
             self.score = nn.Sequential(
                 nn.Linear(3 * width, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(),
                 nn.Linear(64, 1),
             )  # fmt: skip
-        self.register_buffer("feature_mean", torch.zeros(len(PAPER_FEATURES)))
-        self.register_buffer("feature_scale", torch.ones(len(PAPER_FEATURES)))
+        self.config = config
         self.eval()
-
-    def initialize(self, features_SF: Tensor) -> None:
-        """Fit the feature scaler to the shards of the training tables, [S, F]."""
-        scaler = Scaler.fit(features_SF[:, columns(PAPER_FEATURES)])
-        self.feature_mean.copy_(scaler.mean_F)
-        self.feature_scale.copy_(scaler.scale_F)
 
     def represent(self, features_TSF: Tensor) -> Tensor:
         """Representations of shards in the order in which they are placed, [T, S, R + C]: of the table, and of the
         sequence up to it."""
-        scaled = (features_TSF[..., columns(PAPER_FEATURES)] - self.feature_mean) / self.feature_scale
-        table_TSR = self.table(scaled)
+        table_TSR = super().represent(features_TSF)
         return torch.cat([table_TSR, self.core(table_TSR)[0]], dim=-1)
 
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
