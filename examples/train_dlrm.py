@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -38,8 +39,7 @@ def main() -> None:
     apply_optimizer_in_backward(RowWiseAdagrad, embeddings.parameters(), {"lr": 0.02})
     model = DLRMTrain(DLRM(embeddings, 13, [64, DIM], [64, 1], dense_device=device))
 
-    some = iter(data)
-    statistics = TableStatistics.from_batches(next(some).sparse_features for _ in range(3))
+    statistics = TableStatistics.from_batches(batch.sparse_features for _, batch in zip(range(3), data, strict=False))
     planner = DreamShardPlanner(batch_size=BATCH_SIZE, statistics=statistics)
     model = DistributedModelParallel(model, device=device, planner=planner)  # <- the one changed line
 
@@ -56,3 +56,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # models are cyclic and hold the process group, whose threads must not outlive Python
