@@ -10,6 +10,10 @@ summarizes.
 
 Compute is ``max over devices of (forward + backward)`` as measured; overall adds modelled collectives. Ratios are
 geometric means over tasks that both sides place; what a placer could not place is counted.
+
+On a machine with cores to spare, ``--part 0/2`` and ``--part 1/2``, each with a record of its own and started with
+``taskset`` on a core of its own, play half of the tasks each; the lines of one record, without its first, appended to
+the other make the whole.
 """
 
 from __future__ import annotations
@@ -55,6 +59,20 @@ FILLED = 0.95
 STARTS = ("dreamshard", "policy", "torchrec", *RULES)
 """What the planner itself refines by measurement: rivals' plans are none of its business."""
 BYTES_PER_MS = 12.5e9 / 1e3  # 100 Gbit/s Ethernet; only the overall cost depends on it
+
+
+class Part:
+    """Every ``count``-th task, from task ``index`` on; written ``index/count``."""
+
+    def __init__(self, text: str) -> None:
+        index, _, count = text.partition("/")
+        self.index, self.count = int(index), int(count)
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"a part is I/N with I below N, got {text}")
+
+    def of(self, contests: Sequence[Contest]) -> Sequence[Contest]:
+        """The tasks of this part."""
+        return contests[self.index :: self.count]
 
 
 def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
@@ -255,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--part", type=Part, default=Part("0/1"), help="I/N: every N-th task, from task I on")
     parser.add_argument("--placers", default="", help="names, separated by commas; default: all")
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per task; continued")
     parser.add_argument("--rounds", type=int, default=9, help="times that each placement is measured")
@@ -272,7 +291,7 @@ def main() -> None:
     if unknown or ANCHOR not in names:
         parser.error(f"--placers must be some of {', '.join(field.placers)}, {ANCHOR} among them; got {args.placers}")
     records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
-    head = {"settings": {k: str(v) for k, v in vars(args).items() if k not in ("tasks", "record")}}
+    head = {"settings": {k: str(v) for k, v in vars(args).items() if k not in ("tasks", "record", "part")}}
     if records and records[0]["settings"] != head["settings"]:
         parser.error(f"{args.record}: recorded with other settings: {records[0]['settings']}")
     console = Console(stderr=True)
@@ -280,7 +299,9 @@ def main() -> None:
         if not records:
             records = [head | provenance(torch.device(args.device))]
             file.write(json.dumps(records[0]) + "\n")
-        contests = draw_contests(args.tasks, args.seed, args.batch_size)[len(records) - 1 :]
+        played = {record["task"] for record in records[1:]}
+        contests = args.part.of(draw_contests(args.tasks, args.seed, args.batch_size))
+        contests = [contest for contest in contests if contest.name not in played]
         arena = Arena(args.device, seed=args.seed)
         for contest in track(contests, "tasks", console=console):
             records.append(play(contest, field, names, arena, args))

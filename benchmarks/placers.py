@@ -43,6 +43,7 @@ from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, lo
 from dreamshard_planner.placement.tasks import Task
 from dreamshard_planner.training import labelled
 from dreamshard_planner.workload.tables import Table
+from torchrec_estimates import TorchRecCost
 
 DATA = Path(__file__).parent / "data"
 EXACT_SECONDS = 60.0
@@ -82,6 +83,7 @@ class Field:
             "linear_exact": self._linear_exact,
             "linear_search": lambda contest: self._search(contest, self.linear, bare),
             "roofline_search": lambda contest: self._search(contest, self.roofline, bare),
+            "torchrec_search": lambda contest: self._search(contest, self._torchrec_cost(contest), bare),
             "neuroshard": self._neuroshard,
             "autoshard": lambda contest: self._learned(contest, self.autoshard, None),
             "paper": lambda contest: self._learned(contest, self.paper, None),
@@ -121,6 +123,9 @@ class Field:
     def roofline(self) -> ComputeCost:
         """From the bandwidths that TorchRec assumes."""
         return RooflineCost.of_topology(Topology(world_size=1, compute_device=self._device))
+
+    def _torchrec_cost(self, contest: Contest) -> ComputeCost:
+        return TorchRecCost(contest.task.workloads, self._device)
 
     def cost(self, contest: Contest, compute: ComputeCost | None = None) -> PlacementCost:
         """Of the contest's placements; by the network, if nothing else is given."""

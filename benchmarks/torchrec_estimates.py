@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """What TorchRec's performance estimator says that tables cost, one by one.
 
-Shapes: X sets, 2 = forward and backward.
+Shapes: X sets, S tables, H = 3 latent channels, 2 = forward and backward.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -33,6 +34,36 @@ def torchrec_table_ms(sets: Sequence[Sequence[Workload]], device: str) -> Tensor
     return torch.stack(
         [torch.stack([estimates[w.batch_size][w] for w in workloads]).sum(0) for workloads in sets]
     ).double()
+
+
+class TorchRecCost:
+    """TorchRec's estimates of given tables, added up; a :class:`~dreamshard_planner.cost.model.ComputeCost` of any
+    problem over these tables in this order."""
+
+    glance_channels: int | None = None
+
+    def __init__(self, workloads: Sequence[Workload], device: str) -> None:
+        self.source = CostSource("torchrec", "its estimator, added up")
+        estimate_S2 = torchrec_table_ms([[workload] for workload in workloads], device)
+        self._latent_SH = torch.cat([torch.ones(len(workloads), 1).double(), estimate_S2], dim=-1)
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """A one and both estimates of each table."""
+        if len(features_SF) != len(self._latent_SH):
+            raise ValueError(f"estimates of {len(self._latent_SH)} tables, asked for {len(features_SF)}")
+        return self._latent_SH
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """Their sums."""
+        return latent_XH[..., 1:]
+
+    def glance_ms(self, latent_XH: Tensor) -> Tensor:
+        """As :meth:`group_cost_ms`."""
+        return self.group_cost_ms(latent_XH)
+
+    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+        """None."""
+        return ()
 
 
 def _estimate(names: dict[Workload, str], batch_size: int, device: str) -> dict[Workload, Tensor]:

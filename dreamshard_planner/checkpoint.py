@@ -7,6 +7,7 @@ Learning writes it, planning reads it. Nothing in it is executable.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -109,14 +110,15 @@ class Checkpoint:
 def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: str = "default") -> Checkpoint:
     """The checkpoint to plan with: a :class:`Checkpoint`, a path, or ``"auto"``.
 
-    ``"auto"`` takes the one that was measured on this type of device, and the roofline model with the
-    policy trained on it where nothing was measured.
+    ``"auto"`` takes the one that was measured on this type of device (for CUDA: on the card that this process sees),
+    and the roofline model with the policy trained on it where nothing was measured.
 
     Raises:
         CheckpointError: where it can't be read, or is of another recipe.
     """
     if checkpoint == "auto":
-        checkpoint = _shipped(compute_device, recipe)
+        card = torch.cuda.get_device_name() if compute_device == "cuda" and torch.cuda.is_available() else None
+        checkpoint = shipped(SHIPPED, compute_device, recipe, card)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
     if checkpoint.recipe != recipe:
@@ -125,10 +127,17 @@ def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: st
 
 
 @cache
-def _shipped(compute_device: str, recipe: str) -> Checkpoint:
+def shipped(folder: Path, compute_device: str, recipe: str, card: str | None = None) -> Checkpoint:
+    """The best checkpoint in ``folder`` for a device: ``cpu``, or the card's name (``NVIDIA H200``:
+    ``nvidia-h200.safetensors``), else ``roofline``; with ``-<recipe>`` behind it, if not the default one.
+
+    Raises:
+        CheckpointError: none of them is there.
+    """
+    measured = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") if card else compute_device
     suffix = "" if recipe == "default" else f"-{recipe}"
-    for source in (compute_device, "roofline"):
-        if (path := SHIPPED / f"{source}{suffix}.safetensors").is_file():
+    for source in (measured, "roofline"):
+        if (path := folder / f"{source}{suffix}.safetensors").is_file():
             return Checkpoint.load(path)
     raise CheckpointError(f"no checkpoint of recipe {recipe!r} ships: make one with dreamshard train --recipe {recipe}")
 

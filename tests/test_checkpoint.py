@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dreamshard_planner import Checkpoint, CheckpointError
-from dreamshard_planner.checkpoint import SHIPPED, resolve
+from dreamshard_planner.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
@@ -129,6 +129,18 @@ def test_what_ships(recipe: str) -> None:
         other = "paper" if recipe == "default" else "default"
         with pytest.raises(CheckpointError, match=f"asked for '{other}'"):
             resolve(checkpoint, "cpu", other)
+
+
+def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for name in ("nvidia-h200", "nvidia-h200-paper", "roofline"):
+        made = PAPER if name.endswith("paper") else DEFAULT
+        Checkpoint(made[0], made[1], {"recipe": made[2]}).save(tmp_path / f"{name}.safetensors")
+    assert shipped(tmp_path, "cuda", "default", "NVIDIA H200").name == "nvidia-h200.safetensors"
+    assert shipped(tmp_path, "cuda", "paper", "NVIDIA H200").name == "nvidia-h200-paper.safetensors"
+    for card in ("NVIDIA A100-SXM4-80GB", None):
+        assert shipped(tmp_path, "cuda", "default", card).name == "roofline.safetensors"
+    with pytest.raises(CheckpointError, match="no checkpoint of recipe 'paper'"):
+        shipped(tmp_path, "cuda", "paper", "NVIDIA A100-SXM4-80GB")
 
 
 def test_a_recipe_that_does_not_ship() -> None:

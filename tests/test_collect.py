@@ -116,7 +116,7 @@ def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Pat
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dreamshard_planner.measure.collect"])
     path, moments, held = tmp_path / "journal", random.Random(0), 0
-    for _ in range(6):
+    for _ in range(20):
         process = context.Process(target=run, args=(MANY_SETS, path), kwargs={"block": 1})
         process.start()
         size = path.stat().st_size if path.exists() else 1 << 10  # a header is shorter, with a record it is longer
