@@ -78,9 +78,9 @@ def measure_rounds(
     return CostDataset.from_sets(sets, samples_ms, timed.hardware, reference_ms, args.seed)
 
 
-def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset) -> Tensor:
+def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_ms: float) -> Tensor:
     """Sum of measured single tables, [X, 2]."""
-    alone_ms = {singles.workloads(i)[0]: row for i, row in enumerate(singles.forward_backward_ms)}
+    alone_ms = {singles.workloads(i)[0]: row for i, row in enumerate(singles.at_speed_ms(usual_ms))}
     return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
 
 
@@ -106,11 +106,13 @@ def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
 
 
 def noise(clean: CostDataset) -> dict[str, Any]:
-    """What no prediction can be better than: half of the rounds against the others, and one run against the median."""
-    samples_NR2 = torch.from_numpy(clean.corrected_ms)
-    halves = [samples_NR2[:, start::2].quantile(0.5, dim=1) for start in (0, 1)]
+    """What no prediction can be better than: half of the rounds against the others; and what one round, or one run of
+    the kernel without correction, is worth."""
+    round_NR2 = torch.from_numpy(clean.corrected_ms).unflatten(1, (-1, REPEATS)).quantile(0.5, dim=2)
+    halves = [round_NR2[:, start::2].quantile(0.5, dim=1) for start in (0, 1)]
     return {
         "half_of_the_rounds": errors(halves[0], halves[1]),
+        "one_round": errors(round_NR2[:, 0], clean.forward_backward_ms),
         "one_run": errors(torch.from_numpy(clean.samples_ms)[:, 0], clean.forward_backward_ms),
     }
 
@@ -159,18 +161,20 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     """All costs on the clean sets."""
     clean = CostDataset.load(DATA / f"{args.device}-clean.npz")
     sets = [clean.workloads(i) for i in range(len(clean))]
-    label_X2 = clean.forward_backward_ms
+    checkpoint = resolve(args.checkpoint, args.device)
+    usual_ms = checkpoint.metadata["reference_ms"]
+    label_X2 = clean.at_speed_ms(usual_ms)
     test = LabelledSets.of(sets, label_X2)
     topology = Topology(world_size=1, compute_device=args.device)
-    checkpoint = resolve(args.checkpoint, args.device)
-    train = LabelledSets.concatenate([labelled(CostDataset.load(path)) for path in args.train])
+    data = CostDataset.concatenate([CostDataset.load(path) for path in args.train])
+    train = labelled(data)
     unseen = {w.name for workloads in sets for w in workloads}
-    if seen := unseen & {w.name for path in args.train for w in CostDataset.load(path).all_workloads()}:
+    if seen := unseen & {w.name for w in data.all_workloads()}:
         raise SystemExit(f"tables of the test sets are in the training sets too: {', '.join(sorted(seen)[:5])}")
     network = checkpoint.compute_cost(topology)
     predictions = {
         "network": predict_ms(network, test).double(),
-        "additive": additive_ms(sets, CostDataset.load(DATA / f"{args.device}-clean-singles.npz")),
+        "additive": additive_ms(sets, CostDataset.load(DATA / f"{args.device}-clean-singles.npz"), usual_ms),
         "linear": predict_ms(LinearCost.fit(train), test),
         "torchrec": scaled(torchrec_table_ms(sets, args.device), label_X2),
         "roofline": scaled(predict_ms(RooflineCost.of_topology(topology), test).double(), label_X2),
@@ -180,7 +184,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     spread_X2 = network.spread(test.sum(network.encode(test.features_SF))).detach().numpy()
     result = {
         "sets": len(sets),
-        "rounds": clean.repeats,
+        "rounds": clean.repeats // REPEATS,
         "noise": noise(clean),
         "costs": {name: errors(predicted_X2, label_X2) for name, predicted_X2 in predictions.items()},
         "network_by_kind": by_kind(sets, relative_X2),

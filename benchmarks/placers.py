@@ -30,7 +30,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
@@ -117,7 +116,7 @@ class Field:
     def linear(self) -> ComputeCost:
         """The additive baseline on the training sets of the shipped network."""
         paths = sorted(DATA.glob(f"{self._device}-train*.npz"))
-        return LinearCost.fit(LabelledSets.concatenate([labelled(CostDataset.load(path)) for path in paths]))
+        return LinearCost.fit(labelled(CostDataset.concatenate([CostDataset.load(path) for path in paths])))
 
     @cached_property
     def roofline(self) -> ComputeCost:

@@ -213,7 +213,7 @@ def calibrate(
         )
         for part, (name, tables, share) in enumerate((("calibrate", train_tables, 0.75), ("check", test_tables, 0.25)))
     ]
-    sets, check = (labelled(part) for part in data)
+    sets, check = (labelled(part, data[0].usual_ms) for part in data)
     calibrated = calibrate_cost_network(network, sets)
     errors = {
         f"{when}_mape": [round(value, 4) for value in mape_2(predict_ms(cost, check), check.labels_ms_X2).tolist()]
@@ -223,6 +223,7 @@ def calibrate(
         **checkpoint.metadata,
         "hardware": data[0].hardware,
         "hardware_name": f"{checkpoint.metadata['hardware_name']}, calibrated on {hardware_name(data[0].hardware)}",
+        "reference_ms": data[0].usual_ms,
         "calibration": {"from": checkpoint.name, "sets": len(sets), "check_sets": len(check), **errors},
     }
     Checkpoint(checkpoint.policy, calibrated, metadata).save(out)
@@ -238,7 +239,7 @@ def learn(
         The checkpoint, and the policy's training tasks.
     """
     train_tables, test_tables = pool_tables(config.pools)
-    train_sets, test_sets = labelled(train_data), labelled(test_data)
+    train_sets, test_sets = labelled(train_data), labelled(test_data, train_data.usual_ms)
     network = fit(config, train_sets, progress)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
@@ -247,6 +248,7 @@ def learn(
         "hardware": train_data.hardware,
         "hardware_name": hardware_name(train_data.hardware),
         "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
+        "reference_ms": train_data.usual_ms,
         "collectives": config.collectives,
         "pools": list(config.pools),
         "extra_pools": list(config.extra_pools),
@@ -405,9 +407,10 @@ def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
     return train_tables, test_tables
 
 
-def labelled(data: CostDataset) -> LabelledSets:
-    """A dataset as tensors to fit."""
-    return LabelledSets.of([data.workloads(index) for index in range(len(data))], data.forward_backward_ms)
+def labelled(data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
+    """A dataset as tensors to fit, or to judge by what was fitted to another: at the speed of ``usual_ms``, see
+    :meth:`CostDataset.at_speed_ms`; default: its own."""
+    return LabelledSets.of([data.workloads(index) for index in range(len(data))], data.at_speed_ms(usual_ms))
 
 
 def hardware_name(hardware: dict[str, Any]) -> str:

@@ -54,6 +54,11 @@ def test_medians_with_and_without_reference() -> None:
     assert corrected.corrected_ms[0, :, 1].tolist() == pytest.approx([2.0, 4.0 * 0.5**0.5, 9.0])
     assert corrected.forward_backward_ms.flatten().tolist() == pytest.approx([2.0, 8**0.5, 0.1, 0.2, 5.0, 6.0])
     assert dataset().forward_backward_ms.dtype == torch.float64
+    # Another file's reference usually took 4 ms where this one's took 1: its hours were slow, which counts by the root.
+    assert corrected.usual_ms == 1.0 and plain.usual_ms is None
+    assert corrected.at_speed_ms(4.0).flatten().tolist() == pytest.approx([4.0, 2 * 8**0.5, 0.2, 0.4, 10.0, 12.0])
+    for unknown in (plain.at_speed_ms(4.0), plain.at_speed_ms(None)):
+        assert torch.equal(unknown, plain.forward_backward_ms)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

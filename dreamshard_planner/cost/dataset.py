@@ -174,12 +174,24 @@ class CostDataset:
         if self.reference_ms is None:
             return self.samples_ms
         step_NR1 = self.reference_ms.sum(axis=2, keepdims=True)
-        return self.samples_ms * (np.median(step_NR1) / step_NR1) ** REFERENCE_STRENGTH
+        return self.samples_ms * (self.usual_ms / step_NR1) ** REFERENCE_STRENGTH
+
+    @cached_property
+    def usual_ms(self) -> float | None:
+        """Median step of the reference set: how fast the machine was. None where no reference was timed."""
+        return None if self.reference_ms is None else float(np.median(self.reference_ms.sum(axis=2)))
 
     @property
     def forward_backward_ms(self) -> Tensor:
         """[N, 2] float64: median over the repeats of the corrected samples."""
         return torch.from_numpy(np.median(self.corrected_ms, axis=1))
+
+    def at_speed_ms(self, usual_ms: float | None) -> Tensor:
+        """:attr:`forward_backward_ms` as at times when the reference set usually takes ``usual_ms``, so that files
+        of slow and of fast hours of one machine compare. As they are where either reference is missing."""
+        if usual_ms is None or self.usual_ms is None:
+            return self.forward_backward_ms
+        return self.forward_backward_ms * (usual_ms / self.usual_ms) ** REFERENCE_STRENGTH
 
     @property
     def spread(self) -> Tensor:
