@@ -1,0 +1,112 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How far a short calibration carries a checkpoint to other hardware: here, to kernels with other threads.
+
+    python benchmarks/transfer.py --threads 2 --json benchmarks/results/2026-11-21-transfer.json
+
+Measures sets of training tables on the target, for as long as a training from nothing would, and sets of held-out
+tables in two rounds; then judges on the latter
+
+    as shipped     the checkpoint, as measured elsewhere
+    scaled         the same, times the best constant for each stage
+    calibrated     fitted on to the sets of the first ``--calibrate-seconds``, as ``dreamshard calibrate`` does
+    from nothing   a network that knows those sets alone
+    full           a network that knows all sets of the target
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import calibrate_cost_network, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.measure.collect import collect, draw_sets
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, labelled, pool_tables
+from provenance import provenance
+
+
+def measure(args: argparse.Namespace, folder: Path) -> tuple[CostDataset, CostDataset, int]:
+    """Training sets, held-out sets, and how many of the former the calibration has time for."""
+    config = TrainingConfig()
+    train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
+    arena = Arena(args.device, config.arena_bytes, seed=args.seed)
+
+    def timed(name: str, tables: list, seconds: float, seed: int) -> CostDataset:
+        sets = draw_sets(
+            tables, int(seconds * MAX_SETS_PER_SECOND) + 1, seed, config.batch_sizes, config.max_set_tables
+        )
+        journal = folder / f"{args.device}-{args.threads}.{name}.journal"
+        return collect(sets, journal, args.device, args.threads, args.repeats, args.seed, seconds, arena=arena)
+
+    first = timed("train", train_tables, args.calibrate_seconds, args.seed)
+    train = timed("train", train_tables, args.seconds, args.seed)
+    return train, timed("test", test_tables, args.test_seconds, args.seed + 1), len(first)
+
+
+def judge(args: argparse.Namespace, train: CostDataset, test: CostDataset, few: int) -> dict[str, Any]:
+    """Errors of all five on the held-out sets."""
+    shipped = resolve(args.checkpoint, args.device).cost
+    sets, held_out = labelled(train), labelled(test, train.usual_ms)
+    label_X2 = held_out.labels_ms_X2
+    first = sets.select(torch.arange(few))
+    as_shipped_X2 = predict_ms(shipped, held_out)
+    best = (first.labels_ms_X2 / predict_ms(shipped, first)).median(0).values
+    predictions = {
+        "as shipped": as_shipped_X2,
+        "scaled": as_shipped_X2 * best,
+        "calibrated": predict_ms(calibrate_cost_network(shipped, first), held_out),
+        "from nothing": predict_ms(fit_cost_network(first), held_out),
+        "full": predict_ms(fit_cost_network(sets), held_out),
+    }
+    return {
+        "sets": {"calibration": few, "full": len(train), "held out": len(test)},
+        "mape": {name: mape_2(predicted_X2, label_X2).tolist() for name, predicted_X2 in predictions.items()},
+        "scale": best.tolist(),
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """For people."""
+    table = RichTable(title=f"error on {result['sets']['held out']} held-out sets")
+    for heading in ("network", "forward", "backward", "over full", ""):
+        table.add_column(heading, justify="left" if heading == "network" else "right")
+    full = result["mape"]["full"]
+    for name, errors in result["mape"].items():
+        ratios = (f"{error / least:.2f}" for error, least in zip(errors, full, strict=True))
+        table.add_row(name, *(f"{error:.1%}" for error in errors), *ratios)
+    Console().print(table)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2, help="of the target's kernels")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of measuring for the full training")
+    parser.add_argument("--calibrate-seconds", type=float, default=45.0, help="what `calibrate --seconds 60` trains on")
+    parser.add_argument("--test-seconds", type=float, default=60.0)
+    parser.add_argument("--repeats", type=int, default=TrainingConfig.repeats)
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--checkpoint", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--work", type=Path, default=Path("."), help="folder of the journals; continued")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    args = parser.parse_args()
+    data = measure(args, args.work)
+    torch.set_num_threads(1)
+    result = judge(args, *data)
+    print_result(result)
+    if args.json:
+        hardware = {"hardware": data[0].hardware}  # that of the target: this process fits on one thread
+        args.json.write_text(json.dumps(provenance(torch.device(args.device)) | hardware | result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
