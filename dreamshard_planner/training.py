@@ -264,7 +264,7 @@ def learn(
 
 def fit(config: TrainingConfig, train_sets: LabelledSets, progress: bool) -> CostNetwork | PaperCostNetwork:
     """Fit the recipe's cost network."""
-    total = config.paper_fit.updates if config.recipe == "paper" else config.fit.epochs
+    total = config.paper_fit.updates if config.recipe == "paper" else config.fit.passes(len(train_sets))
     with progress_bar("fitting", total, progress) as advance:
 
         def on_step(_: int, loss: float) -> None:

@@ -311,6 +311,29 @@ def test_packing_where_greedy_dead_ends() -> None:
     assert packing.assignment_S is None and packing.proven
 
 
+def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
+    """95 % of all memory filled by few large and many small tables: where greedy rules dead-end."""
+    generator, dead_ends, packed, hopeless = torch.Generator().manual_seed(0), 0, 0, 0
+    for _ in range(24):
+        devices = int(torch.randint(2, 9, (1,), generator=generator))
+        shards = int(torch.randint(2, 6, (1,), generator=generator)) * devices
+        sizes = (torch.randn(shards, generator=generator).exp() * 1000).int() + 1
+        capacity = max(int(sizes.sum() / devices / 0.95), int(sizes.max()))
+        cost = make_cost(shards, devices)
+        problem = storage_problem(sizes.tolist(), [capacity] * devices)
+        cost = PlacementCost(problem, cost.compute, cost.collectives)
+        dead_ends += all(place_by_rule(problem, rule) is None for rule in RULES)
+        if solve(problem, 5.0).assignment_S is None:
+            hopeless += 1
+            with pytest.raises(InfeasibleError):
+                place(cost, Policy(PolicyConfig()), SearchConfig(candidates=200))
+            continue
+        packed += 1
+        chosen = place(cost, Policy(PolicyConfig()), SearchConfig(candidates=200)).chosen
+        assert problem.fits(chosen.assignment_S[None]).all()
+    assert dead_ends > 5 and packed > 12 and hopeless > 0, (dead_ends, packed, hopeless)
+
+
 def test_shortage_names_table_and_bytes() -> None:
     text = shortage(storage_problem([3, 12, 3], [10, 9]), ("HBM",))
     assert "'t1' needs 12 bytes of HBM" in text and "2 bytes are missing" in text

@@ -74,7 +74,9 @@ class FitConfig:
     """How a cost network is fitted."""
 
     epochs: int = 120
-    """Passes over the training sets."""
+    """Passes over the training sets, at most."""
+    max_updates: int = 5500
+    """Large datasets get fewer passes."""
     batch_sets: int = 256
     """Sets per update at most; small datasets get smaller batches."""
     learning_rate: float = 3e-3
@@ -82,8 +84,20 @@ class FitConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_sets < 1 or not self.learning_rate > 0:
-            raise ValueError(f"epochs, batch_sets and learning_rate must be positive, got {asdict(self)}")
+        if min(self.epochs, self.max_updates, self.batch_sets) < 1 or not self.learning_rate > 0:
+            raise ValueError(f"epochs, updates, batch_sets and learning_rate must be positive, got {asdict(self)}")
+
+    def passes(self, sets: int) -> int:
+        """Over so many training sets."""
+        return max(1, min(self.epochs, self.max_updates // self.updates_per_pass(sets)))
+
+    def updates_per_pass(self, sets: int) -> int:
+        """Over so many training sets."""
+        return math.ceil(sets / self.batch_size(sets))
+
+    def batch_size(self, sets: int) -> int:
+        """Sets per update."""
+        return min(self.batch_sets, max(8, sets // 8))
 
 
 CALIBRATION = FitConfig(epochs=60, batch_sets=64, learning_rate=1e-3)
@@ -139,15 +153,15 @@ def _descend(
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one
 
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    batch_sets = min(config.batch_sets, max(8, len(train) // 8))
-    steps = config.epochs * math.ceil(len(train) / batch_sets)
+    batch_size, passes = config.batch_size(len(train)), config.passes(len(train))
+    steps = passes * config.updates_per_pass(len(train))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.1 * steps), 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     network.train()
-    for epoch in range(config.epochs):
+    for epoch in range(passes):
         losses = []
-        for index_X in torch.randperm(len(train), generator=generator).split(batch_sets):
+        for index_X in torch.randperm(len(train), generator=generator).split(batch_size):
             batch = train.select(index_X)
             log_EX2 = network.member_log_cost(batch.sum(network.encode(batch.features_SF)))
             error_EX2 = torch.nn.functional.smooth_l1_loss(

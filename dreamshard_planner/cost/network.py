@@ -35,12 +35,12 @@ class CostNetworkConfig:
 
     members: int = 4
     """Networks in the ensemble."""
-    table_hidden: int = 64
-    """Width of the table MLP."""
+    table_hidden: int = 128
+    """Width of the table MLP, which runs once per shard: wide is cheap."""
     context: int = 16
     """Context channels beside the additive cost."""
     head_hidden: int = 64
-    """Width of the head."""
+    """Width of the head, which runs for every candidate of a search."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
