@@ -117,7 +117,7 @@ def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: st
         CheckpointError: where it can't be read, or is of another recipe.
     """
     if checkpoint == "auto":
-        card = torch.cuda.get_device_name() if compute_device == "cuda" and torch.cuda.is_available() else None
+        card = torch.cuda.get_device_name() if compute_device == "cuda" and torch.cuda.device_count() else None
         checkpoint = shipped(SHIPPED, compute_device, recipe, card)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
