@@ -12,7 +12,7 @@ Compute is ``max over devices of (forward + backward)`` as measured; overall add
 geometric means over tasks that both sides place; what a placer could not place is counted.
 
 On a machine with cores to spare, ``--part 0/2`` and ``--part 1/2``, each with a record of its own and started with
-``taskset`` on a core of its own, play half of the tasks each; the lines of one record, without its first, appended to
+``taskset`` on a core of its own, play half of the tasks each: the lines of one record, without its first, appended to
 the other make the whole.
 """
 
@@ -62,17 +62,18 @@ BYTES_PER_MS = 12.5e9 / 1e3  # 100 Gbit/s Ethernet; only the overall cost depend
 
 
 class Part:
-    """Every ``count``-th task, from task ``index`` on; written ``index/count``."""
+    """Every ``count``-th six tasks in a row (of all pools, with loose and with tight memory), from the ``index``-th
+    six on; written ``index/count``."""
 
     def __init__(self, text: str) -> None:
         index, _, count = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            raise argparse.ArgumentTypeError(f"a part is I/N with I below N, got {text!r}")
         self.index, self.count = int(index), int(count)
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"a part is I/N with I below N, got {text}")
 
     def of(self, contests: Sequence[Contest]) -> Sequence[Contest]:
         """The tasks of this part."""
-        return contests[self.index :: self.count]
+        return [contest for i, contest in enumerate(contests) if i // 6 % self.count == self.index]
 
 
 def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
@@ -273,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--part", type=Part, default=Part("0/1"), help="I/N: every N-th task, from task I on")
+    parser.add_argument("--part", type=Part, default=Part("0/1"), help="I/N: every N-th six tasks, from the I-th on")
     parser.add_argument("--placers", default="", help="names, separated by commas; default: all")
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per task; continued")
     parser.add_argument("--rounds", type=int, default=9, help="times that each placement is measured")

@@ -43,6 +43,7 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect, draw_sets
 from dreamshard_planner.training import labelled, pool_tables
 from dreamshard_planner.workload.tables import Workload
+from placers import best_scale
 from provenance import provenance
 from torchrec_estimates import torchrec_table_ms
 
@@ -78,15 +79,10 @@ def measure_rounds(
     return CostDataset.from_sets(sets, samples_ms, timed.hardware, reference_ms, args.seed)
 
 
-def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_ms: float) -> Tensor:
+def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_ms: float | None) -> Tensor:
     """Sum of measured single tables, [X, 2]."""
     alone_ms = {singles.workloads(i)[0]: row for i, row in enumerate(singles.at_speed_ms(usual_ms))}
     return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
-
-
-def scaled(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
-    """With the constant, for each stage, that brings the median relative error to nothing."""
-    return predicted_X2 * (label_X2 / predicted_X2).median(0).values
 
 
 def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
@@ -106,8 +102,8 @@ def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
 
 
 def noise(clean: CostDataset) -> dict[str, Any]:
-    """What no prediction can be better than: half of the rounds against the others; and what one round, or one run of
-    the kernel without correction, is worth."""
+    """How far apart two halves of the rounds are (the median of all is about half as far from the truth), and what
+    one round, or one run of the kernel without correction, is worth."""
     round_NR2 = torch.from_numpy(clean.corrected_ms).unflatten(1, (-1, REPEATS)).quantile(0.5, dim=2)
     halves = [round_NR2[:, start::2].quantile(0.5, dim=1) for start in (0, 1)]
     return {
@@ -162,7 +158,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     clean = CostDataset.load(DATA / f"{args.device}-clean.npz")
     sets = [clean.workloads(i) for i in range(len(clean))]
     checkpoint = resolve(args.checkpoint, args.device)
-    usual_ms = checkpoint.metadata["reference_ms"]
+    usual_ms = checkpoint.metadata.get("reference_ms")
     label_X2 = clean.at_speed_ms(usual_ms)
     test = LabelledSets.of(sets, label_X2)
     topology = Topology(world_size=1, compute_device=args.device)
@@ -172,12 +168,14 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     if seen := unseen & {w.name for w in data.all_workloads()}:
         raise SystemExit(f"tables of the test sets are in the training sets too: {', '.join(sorted(seen)[:5])}")
     network = checkpoint.compute_cost(topology)
+    torchrec_X2 = torchrec_table_ms(sets, args.device)
+    roofline_X2 = predict_ms(RooflineCost.of_topology(topology), test).double()
     predictions = {
         "network": predict_ms(network, test).double(),
         "additive": additive_ms(sets, CostDataset.load(DATA / f"{args.device}-clean-singles.npz"), usual_ms),
         "linear": predict_ms(LinearCost.fit(train), test),
-        "torchrec": scaled(torchrec_table_ms(sets, args.device), label_X2),
-        "roofline": scaled(predict_ms(RooflineCost.of_topology(topology), test).double(), label_X2),
+        "torchrec": torchrec_X2 * best_scale(torchrec_X2, label_X2),
+        "roofline": roofline_X2 * best_scale(roofline_X2, label_X2),
         "paper": predict_ms(resolve("auto", args.device, "paper").compute_cost(topology), test).double(),
     }
     relative_X2 = ((predictions["network"] - label_X2) / label_X2).abs().numpy()

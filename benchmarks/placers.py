@@ -30,8 +30,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.linear import LinearCost
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.exact import solve
@@ -42,7 +43,7 @@ from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, lo
 from dreamshard_planner.placement.tasks import Task
 from dreamshard_planner.training import labelled
 from dreamshard_planner.workload.tables import Table
-from torchrec_estimates import TorchRecCost
+from torchrec_estimates import TorchRecCost, torchrec_table_ms
 
 DATA = Path(__file__).parent / "data"
 EXACT_SECONDS = 60.0
@@ -60,6 +61,45 @@ class Contest:
     batch_size: int
     tight: bool
     collectives: CollectiveModel
+
+
+@dataclass(frozen=True)
+class ScaledCost:
+    """Another compute cost, forward and backward each times a constant."""
+
+    inner: ComputeCost
+    scale_2: Tensor
+
+    @property
+    def source(self) -> CostSource:
+        """The other's."""
+        return self.inner.source
+
+    @property
+    def glance_channels(self) -> int | None:
+        """The other's."""
+        return self.inner.glance_channels
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """The other's."""
+        return self.inner.encode(features_SF)
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """The other's, scaled."""
+        return self.inner.group_cost_ms(latent_XH) * self.scale_2
+
+    def glance_ms(self, latent_XH: Tensor) -> Tensor:
+        """The other's, scaled."""
+        return self.inner.glance_ms(latent_XH) * self.scale_2
+
+    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+        """The other's."""
+        return self.inner.notes(latent_XH)
+
+
+def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
+    """Constants of forward and backward, [2], that bring the median relative error to nothing."""
+    return (label_X2 / predicted_X2).median(0).values
 
 
 Placer = Callable[[Contest], Tensor | None]
@@ -113,18 +153,33 @@ class Field:
         return self.learned.compute_cost(Topology(world_size=1, compute_device=self._device))
 
     @cached_property
-    def linear(self) -> ComputeCost:
-        """The additive baseline on the training sets of the shipped network."""
-        paths = sorted(DATA.glob(f"{self._device}-train*.npz"))
-        return LinearCost.fit(labelled(CostDataset.concatenate([CostDataset.load(path) for path in paths])))
+    def _measured(self) -> CostDataset:
+        """The training sets of the shipped network."""
+        return CostDataset.concatenate([CostDataset.load(p) for p in sorted(DATA.glob(f"{self._device}-train*.npz"))])
+
+    @cached_property
+    def _train(self) -> LabelledSets:
+        return labelled(self._measured)
+
+    @cached_property
+    def linear(self) -> LinearCost:
+        """The additive baseline on the same training sets."""
+        return LinearCost.fit(self._train)
 
     @cached_property
     def roofline(self) -> ComputeCost:
-        """From the bandwidths that TorchRec assumes."""
-        return RooflineCost.of_topology(Topology(world_size=1, compute_device=self._device))
+        """From the bandwidths that TorchRec assumes, with its best constants on the training sets."""
+        roofline = RooflineCost.of_topology(Topology(1, self._device))
+        return ScaledCost(roofline, best_scale(predict_ms(roofline, self._train), self._train.labels_ms_X2))
+
+    @cached_property
+    def _torchrec_scale_2(self) -> Tensor:
+        """Best constants of TorchRec's estimator, forward and backward, on some of the training sets."""
+        sets = [self._measured.workloads(i) for i in range(0, len(self._measured), 50)]
+        return best_scale(torchrec_table_ms(sets, self._device), self._measured.forward_backward_ms[::50])
 
     def _torchrec_cost(self, contest: Contest) -> ComputeCost:
-        return TorchRecCost(contest.task.workloads, self._device)
+        return ScaledCost(TorchRecCost(contest.task.workloads, self._device), self._torchrec_scale_2)
 
     def cost(self, contest: Contest, compute: ComputeCost | None = None) -> PlacementCost:
         """Of the contest's placements; by the network, if nothing else is given."""

@@ -62,8 +62,8 @@ class Placement:
         return list({tuple(c.assignment_S.tolist()): c.assignment_S for c in ordered}.values())
 
 
-MAX_SAMPLED_DEVICES = 512
-"""Sampled roll-outs x devices; more take longer than the search and find nothing that it does not."""
+MAX_ROLLOUT_DEVICES = 128
+"""Roll-outs x devices played side by side; more take longer than the search and find nothing that it does not."""
 
 
 class InfeasibleError(Exception):
@@ -104,7 +104,7 @@ def place(
     problem = cost.problem
     generator = torch.Generator().manual_seed(seed)
     samples = 0 if config is None or problem.num_devices == 1 else config.samples
-    samples = min(samples, MAX_SAMPLED_DEVICES // problem.num_devices)
+    samples = min(samples, max(0, MAX_ROLLOUT_DEVICES // problem.num_devices - 1))
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
     for rule in RULES:

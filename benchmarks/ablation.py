@@ -1,0 +1,147 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How much each part of planning brings, by predicted cost, on tasks of held-out tables of several sizes.
+
+    python benchmarks/ablation.py --json benchmarks/results/2026-11-21-ablation.json
+
+    rule             the cheapest greedy rule of each task, single-table cost included: what ratios refer to
+    policy           one greedy roll-out
+    best of 16       that and 15 sampled ones
+    search alone     local search from the rules, without a policy
+    policy + search  what the planner does, with the same candidates
+
+What the cost itself brings, search on other costs instead of the network, takes measurement: compare_placements.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table as RichTable
+from torchrec.distributed.planner import Topology
+
+from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.measure.timing import pinned
+from dreamshard_planner.placement.environment import TaskBatch
+from dreamshard_planner.placement.place import place
+from dreamshard_planner.placement.policy import AnyPolicy, roll_out
+from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.placement.tasks import TaskConfig
+from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
+from provenance import provenance
+
+SIZES = ((20, 2), (50, 8), (100, 16), (200, 32), (400, 64))
+"""Tables and devices."""
+BUDGETS = (2_000, 30_000)
+"""Candidates of the search."""
+SAMPLES = 15
+
+
+@torch.no_grad()
+def methods_ms(cost: PlacementCost, policy: AnyPolicy, seed: int) -> dict[str, float]:
+    """Predicted overall cost under each method; NaN where it finds no placement."""
+    rules = [place_by_rule(cost.problem, rule) for rule in RULES]
+    rules = [plan for plan in (*rules, greedy_by_score(cost.problem, cost.single_ms_S)) if plan is not None]
+    if not rules:
+        return {"rule": float("nan")}
+    rule_ms_B = cost.rate(torch.stack(rules)).overall_ms_B
+    rules = [rules[i] for i in rule_ms_B.argsort(stable=True).tolist()]
+    generator = torch.Generator().manual_seed(seed)
+    batch = TaskBatch.collate([cost])
+    rollout_ms_E = roll_out(policy, batch, 1 + SAMPLES, generator, greedy_first=True).environment.overall_ms()
+    values = {
+        "rule": float(rule_ms_B.min()),
+        "policy": float(rollout_ms_E[0]),
+        f"best of {1 + SAMPLES}": float(rollout_ms_E.min()),
+    }
+    for budget in BUDGETS:
+        config = replace(DEFAULT_SEARCH, candidates=budget)
+        values[f"search alone, {budget:,}"] = _searched_ms(cost, rules, config, seed)
+        values[f"policy + search, {budget:,}"] = place(cost, policy, config, seed=seed).chosen.total_ms
+    return values
+
+
+def _searched_ms(cost: PlacementCost, starts: Sequence[torch.Tensor], config: SearchConfig, seed: int) -> float:
+    return local_search(cost, starts[: config.starts], config, torch.Generator().manual_seed(seed)).overall_ms
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Geometric means over the tasks of each size, over the best rule; and how often the policy's start won."""
+    checkpoint = resolve(args.checkpoint, args.device)
+    compute = checkpoint.compute_cost(Topology(world_size=1, compute_device=args.device))
+    tables = pool_tables(TrainingConfig().pools)[1]
+    rows = []
+    for count, devices in track(SIZES, "sizes", console=Console(stderr=True)):
+        sized = TaskConfig(min_tables=count, max_tables=count, devices=(devices,))
+        tasks = priced_tasks(compute, tables, args.tasks, sized, args.seed)
+        values = [methods_ms(task.cost, checkpoint.policy, args.seed) for task in tasks]
+        values = [value for value in values if np.isfinite(list(value.values())).all()]
+        names = list(values[0])
+        logs_TN = np.log([[value[name] / value["rule"] for name in names] for value in values])
+        ratios = dict(zip(names, np.exp(logs_TN.mean(0)).tolist(), strict=True))
+        pairs = {
+            f"{budget:,}": _paired(logs_TN, names, f"policy + search, {budget:,}", f"search alone, {budget:,}")
+            for budget in BUDGETS
+        }
+        rows.append(
+            {"tables": count, "devices": devices, "tasks": len(values), "over_rule": ratios, "policy_pays": pairs}
+        )
+    return {"drawn": args.tasks, "rows": rows}
+
+
+def _paired(logs_TN: np.ndarray, names: Sequence[str], ours: str, theirs: str) -> dict[str, Any]:
+    """Ratio of two methods with its 95 % bootstrap interval over tasks."""
+    log_T = logs_TN[:, names.index(ours)] - logs_TN[:, names.index(theirs)]
+    rng = np.random.default_rng(0)
+    means = log_T[rng.integers(len(log_T), size=(4000, len(log_T)))].mean(1)
+    return {"ratio": float(np.exp(log_T.mean())), "interval": np.exp(np.percentile(means, (2.5, 97.5))).tolist()}
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """For people."""
+    rows = result["rows"]
+    table = RichTable(title="predicted cost over the task's best greedy rule")
+    table.add_column("method")
+    for row in rows:
+        table.add_column(f"{row['tables']} x {row['devices']} ({row['tasks']})", justify="right")
+    for name in rows[0]["over_rule"]:
+        table.add_row(name, *(f"{row['over_rule'][name]:.3f}" for row in rows))
+    for budget in rows[0]["policy_pays"]:
+        cells = []
+        for row in rows:
+            paired = row["policy_pays"][budget]
+            cells.append("{:.4f} ({:.4f}-{:.4f})".format(paired["ratio"], *paired["interval"]))
+        table.add_row(f"with policy over without, {budget}", *cells)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=20, help="of each size")
+    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--checkpoint", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    args = parser.parse_args()
+    with pinned(1):
+        result = compare(args)
+        origin = provenance(torch.device(args.device))
+    print_result(result)
+    if args.json:
+        args.json.write_text(json.dumps(origin | result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
