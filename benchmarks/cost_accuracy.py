@@ -3,10 +3,10 @@
 
     python benchmarks/cost_accuracy.py --measure --json benchmarks/results/2026-11-21-cost-accuracy.json
 
-``--measure`` times the sets first, each ``--rounds`` times in shuffled rounds over all of them, so that the runs of a
-set lie minutes apart, each beside a reference set; the median is the label. (Runs as close together as the repeats of
-one collection share their luck.) It also times every table of these sets alone. The measurements are kept in
-``benchmarks/data`` and continued after an interruption; without ``--measure`` those are judged that are there.
+``--measure`` times the sets first, each ``--rounds`` times in shuffled rounds over all of them (half a minute each on
+the machine of the committed data), every run beside a reference set; the median is the label. Runs as close together
+as the repeats of one collection share their luck. It also times every table of these sets alone. The measurements are
+kept in ``benchmarks/data`` and continued after an interruption; without ``--measure`` those are judged that are there.
 
 Costs that are judged:
 
@@ -59,24 +59,23 @@ def measure(args: argparse.Namespace) -> None:
     sets = draw_sets(pool_tables(POOLS)[1], args.sets, args.seed, max_tables=100)
     singles = {workload: [workload] for workloads in sets for workload in workloads}
     for name, chosen, rounds in (("clean", sets, args.rounds), ("clean-singles", list(singles.values()), 3)):
-        measure_rounds(chosen, rounds, DATA / f"{args.device}-{name}.journal", args).save(
-            DATA / f"{args.device}-{name}.npz"
-        )
+        path = DATA / f"{args.device}-{name}.npz"
+        measure_rounds(chosen, rounds, path.with_suffix(".journal"), args.device, args.seed).save(path)
 
 
 def measure_rounds(
-    sets: Sequence[Sequence[Workload]], rounds: int, journal: Path, args: argparse.Namespace
+    sets: Sequence[Sequence[Workload]], rounds: int, journal: Path, device: str, seed: int, threads: int = 1
 ) -> CostDataset:
-    """Every round a collection of its own, in a new order: the rounds of a set lie minutes apart, and each is measured
-    as training sets are, several runs beside a few other sets."""
-    order = np.random.default_rng(args.seed)
+    """Every round goes over all sets in a new order; in each, a set is measured as training sets are, several runs
+    beside a few other sets."""
+    order = np.random.default_rng(seed)
     passes = np.concatenate([order.permutation(len(sets)) for _ in range(rounds)])
-    timed = collect([sets[i] for i in passes], journal, args.device, repeats=REPEATS, seed=args.seed)
+    timed = collect([sets[i] for i in passes], journal, device, threads, REPEATS, seed)
     runs_NR = passes.argsort(kind="stable").reshape(len(sets), rounds)
     samples_ms, reference_ms = (
         times[runs_NR].reshape(len(sets), -1, 2) for times in (timed.samples_ms, timed.reference_ms)
     )
-    return CostDataset.from_sets(sets, samples_ms, timed.hardware, reference_ms, args.seed)
+    return CostDataset.from_sets(sets, samples_ms, timed.hardware, reference_ms, seed)
 
 
 def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_ms: float | None) -> Tensor:

@@ -3,8 +3,9 @@
 
     python benchmarks/fused_kernels.py --json benchmarks/results/2026-11-21-fused-kernels.json
 
-Around one base set, a single property varies at a time: tables in the set, dim, pooling factor, reuse (how often a
-batch reads a row). Each set is timed as one fused kernel and, beside it, one of its tables alone.
+Around one base set (16 tables, dim 64, 16 lookups per sample, every row that a batch reads read twice), a single
+property varies at a time: tables in the set, dim, pooling factor, reuse. Each set is timed as one fused kernel and,
+beside it, one of its tables alone.
 
     GB/s       bytes that the pass has to move at least, over its time; as a share of the copy bandwidth
                measured here: reading and writing count alike
@@ -28,7 +29,6 @@ import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from dreamshard_planner.measure.collect import REFERENCE_SET
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
@@ -36,6 +36,7 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workloa
 from provenance import provenance
 
 INDEX_BYTES, OUTPUT_BYTES = 8, 4
+MIN_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Shape:
     pooling: int = 16
     reuse_bin: int = 1
     """Every row that a batch reads is read as often as this bin of the histogram says: 0 once, 1 twice, 2 3-4 times."""
-    rows: int = 1_000_000
 
     @property
     def reuse(self) -> float:
@@ -58,7 +58,8 @@ class Shape:
         """Equal but for their names, so that each has indices of its own."""
         histogram = tuple(float(i == self.reuse_bin) for i in range(NUM_REUSE_BINS))
         features = (FeatureStatistics(self.pooling, histogram, batch_size),)
-        tables = [Table(f"{self}.{i}", self.rows, self.dim, features, optimizer=optimizer) for i in range(self.tables)]
+        rows = max(MIN_ROWS, 2 * self.pooling * batch_size)  # enough for as many distinct rows as the reuse asks for
+        tables = [Table(f"{self}.{i}", rows, self.dim, features, optimizer=optimizer) for i in range(self.tables)]
         return workloads_of(tables, batch_size)
 
 
@@ -98,14 +99,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per shape."""
     device = torch.device(args.device)
     arena = Arena(device, seed=args.seed)
-    reference = FusedKernel(REFERENCE_SET, device, args.seed, arena)
     copy = copy_gb_per_s(device)
     rows = []
     for sweep in args.sweeps:
         shapes = [replace(BASE, **{sweep: value}) for value in SWEEPS[sweep]]
         sets = [shape.workloads(args.batch_size, args.optimizer) for shape in shapes]
         kernels = [FusedKernel(part, device, args.seed, arena) for full in sets for part in (full, full[:1])]
-        timed = time_groups(kernels, args.repeats, warmup=3, reference=reference)
+        timed = time_groups(kernels, args.repeats, warmup=3)
         for shape, workloads, fused, alone in zip(shapes, sets, timed[::2], timed[1::2], strict=True):
             fused_2, alone_2, moved = fused.median_ms, alone.median_ms, moved_bytes(workloads)
             rows.append(

@@ -3,11 +3,12 @@
 
     python benchmarks/generalization.py --json benchmarks/results/2026-11-21-generalization.json
 
-Trains a policy at each of ``SIZES``, on tasks of training tables, and rolls out each, and the shipped one, greedily and
-without search on tasks of held-out tables of every size (DreamShard, section 4.2, transfer between tables and device
-counts). A cell is the geometric mean of predicted overall cost over that of the policy trained at the size of the
-column. ``--measured`` tasks of one size are also measured on fused kernels: shipped policy against the one trained
-there.
+Trains a policy at each of ``SIZES``, on tasks of training tables, and rolls out each, the shipped one and an untrained
+one, greedily and without search on tasks of held-out tables of every size (DreamShard, section 4.2, transfer between
+tables and device counts). A cell is the geometric mean of predicted overall cost over that of the policy trained at the
+size of the column. Where one table alone is the bottleneck, all policies reach the same; how often is told. Large sizes
+get fewer updates, as each takes longer. ``--measured`` tasks of each smaller size are also measured on fused kernels:
+the shipped policy against the one trained there.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from provenance import provenance
 
 @dataclass(frozen=True)
 class Size:
-    """Of tasks, and how a policy is trained at it; large tasks get fewer updates, as each takes longer."""
+    """Of tasks, and how a policy is trained at it."""
 
     tables: int
     devices: int
@@ -69,16 +70,21 @@ SIZES = (
     Size(200, 32, 150, tasks_per_update=2),
     Size(500, 128, 50, tasks_per_update=1),
 )
-MEASURED = SIZES[2]
+MEASURED = SIZES[:3]
 
 
-def train_at(size: Size, compute: ComputeCost, tables: Sequence[Table], seed: int) -> Policy:
-    """A policy that has only seen tasks of one size."""
-    costs = [task.cost for task in size.tasks(compute, tables, 60, seed)]
-    policy = Policy(PolicyConfig(), seed=seed)
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+def train_at(size: Size, tasks: Sequence[PricedTask], seed: int) -> Policy:
+    """A policy that has only seen these tasks of one size."""
+    policy = untrained(tasks, seed)
     config = ReinforceConfig(updates=size.updates, tasks_per_update=size.tasks_per_update, seed=seed)
-    train_policy(policy, costs, config)
+    train_policy(policy, [task.cost for task in tasks], config)
+    return policy
+
+
+def untrained(tasks: Sequence[PricedTask], seed: int) -> Policy:
+    """A policy that knows the scale of these tasks' features and nothing else."""
+    policy = Policy(PolicyConfig(), seed=seed)
+    policy.initialize(torch.cat([task.cost.problem.features_SF for task in tasks]))
     return policy
 
 
@@ -101,31 +107,55 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint = resolve(args.checkpoint, args.device)
     compute = checkpoint.compute_cost(Topology(world_size=1, compute_device=args.device))
     train_tables, test_tables = pool_tables(TrainingConfig().pools)
-    policies: dict[str, AnyPolicy] = {"shipped": checkpoint.policy}
+    schools = {size: size.tasks(compute, train_tables, 60, args.seed) for size in SIZES}
+    policies: dict[str, AnyPolicy] = {
+        "shipped": checkpoint.policy,
+        "untrained": untrained(schools[SIZES[2]], args.seed),
+    }
     for size in track(SIZES, "training", console=Console(stderr=True)):
-        policies[str(size)] = train_at(size, compute, train_tables, args.seed)
+        policies[str(size)] = train_at(size, schools[size], args.seed)
     grid: dict[str, dict[str, dict[str, float]]] = {name: {} for name in policies}
+    bottlenecks = {}
     for size in track(SIZES, "testing", console=Console(stderr=True)):
         tasks = size.tasks(compute, test_tables, args.tasks, args.seed + 7)
+        bottlenecks[str(size)] = sum(one_table_is_the_bottleneck(checkpoint.policy, task) for task in tasks)
         cost_ms = {name: np.array(overall_ms(policy, tasks)) for name, policy in policies.items()}
         for name, values in cost_ms.items():
             both = np.isfinite(values) & np.isfinite(cost_ms[str(size)])
             logs = np.log(values[both] / cost_ms[str(size)][both])
             grid[name][str(size)] = {"ratio": float(np.exp(logs.mean())), "infeasible": int(np.isinf(values).sum())}
-    spot = spot_check(policies, compute, test_tables, args) if args.measured else []
-    return {"grid": grid, "tasks": args.tasks, "measured_size": str(MEASURED), "measured_ratio": spot}
+    arena = Arena(args.device, seed=args.seed)
+    spot = {
+        str(size): spot_check(
+            (checkpoint.policy, policies[str(size)]),
+            size.tasks(compute, test_tables, args.measured, args.seed + 7),
+            arena,
+            args,
+        )
+        for size in (MEASURED if args.measured else ())
+    }
+    updates = {str(size): size.updates * size.tasks_per_update for size in SIZES}
+    return {"grid": grid, "tasks": args.tasks, "trained_tasks": updates, "bottlenecks": bottlenecks, "measured": spot}
+
+
+def one_table_is_the_bottleneck(policy: AnyPolicy, task: PricedTask) -> bool:
+    """Whether the heaviest table alone takes, by prediction, over 95 % of what the slowest device does."""
+    plan = greedy_plan(policy, task)
+    if plan is None:
+        return False
+    return float(task.cost.single_ms_S.max()) > 0.95 * float(task.cost.rate(plan[None]).device_ms_BD.max())
 
 
 def spot_check(
-    policies: dict[str, AnyPolicy], compute: ComputeCost, tables: Sequence[Table], args: argparse.Namespace
+    policies: tuple[AnyPolicy, AnyPolicy], tasks: Sequence[PricedTask], arena: Arena, args: argparse.Namespace
 ) -> list[float]:
-    """Measured compute under the shipped policy over that under the one trained at this size, task by task."""
+    """Measured compute under the first policy over that under the second, task by task; 1 where the plans' slowest
+    devices hold the same tables."""
     ratios = []
-    arena = Arena(args.device, seed=args.seed)
-    for task in MEASURED.tasks(compute, tables, args.measured, args.seed + 7):
+    for task in tasks:
         clock = SetClock(task.workloads, args.device, arena, seed=args.seed)
         measured = MeasuredCosts(task.cost, clock, RefineConfig())
-        plans = [greedy_plan(policies[name], task) for name in ("shipped", str(MEASURED))]
+        plans = [greedy_plan(policy, task) for policy in policies]
         if all(plan is not None for plan in plans):
             measured.time(plans, args.rounds)
             ours, theirs = (float(measured.rate(plan).device_ms_BD.max()) for plan in plans)
@@ -147,10 +177,12 @@ def print_result(result: dict[str, Any]) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=120)
     console.print(table)
-    if result["measured_ratio"]:
-        low, middle, high = np.percentile(result["measured_ratio"], (0, 50, 100))
-        what = f"{len(result['measured_ratio'])} tasks of {result['measured_size']}, shipped over trained there"
-        console.print(f"measured, {what}: median {middle:.3f}, {low:.3f} to {high:.3f}")
+    alone = ", ".join(f"{size} {count}" for size, count in result["bottlenecks"].items())
+    console.print(f"tasks in which one table alone is the bottleneck: {alone}")
+    for size, ratios in result["measured"].items():
+        cells = " ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+        console.print(f"measured at {size}, shipped over trained there: {mean:.3f} ({cells})")
 
 
 def main() -> None:

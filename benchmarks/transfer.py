@@ -3,8 +3,8 @@
 
     python benchmarks/transfer.py --threads 2 --json benchmarks/results/2026-11-21-transfer.json
 
-Measures sets of training tables on the target, for as long as a training from nothing would, and sets of held-out
-tables in two rounds; then judges on the latter
+Measures sets of training tables on the target, first for as long as a calibration would and then for the rest of a
+training from nothing, and sets of held-out tables in several rounds, as cost_accuracy.py does. Judged on the latter:
 
     as shipped     the checkpoint, as measured elsewhere
     scaled         the same, times the best constant for each stage
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +25,54 @@ import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from cost_accuracy import REPEATS, measure_rounds
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import calibrate_cost_network, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.measure.collect import collect, draw_sets
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, labelled, pool_tables
+from placers import best_scale
 from provenance import provenance
 
 
-def measure(args: argparse.Namespace, folder: Path) -> tuple[CostDataset, CostDataset, int]:
-    """Training sets, held-out sets, and how many of the former the calibration has time for."""
+def measure(args: argparse.Namespace, folder: Path) -> tuple[CostDataset, CostDataset, CostDataset]:
+    """Sets for the calibration, the other training sets, and held-out sets."""
     config = TrainingConfig()
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
     arena = Arena(args.device, config.arena_bytes, seed=args.seed)
 
-    def timed(name: str, tables: list, seconds: float, seed: int) -> CostDataset:
-        sets = draw_sets(
-            tables, int(seconds * MAX_SETS_PER_SECOND) + 1, seed, config.batch_sizes, config.max_set_tables
-        )
-        journal = folder / f"{args.device}-{args.threads}.{name}.journal"
-        return collect(sets, journal, args.device, args.threads, args.repeats, args.seed, seconds, arena=arena)
+    def timed(name: str, seconds: float, seed: int) -> CostDataset:
+        most = int(seconds * MAX_SETS_PER_SECOND) + 1
+        sets = draw_sets(train_tables, most, seed, config.batch_sizes, config.max_set_tables)
+        journal = folder / f"{name}.journal"
+        return collect(sets, journal, args.device, args.threads, REPEATS, args.seed, seconds, arena=arena)
 
-    first = timed("train", train_tables, args.calibrate_seconds, args.seed)
-    train = timed("train", train_tables, args.seconds, args.seed)
-    return train, timed("test", test_tables, args.test_seconds, args.seed + 1), len(first)
+    few = timed("calibrate", args.calibrate_seconds, args.seed)
+    rest = timed("rest", args.seconds - args.calibrate_seconds, args.seed + 1)
+    sets = draw_sets(test_tables, args.test_sets, args.seed + 2, config.batch_sizes, config.max_set_tables)
+    return few, rest, measure_rounds(sets, args.rounds, folder / "test.journal", args.device, args.seed, args.threads)
 
 
-def judge(args: argparse.Namespace, train: CostDataset, test: CostDataset, few: int) -> dict[str, Any]:
-    """Errors of all five on the held-out sets."""
+def judge(args: argparse.Namespace, few: CostDataset, rest: CostDataset, test: CostDataset) -> dict[str, Any]:
+    """Errors of all five on the held-out sets, all at the speed of the machine while the held-out sets were timed."""
     shipped = resolve(args.checkpoint, args.device).cost
-    sets, held_out = labelled(train), labelled(test, train.usual_ms)
+    first = labelled(few, test.usual_ms)
+    sets, held_out = labelled(CostDataset.concatenate([few, rest]), test.usual_ms), labelled(test)
     label_X2 = held_out.labels_ms_X2
-    first = sets.select(torch.arange(few))
     as_shipped_X2 = predict_ms(shipped, held_out)
-    best = (first.labels_ms_X2 / predict_ms(shipped, first)).median(0).values
+    best_2 = best_scale(predict_ms(shipped, first), first.labels_ms_X2)
     predictions = {
         "as shipped": as_shipped_X2,
-        "scaled": as_shipped_X2 * best,
+        "scaled": as_shipped_X2 * best_2,
         "calibrated": predict_ms(calibrate_cost_network(shipped, first), held_out),
         "from nothing": predict_ms(fit_cost_network(first), held_out),
         "full": predict_ms(fit_cost_network(sets), held_out),
     }
     return {
-        "sets": {"calibration": few, "full": len(train), "held out": len(test)},
+        "sets": {"calibration": len(few), "full": len(sets), "held out": len(test)},
         "mape": {name: mape_2(predicted_X2, label_X2).tolist() for name, predicted_X2 in predictions.items()},
-        "scale": best.tolist(),
+        "scale": best_2.tolist(),
     }
 
 
@@ -89,17 +92,19 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2, help="of the target's kernels")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of measuring for the full training")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="of measuring for full training, calibration included"
+    )
     parser.add_argument("--calibrate-seconds", type=float, default=45.0, help="what `calibrate --seconds 60` trains on")
-    parser.add_argument("--test-seconds", type=float, default=60.0)
-    parser.add_argument("--repeats", type=int, default=TrainingConfig.repeats)
+    parser.add_argument("--test-sets", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=5, help="over the held-out sets")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--checkpoint", default="auto")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--work", type=Path, default=Path("."), help="folder of the journals; continued")
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
-    data = measure(args, args.work)
+    with tempfile.TemporaryDirectory() as folder:
+        data = measure(args, Path(folder))
     torch.set_num_threads(1)
     result = judge(args, *data)
     print_result(result)

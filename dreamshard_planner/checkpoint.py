@@ -117,13 +117,20 @@ def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: st
         CheckpointError: where it can't be read, or is of another recipe.
     """
     if checkpoint == "auto":
-        card = torch.cuda.get_device_name() if compute_device == "cuda" and torch.cuda.device_count() else None
-        checkpoint = shipped(SHIPPED, compute_device, recipe, card)
+        checkpoint = shipped(SHIPPED, compute_device, recipe, _card(SHIPPED, compute_device))
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
     if checkpoint.recipe != recipe:
         raise CheckpointError(f"{checkpoint.name}: made by recipe {checkpoint.recipe!r}, asked for {recipe!r}")
     return checkpoint
+
+
+def _card(folder: Path, compute_device: str) -> str | None:
+    """Name of the card that this process sees. Asking starts CUDA, so nobody asks where no card's checkpoint ships."""
+    sources = {path.stem.partition("-")[0] for path in folder.glob("*.safetensors")}
+    if compute_device != "cuda" or sources <= {"cpu", "roofline"} or not torch.cuda.device_count():
+        return None
+    return torch.cuda.get_device_name()
 
 
 @cache

@@ -323,12 +323,13 @@ def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
         problem = storage_problem(sizes.tolist(), [capacity] * devices)
         cost = PlacementCost(problem, cost.compute, cost.collectives)
         dead_ends += all(place_by_rule(problem, rule) is None for rule in RULES)
-        if solve(problem, 5.0).assignment_S is None:
+        exact = solve(problem, 5.0)
+        if math.isinf(exact.bound_ms):  # proven, not a matter of time
             hopeless += 1
             with pytest.raises(InfeasibleError):
                 place(cost, Policy(PolicyConfig()), SearchConfig(candidates=200))
             continue
-        packed += 1
+        packed += exact.assignment_S is not None
         chosen = place(cost, Policy(PolicyConfig()), SearchConfig(candidates=200)).chosen
         assert problem.fits(chosen.assignment_S[None]).all()
     assert dead_ends > 5 and packed > 12 and hopeless > 0, (dead_ends, packed, hopeless)

@@ -52,17 +52,6 @@ class LabelledSets:
         shard_S = start_S + torch.arange(int(offsets[-1]))
         return LabelledSets(self.features_SF[shard_S], offsets, self.labels_ms_X2[index_X])
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[LabelledSets]) -> LabelledSets:
-        """All sets of all parts, in order."""
-        starts = torch.tensor([0, *(len(part.features_SF) for part in parts)]).cumsum(0)
-        offsets = [part.offsets_X1[:-1] + start for part, start in zip(parts, starts, strict=False)]
-        return cls(
-            torch.cat([part.features_SF for part in parts]),
-            torch.cat([*offsets, starts[-1:]]),
-            torch.cat([part.labels_ms_X2 for part in parts]),
-        )
-
     def sum(self, values_SH: Tensor) -> Tensor:
         """Sum of per-shard values over each set, [X, H]."""
         sums_XH = values_SH.new_zeros(len(self), values_SH.shape[1])
@@ -76,7 +65,8 @@ class FitConfig:
     epochs: int = 120
     """Passes over the training sets, at most."""
     max_updates: int = 5500
-    """Large datasets get fewer passes."""
+    """Large datasets get fewer passes. Twice as many passes over 22,000 sets lower no held-out error, and a training
+    should take minutes."""
     batch_sets: int = 256
     """Sets per update at most; small datasets get smaller batches."""
     learning_rate: float = 3e-3
@@ -88,15 +78,15 @@ class FitConfig:
             raise ValueError(f"epochs, updates, batch_sets and learning_rate must be positive, got {asdict(self)}")
 
     def passes(self, sets: int) -> int:
-        """Over so many training sets."""
+        """Over so many training sets: how often each is seen."""
         return max(1, min(self.epochs, self.max_updates // self.updates_per_pass(sets)))
 
     def updates_per_pass(self, sets: int) -> int:
-        """Over so many training sets."""
+        """Gradient steps in which so many training sets are seen once."""
         return math.ceil(sets / self.batch_size(sets))
 
     def batch_size(self, sets: int) -> int:
-        """Sets per update."""
+        """Sets per update, of so many in all."""
         return min(self.batch_sets, max(8, sets // 8))
 
 

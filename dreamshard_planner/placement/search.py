@@ -29,7 +29,7 @@ class SearchConfig:
     """How long and how widely to search."""
 
     samples: int = 15
-    """Sampled policy roll-outs beside the greedy one, at most; fewer on many devices."""
+    """Sampled policy roll-outs beside the greedy one, at most; fewer on more than 8 devices, none on more than 64."""
     starts: int = 3
     """Best starting placements from which to descend."""
     candidates: int = 30_000
