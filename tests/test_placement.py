@@ -18,7 +18,7 @@ from dreamshard_planner.placement.environment import OBSERVATION_INDEX, Estimate
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
 from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.placement.place import InfeasibleError, place
+from dreamshard_planner.placement.place import InfeasibleError, place, sampled_rollouts
 from dreamshard_planner.placement.policy import (
     AnyPolicy,
     Policy,
@@ -309,6 +309,11 @@ def test_packing_where_greedy_dead_ends() -> None:
     assert hard.fits(pack(hard).assignment_S[None]).all()
     packing = pack(storage_problem([6, 6, 6], [10, 10]))
     assert packing.assignment_S is None and packing.proven
+
+
+def test_sampled_rollouts_are_as_many_as_pay() -> None:
+    assert [sampled_rollouts(15, devices) for devices in (1, 2, 8, 9, 64, 65, 1024)] == [0, 15, 15, 13, 1, 0, 0]
+    assert sampled_rollouts(3, 8) == 3
 
 
 def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:

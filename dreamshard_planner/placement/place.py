@@ -103,8 +103,7 @@ def place(
     """
     problem = cost.problem
     generator = torch.Generator().manual_seed(seed)
-    samples = 0 if config is None or problem.num_devices == 1 else config.samples
-    samples = min(samples, max(0, MAX_ROLLOUT_DEVICES // problem.num_devices - 1))
+    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_devices)
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
     for rule in RULES:
@@ -127,6 +126,11 @@ def place(
         return Placement(_contender(cost, "chosen", pool[order[0]]), rivals, 0, False)
     result = local_search(cost, [pool[index] for index in order[: config.starts]], config, generator, seconds)
     return Placement(_contender(cost, "chosen", result.assignment_S), rivals, result.candidates, result.cut_short)
+
+
+def sampled_rollouts(wanted: int, devices: int) -> int:
+    """How many to play beside the greedy one, of so many wanted; none where there is nothing to choose."""
+    return 0 if devices == 1 else min(wanted, max(0, MAX_ROLLOUT_DEVICES // devices - 1))
 
 
 def _contender(cost: PlacementCost, name: str, assignment_S: Tensor | None) -> Contender:
