@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,26 +16,61 @@ from dreamshard_planner.errors import DreamShardError
 if TYPE_CHECKING:
     from dreamshard_planner.training import TrainingConfig
 
-QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
 
+class Device(str, Enum):
+    """Where kernels run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Recipe(str, Enum):
+    """Which networks."""
+
+    default = "default"
+    paper = "paper"
+    autoshard = "autoshard"
+
+
+def _in_a_folder(path: Path) -> Path:
+    """Before minutes of measuring, not after."""
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    return path
+
+
+def _present(device: Device) -> Device:
+    import torch
+
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("cuda: no GPU that this torch can use")
+    return device
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).")]
+RecipeOption = Annotated[Recipe, typer.Option(help="paper: the networks as published; autoshard: its policy.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
 CollectivesOption = Annotated[
     Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")
 ]
-UpdatesOption = Annotated[int | None, typer.Option(help="Policy updates; by default what a few minutes allow.")]
+UpdatesOption = Annotated[int | None, typer.Option(min=1, help="Policy updates; by default what a few minutes allow.")]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned placement of embedding tables.")
 
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.")],
-    seconds: Annotated[float | None, typer.Option(help="Time for measuring kernels; 300, or 8 with --quick.")] = None,
-    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
+    out: Annotated[
+        Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.", callback=_in_a_folder)
+    ],
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Time for measuring kernels; 300, or 8 with --quick.")
+    ] = None,
+    device: DeviceOption = Device.cpu,
+    threads: ThreadsOption = 1,
     seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
-    recipe: Annotated[
-        str, typer.Option(help="default; paper: the networks as published; autoshard: its policy.")
-    ] = "default",
+    recipe: RecipeOption = Recipe.default,
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
@@ -48,7 +84,7 @@ def train(
 
     config = _with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives))
-    config = replace(config, device=device, threads=threads, seed=seed, recipe=recipe)
+    config = replace(config, device=device.value, threads=threads, seed=seed, recipe=recipe.value)
     config = config if seconds is None else replace(config, seconds=seconds)
     checkpoint = train_on_roofline(config, out) if roofline else train(config, out)
     typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
@@ -56,16 +92,18 @@ def train(
 
 @app.command()
 def collect(
-    out: Annotated[Path, typer.Option(help="Dataset to write, .npz; its journal is kept beside it.")],
+    out: Annotated[
+        Path, typer.Option(help="Dataset to write, .npz; its journal is kept beside it.", callback=_in_a_folder)
+    ],
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
-    sets: Annotated[int, typer.Option(help="Sets to draw, measured in this order.")] = 5000,
-    seconds: Annotated[float | None, typer.Option(help="Stop after this time, to be continued.")] = None,
+    sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.")] = 5000,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this time, to be continued.")] = None,
     batch_sizes: Annotated[str, typer.Option(help="Samples that a kernel sees.")] = "256,512,1024,2048,4096",
-    max_tables: Annotated[int, typer.Option(help="Tables of the largest set; sizes are log-uniform.")] = 100,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each set.")] = 5,
-    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
+    max_tables: Annotated[int, typer.Option(min=1, help="Tables of the largest set; sizes are log-uniform.")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
+    device: DeviceOption = Device.cpu,
+    threads: ThreadsOption = 1,
     seed: Annotated[int, typer.Option(help="Of sets, indices and order.")] = 0,
 ) -> None:
     """Measure random sets of tables as fused kernels; the same command continues what was interrupted."""
@@ -80,7 +118,7 @@ def collect(
     tables = pool_tables(names)[held_out]
     drawn = draw_sets(tables, sets, seed, batches, max_tables)
     journal = out.with_suffix(".journal")
-    dataset = collect(drawn, journal, device, threads, repeats, seed, seconds)
+    dataset = collect(drawn, journal, device.value, threads, repeats, seed, seconds)
     dataset.save(out)
     typer.echo(f"{out}: {len(dataset)} of {sets} sets, noise floor {dataset.spread.mean():.1%}")
 
@@ -89,10 +127,8 @@ def collect(
 def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
-    recipe: Annotated[
-        str, typer.Option(help="default; paper: the networks as published; autoshard: its policy.")
-    ] = "default",
+    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_in_a_folder)],
+    recipe: RecipeOption = Recipe.default,
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
@@ -103,7 +139,7 @@ def fit(
     from dreamshard_planner.training import QUICK, TrainingConfig, learn
 
     config = _with_updates(QUICK if quick else TrainingConfig(), updates)
-    config = replace(config, collectives=_read_collectives(collectives), recipe=recipe, seed=seed)
+    config = replace(config, collectives=_read_collectives(collectives), recipe=recipe.value, seed=seed)
     train_data, test_data = (
         CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
     )
@@ -114,19 +150,19 @@ def fit(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="Checkpoint to write.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_in_a_folder)],
     checkpoint: Annotated[str, typer.Option(help="Checkpoint to start from; auto: what ships.")] = "auto",
-    seconds: Annotated[float, typer.Option(help="Time for measuring kernels.")] = 60.0,
-    device: Annotated[str, typer.Option(help="Where kernels run: cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Intra-op threads of a rank (CPU).")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
+    device: DeviceOption = Device.cpu,
+    threads: ThreadsOption = 1,
     seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
 ) -> None:
     """Fit a checkpoint's cost network on to this machine; prints its error before and after."""
     from dreamshard_planner.checkpoint import resolve
     from dreamshard_planner.training import calibrate
 
-    start = resolve(checkpoint, device)
-    made = calibrate(start, out, seconds=seconds, device=device, threads=threads, seed=seed)
+    start = resolve(checkpoint, device.value)
+    made = calibrate(start, out, seconds=seconds, device=device.value, threads=threads, seed=seed)
     typer.echo(json.dumps(made.metadata["calibration"], indent=2))
 
 

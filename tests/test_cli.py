@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from dreamshard_planner import training
 from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
-from dreamshard_planner.cli import _with_updates
+from dreamshard_planner.cli import _with_updates, app
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.training import QUICK, TrainingConfig
 
@@ -34,6 +35,26 @@ def test_errors_are_one_line_and_a_status(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stdout == "" and "gone.safetensors: no such checkpoint" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
+        (("train", "--out", "x.safetensors", "--recipe", "foo"), "foo"),
+        (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
+        (("train", "--out", "x.safetensors", "--updates", "0"), "--updates"),
+        (("collect", "--out", "x.npz", "--device", "tpu"), "tpu"),
+        (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and reason in result.output
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
@@ -123,7 +124,7 @@ def calibrate_cost_network(network: CostNetwork, train: LabelledSets, config: Fi
     """
     config = config or CALIBRATION
     if len(train) < 8:
-        raise ValueError(f"calibration needs at least 8 measured sets, got {len(train)}")
+        raise TaskError(f"calibration needs at least 8 measured sets, got {len(train)}: measure for longer")
     network = copy.deepcopy(network).requires_grad_(True)
     with torch.no_grad():
         log_ratio_X2 = (train.labels_ms_X2 / predict_ms(network, train)).log()
