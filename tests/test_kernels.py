@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import describe_hardware, hardware_key
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.timing import pinned, time_groups
@@ -188,6 +189,17 @@ def test_backward_needs_its_forward() -> None:
     kernel.backward()
     with pytest.raises(RuntimeError, match="forward"):
         kernel.backward()
+
+
+def test_interrupted_runs_are_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, runs = FusedKernel([workload("a")], "cpu"), []
+    monkeypatch.setattr(kernel, "move", lambda: runs.append(1))
+    for interruptions, attempts in (([5, 5], 1), ([5, 6, 6, 6], 2), ([1, 2, 3, 4, 5, 6], 3)):
+        counts = iter(interruptions)
+        monkeypatch.setattr(timing, "_interruptions", lambda counts=counts: next(counts))
+        runs.clear()
+        (timed,) = time_groups([kernel], repeats=1, warmup=0)
+        assert len(runs) == attempts and timed.samples_ms.shape == (1, 2)
 
 
 def test_time_groups_keeps_every_sample() -> None:

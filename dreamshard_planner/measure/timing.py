@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Time fused kernels: warm-up, interleaved repeats in shuffled order, every sample kept.
+"""Time fused kernels: warm-up, interleaved repeats in shuffled order, every sample kept; on the CPU, a run during
+which the system gave the core to somebody else is no sample, and done again.
 
 Cache state. Before every run a kernel's tables move to windows of the arena that no recent run has touched, so
 the forward pass reads cold rows. Indices, offsets and the output gradient are as warm as a previous layer leaves
@@ -12,6 +13,7 @@ Shape letters: R repeats, 2 (forward, backward).
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +29,10 @@ from dreamshard_planner.measure.kernels import FusedKernel
 _FLUSH_BYTES = 512 << 20
 """Written before each timed run on CUDA: many times any L2, and long enough for the host to queue the run, so that
 the device never waits for a launch between the two events."""
+
+
+_ATTEMPTS = 3
+"""Times that a run on the CPU is done at most to get one that is not interrupted: long runs on a busy core always are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +128,17 @@ def time_groups(
 
 
 class _CpuRuns:
-    """Runs with the host clock."""
+    """Runs with the host clock. One that was interrupted tells nothing of its kernel, and is done again."""
 
     def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
+        for _ in range(_ATTEMPTS):
+            before = _interruptions()
+            marks = self._run(kernel)
+            if _interruptions() == before:
+                break
+        return marks
+
+    def _run(self, kernel: FusedKernel) -> tuple[int, int, int]:
         kernel.move()
         start = time.perf_counter_ns()
         kernel.forward()
@@ -134,6 +148,11 @@ class _CpuRuns:
 
     def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:
         return torch.tensor(rounds, dtype=torch.int64).diff(dim=1).double() / 1e6
+
+
+def _interruptions() -> int:
+    """How often the system has taken a core from this process so far, to let somebody else compute."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 class _CudaRuns:
