@@ -32,7 +32,7 @@ the device never waits for a launch between the two events."""
 
 
 _ATTEMPTS = 3
-"""Times that a run on the CPU is done at most to get one that is not interrupted: long runs on a busy core always are."""
+"""Runs on the CPU at most, to get one that is not interrupted: on a busy core, long ones always are."""
 
 
 @dataclass(frozen=True, slots=True)
