@@ -28,16 +28,17 @@ from rich.progress import track
 from rich.table import Table as RichTable
 from torchrec.distributed.planner import Topology
 
+from bootstrap import mean_interval
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.place import place
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
-from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.placement.tasks import TaskConfig
-from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
+from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks, rated_ms
+from placers import rule_starts
 from provenance import provenance
 
 SIZES = ((20, 2), (50, 8), (100, 16), (200, 32), (400, 64))
@@ -50,17 +51,14 @@ SAMPLES = 15
 @torch.no_grad()
 def methods_ms(cost: PlacementCost, policy: AnyPolicy, seed: int) -> dict[str, float]:
     """Predicted overall cost under each method; NaN where it finds no placement."""
-    rules = [place_by_rule(cost.problem, rule) for rule in RULES]
-    rules = [plan for plan in (*rules, greedy_by_score(cost.problem, cost.single_ms_S)) if plan is not None]
+    rules = rule_starts(cost)
     if not rules:
         return {"rule": float("nan")}
-    rule_ms_B = cost.rate(torch.stack(rules)).overall_ms_B
-    rules = [rules[i] for i in rule_ms_B.argsort(stable=True).tolist()]
     generator = torch.Generator().manual_seed(seed)
     batch = TaskBatch.collate([cost])
     rollout_ms_E = roll_out(policy, batch, 1 + SAMPLES, generator, greedy_first=True).environment.overall_ms()
     values = {
-        "rule": float(rule_ms_B.min()),
+        "rule": rated_ms(cost, rules[0]),
         "policy": float(rollout_ms_E[0]),
         f"best of {1 + SAMPLES}": float(rollout_ms_E.min()),
     }
@@ -102,9 +100,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def _paired(logs_TN: np.ndarray, names: Sequence[str], ours: str, theirs: str) -> dict[str, Any]:
     """Ratio of two methods with its 95 % bootstrap interval over tasks."""
     log_T = logs_TN[:, names.index(ours)] - logs_TN[:, names.index(theirs)]
-    rng = np.random.default_rng(0)
-    means = log_T[rng.integers(len(log_T), size=(4000, len(log_T)))].mean(1)
-    return {"ratio": float(np.exp(log_T.mean())), "interval": np.exp(np.percentile(means, (2.5, 97.5))).tolist()}
+    interval = np.exp(mean_interval(log_T, np.random.default_rng(0)))
+    return {"ratio": float(np.exp(log_T.mean())), "interval": interval.tolist()}
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from rich.progress import track
 from rich.table import Table as RichTable
 from torch import Tensor
 
+from bootstrap import mean_interval
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.measure.kernels import Arena
@@ -215,14 +216,13 @@ def summarize(records: Sequence[dict], pool: str | None = None) -> list[dict[str
         logs = np.array([math.log(r["compute_ms"][name] / r["compute_ms"][ANCHOR]) for r in both])
         overall = np.array([math.log(r["overall_ms"][name] / r["overall_ms"][ANCHOR]) for r in both])
         room = np.array([math.log(r["compute_ms"].get("oracle", math.nan) / r["compute_ms"][ANCHOR]) for r in both])
-        means = logs[rng.integers(len(logs), size=(4000, len(logs)))].mean(1) if len(logs) else np.array([math.nan])
         rows.append(
             {
                 "placer": name,
                 "tasks": len(both),
                 "infeasible": sum(name in r["infeasible"] for r in chosen),
                 "compute": math.exp(logs.mean()) if len(logs) else math.nan,
-                "interval": [float(v) for v in np.exp(np.percentile(means, (2.5, 97.5)))],
+                "interval": np.exp(mean_interval(logs, rng)).tolist(),
                 "overall": math.exp(overall.mean()) if len(logs) else math.nan,
                 "wins": float((logs < 0).mean()) if len(logs) else math.nan,
                 "room_won": float(logs.sum() / room.sum()) if len(logs) and room.sum() < 0 else math.nan,

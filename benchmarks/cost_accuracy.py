@@ -35,6 +35,7 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
 
+from bootstrap import mean_interval
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, predict_ms
@@ -87,12 +88,11 @@ def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_
 def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
     """MAPE with its 95 % bootstrap interval over sets, 90th percentile, Kendall's tau; forward and backward."""
     relative_X2 = ((predicted_X2 - label_X2) / label_X2).abs().numpy()
-    rng = np.random.default_rng(0)
-    means = relative_X2[rng.integers(len(relative_X2), size=(2000, len(relative_X2)))].mean(1)
+    interval_22 = mean_interval(relative_X2, np.random.default_rng(0), draws=2000)
     return {
         stage: {
             "mape": float(relative_X2[:, i].mean()),
-            "interval": np.percentile(means[:, i], (2.5, 97.5)).tolist(),
+            "interval": interval_22[:, i].tolist(),
             "p90": float(np.percentile(relative_X2[:, i], 90)),
             "tau": float(kendalltau(predicted_X2[:, i], label_X2[:, i]).statistic),
         }

@@ -34,12 +34,11 @@ from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig, roll_out
+from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig, greedy_plan
 from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.placement.tasks import TaskConfig
-from dreamshard_planner.training import PricedTask, TrainingConfig, pool_tables, priced_tasks
+from dreamshard_planner.training import PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from dreamshard_planner.workload.tables import Table
 from provenance import provenance
 
@@ -88,20 +87,6 @@ def untrained(tasks: Sequence[PricedTask], seed: int) -> Policy:
     return policy
 
 
-@torch.no_grad()
-def greedy_plan(policy: AnyPolicy, task: PricedTask) -> Tensor | None:
-    """One roll-out; None where it dead-ends."""
-    environment = roll_out(policy, TaskBatch.collate([task.cost]), 1).environment
-    return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None
-
-
-def overall_ms(policy: AnyPolicy, tasks: Sequence[PricedTask]) -> list[float]:
-    """Predicted; infinite where the roll-out dead-ends."""
-    plans = [greedy_plan(policy, task) for task in tasks]
-    rated = zip(plans, tasks, strict=True)
-    return [math.inf if plan is None else float(task.cost.rate(plan[None]).overall_ms_B) for plan, task in rated]
-
-
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """The grid, and the spot check."""
     checkpoint = resolve(args.checkpoint, args.device)
@@ -118,8 +103,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     bottlenecks = {}
     for size in track(SIZES, "testing", console=Console(stderr=True)):
         tasks = size.tasks(compute, test_tables, args.tasks, args.seed + 7)
-        bottlenecks[str(size)] = sum(one_table_is_the_bottleneck(checkpoint.policy, task) for task in tasks)
-        cost_ms = {name: np.array(overall_ms(policy, tasks)) for name, policy in policies.items()}
+        plans = {name: [greedy_plan(policy, task.cost) for task in tasks] for name, policy in policies.items()}
+        bottlenecks[str(size)] = sum(map(one_table_is_the_bottleneck, tasks, plans["shipped"]))
+        cost_ms = {name: np.array(list(map(rated_ms, (t.cost for t in tasks), own))) for name, own in plans.items()}
         for name, values in cost_ms.items():
             both = np.isfinite(values) & np.isfinite(cost_ms[str(size)])
             logs = np.log(values[both] / cost_ms[str(size)][both])
@@ -134,13 +120,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         )
         for size in (MEASURED if args.measured else ())
     }
-    updates = {str(size): size.updates * size.tasks_per_update for size in SIZES}
-    return {"grid": grid, "tasks": args.tasks, "trained_tasks": updates, "bottlenecks": bottlenecks, "measured": spot}
+    trained = {str(size): size.updates * size.tasks_per_update for size in SIZES}
+    return {"grid": grid, "tasks": args.tasks, "trained_tasks": trained, "bottlenecks": bottlenecks, "measured": spot}
 
 
-def one_table_is_the_bottleneck(policy: AnyPolicy, task: PricedTask) -> bool:
+def one_table_is_the_bottleneck(task: PricedTask, plan: Tensor | None) -> bool:
     """Whether the heaviest table alone takes, by prediction, over 95 % of what the slowest device does."""
-    plan = greedy_plan(policy, task)
     if plan is None:
         return False
     return float(task.cost.single_ms_S.max()) > 0.95 * float(task.cost.rate(plan[None]).device_ms_BD.max())
@@ -155,7 +140,7 @@ def spot_check(
     for task in tasks:
         clock = SetClock(task.workloads, args.device, arena, seed=args.seed)
         measured = MeasuredCosts(task.cost, clock, RefineConfig())
-        plans = [greedy_plan(policy, task) for policy in policies]
+        plans = [greedy_plan(policy, task.cost) for policy in policies]
         if all(plan is not None for plan in plans):
             measured.time(plans, args.rounds)
             ours, theirs = (float(measured.rate(plan).device_ms_BD.max()) for plan in plans)

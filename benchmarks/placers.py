@@ -102,6 +102,16 @@ def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
     return (label_X2 / predicted_X2).median(0).values
 
 
+def rule_starts(cost: PlacementCost) -> list[Tensor]:
+    """What the rules and greedy by single-table cost find, [S] each, the cheapest first: starts without a policy."""
+    plans = [place_by_rule(cost.problem, rule) for rule in RULES]
+    plans = [plan for plan in (*plans, greedy_by_score(cost.problem, cost.single_ms_S)) if plan is not None]
+    if not plans:
+        return []
+    order = cost.rate(torch.stack(plans)).overall_ms_B.argsort(stable=True).tolist()
+    return [plans[index] for index in order]
+
+
 Placer = Callable[[Contest], Tensor | None]
 
 
@@ -212,13 +222,11 @@ class Field:
     def _search(self, contest: Contest, compute: ComputeCost, config: SearchConfig) -> Tensor | None:
         """Search without a policy, from what the rules and single-table costs give."""
         cost = self.cost(contest, compute)
-        starts = [place_by_rule(cost.problem, rule) for rule in RULES]
-        starts = [s for s in [*starts, greedy_by_score(cost.problem, cost.single_ms_S)] if s is not None]
+        starts = rule_starts(cost)
         if not starts:
             return None
-        order = cost.rate(torch.stack(starts)).overall_ms_B.argsort(stable=True).tolist()
         generator = torch.Generator().manual_seed(self._seed)
-        return local_search(cost, [starts[i] for i in order[: config.starts]], config, generator).assignment_S
+        return local_search(cost, starts[: config.starts], config, generator).assignment_S
 
     def _learned(self, contest: Contest, checkpoint: Checkpoint, config: SearchConfig | None) -> Tensor | None:
         topology = Topology(world_size=contest.task.problem.num_devices, compute_device=self._device)

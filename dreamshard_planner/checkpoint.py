@@ -127,10 +127,10 @@ def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: st
 
 def _card(folder: Path, compute_device: str) -> str | None:
     """Name of the card that this process sees. Asking starts CUDA, so nobody asks where no card's checkpoint ships."""
-    sources = {path.stem.partition("-")[0] for path in folder.glob("*.safetensors")}
-    if compute_device != "cuda" or sources <= {"cpu", "roofline"} or not torch.cuda.device_count():
+    if compute_device != "cuda" or not torch.cuda.device_count():
         return None
-    return torch.cuda.get_device_name()
+    sources = {path.stem.partition("-")[0] for path in folder.glob("*.safetensors")}
+    return None if sources <= {"cpu", "roofline"} else torch.cuda.get_device_name()
 
 
 @cache

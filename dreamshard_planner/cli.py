@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dreamshard_planner.checkpoint import RECIPES
 from dreamshard_planner.errors import DreamShardError
 
 if TYPE_CHECKING:
@@ -24,12 +25,7 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
-class Recipe(str, Enum):
-    """Which networks."""
-
-    default = "default"
-    paper = "paper"
-    autoshard = "autoshard"
+Recipe = Enum("Recipe", {name: name for name in RECIPES}, type=str)
 
 
 def _in_a_folder(path: Path) -> Path:

@@ -44,6 +44,7 @@ from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.policy import (
     AnyPolicy,
     PolicyConfig,
+    greedy_plan,
     roll_out,
 )
 from dreamshard_planner.placement.reinforce import ReinforceConfig, UpdateStatistics, train_policy
@@ -374,11 +375,9 @@ def validate_policy(
     policy_ms, rule_ms = [], {rule: [] for rule in RULES}
     with torch.no_grad():
         for cost in costs:
-            environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
-            alive = bool(environment.alive_E[0])
-            policy_ms.append(_rated_ms(cost, environment.assignments(0)[0] if alive else None))
+            policy_ms.append(rated_ms(cost, greedy_plan(policy, cost)))
             for rule in RULES:
-                rule_ms[rule].append(_rated_ms(cost, place_by_rule(cost.problem, rule)))
+                rule_ms[rule].append(rated_ms(cost, place_by_rule(cost.problem, rule)))
     ours = torch.tensor(policy_ms)
     ratios = {}
     for rule, values in rule_ms.items():
@@ -393,7 +392,8 @@ def validate_policy(
     }
 
 
-def _rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
+def rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
+    """Predicted overall cost of one placement; infinite where there is none."""
     return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
 
 

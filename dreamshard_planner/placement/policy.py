@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
+from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.paper import PaperPolicy
 from dreamshard_planner.placement.recurrent import RecurrentPolicy
@@ -153,6 +154,12 @@ def roll_out(
             channels.append(observation.channels_EDO)
             legal.append(observation.legal_ED)
     return Rollout(environment, torch.stack(channels) if record else None, torch.stack(legal) if record else None)
+
+
+def greedy_plan(policy: AnyPolicy, cost: PlacementCost) -> Tensor | None:
+    """One greedy roll-out, [S]; None where it dead-ends."""
+    environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
+    return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None
 
 
 def score_rollout(policy: AnyPolicy, rollout: Rollout) -> tuple[Tensor, Tensor]:
