@@ -1,6 +1,8 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """How much each part of planning brings, by predicted cost, on tasks of held-out tables of several sizes.
 
+Tables that would be a bottleneck alone are replaced, as in training: with one, every method reaches the same.
+
     python benchmarks/ablation.py --json benchmarks/results/2026-11-21-ablation.json
 
     rule             the cheapest greedy rule of each task, single-table cost included: what ratios refer to
@@ -36,7 +38,6 @@ from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.place import place
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
-from dreamshard_planner.placement.tasks import TaskConfig
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks, rated_ms
 from placers import rule_starts
 from provenance import provenance
@@ -80,7 +81,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     tables = pool_tables(TrainingConfig().pools)[1]
     rows = []
     for count, devices in track(SIZES, "sizes", console=Console(stderr=True)):
-        sized = TaskConfig(min_tables=count, max_tables=count, devices=(devices,))
+        sized = replace(TrainingConfig().tasks, min_tables=count, max_tables=count, devices=(devices,))
         tasks = priced_tasks(compute, tables, args.tasks, sized, args.seed)
         values = [methods_ms(task.cost, checkpoint.policy, args.seed) for task in tasks]
         values = [value for value in values if np.isfinite(list(value.values())).all()]

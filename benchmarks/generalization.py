@@ -6,9 +6,9 @@
 Trains a policy at each of ``SIZES``, on tasks of training tables, and rolls out each, the shipped one and an untrained
 one, greedily and without search on tasks of held-out tables of every size (DreamShard, section 4.2, transfer between
 tables and device counts). A cell is the geometric mean of predicted overall cost over that of the policy trained at the
-size of the column. Where one table alone is the bottleneck, all policies reach the same; how often is told. Large sizes
-get fewer updates, as each takes longer. ``--measured`` tasks of each smaller size are also measured on fused kernels:
-the shipped policy against the one trained there.
+size of the column. Where one table alone is the bottleneck all the same, all policies reach the same; how often is
+told. Large sizes get fewer updates, as each takes longer. ``--measured`` tasks of each smaller size are also measured
+on fused kernels: the shipped policy against the one trained there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig, greedy_plan
 from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
-from dreamshard_planner.placement.tasks import TaskConfig
 from dreamshard_planner.training import PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from dreamshard_planner.workload.tables import Table
 from provenance import provenance
@@ -56,8 +55,9 @@ class Size:
         return f"{self.tables}x{self.devices}"
 
     def tasks(self, compute: ComputeCost, tables: Sequence[Table], count: int, seed: int) -> list[PricedTask]:
-        """Random tasks of this size."""
-        config = TaskConfig(min_tables=self.tables, max_tables=self.tables, devices=(self.devices,))
+        """Random tasks of this size, drawn as training draws them: without tables that are a bottleneck alone."""
+        sized = {"min_tables": self.tables, "max_tables": self.tables, "devices": (self.devices,)}
+        config = replace(TrainingConfig().tasks, **sized)
         return priced_tasks(compute, tables, count, config, seed)
 
 

@@ -8,7 +8,8 @@ training from nothing, and sets of held-out tables in several rounds, as cost_ac
 
     as shipped     the checkpoint, as measured elsewhere
     scaled         the same, times the best constant for each stage
-    calibrated     fitted on to the sets of the first ``--calibrate-seconds``, as ``dreamshard calibrate`` does
+    calibrated     fitted on to the sets of the first ``--calibrate-seconds``, as ``dreamshard calibrate`` does: its
+                   scale, or its weights too, as sets held back decide
     from nothing   a network that knows those sets alone
     full           a network that knows all sets of the target
 """
@@ -60,12 +61,13 @@ def judge(args: argparse.Namespace, few: CostDataset, rest: CostDataset, test: C
     first = labelled(few, test.usual_ms)
     sets, held_out = labelled(CostDataset.concatenate([few, rest]), test.usual_ms), labelled(test)
     label_X2 = held_out.labels_ms_X2
+    calibrated, changed = calibrate_cost_network(shipped, first, args.seed)
     as_shipped_X2 = predict_ms(shipped, held_out)
     best_2 = best_scale(predict_ms(shipped, first), first.labels_ms_X2)
     predictions = {
         "as shipped": as_shipped_X2,
         "scaled": as_shipped_X2 * best_2,
-        "calibrated": predict_ms(calibrate_cost_network(shipped, first), held_out),
+        "calibrated": predict_ms(calibrated, held_out),
         "from nothing": predict_ms(fit_cost_network(first), held_out),
         "full": predict_ms(fit_cost_network(sets), held_out),
     }
@@ -73,6 +75,7 @@ def judge(args: argparse.Namespace, few: CostDataset, rest: CostDataset, test: C
         "sets": {"calibration": len(few), "full": len(sets), "held out": len(test)},
         "mape": {name: mape_2(predicted_X2, label_X2).tolist() for name, predicted_X2 in predictions.items()},
         "scale": best_2.tolist(),
+        "changed": changed,
     }
 
 
@@ -86,6 +89,7 @@ def print_result(result: dict[str, Any]) -> None:
         ratios = (f"{error / least:.2f}" for error, least in zip(errors, full, strict=True))
         table.add_row(name, *(f"{error:.1%}" for error in errors), *ratios)
     Console().print(table)
+    Console().print(f"the calibration changed: {result['changed']}")
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ from dreamshard_planner.placement.policy import (
 )
 from dreamshard_planner.placement.reinforce import ReinforceConfig, UpdateStatistics, train_policy
 from dreamshard_planner.placement.rules import RULES, place_by_rule
-from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks
+from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
@@ -64,7 +64,7 @@ SPLIT_SEED = 0
 """Of the halves of every pool. No option: a table that one training holds out must not teach another."""
 
 PAPER_REINFORCE = ReinforceConfig(
-    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001
+    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001, looks=0
 )
 """Ten iterations of ten updates of ten episodes of one task, as published."""
 
@@ -97,7 +97,7 @@ class TrainingConfig:
     """Tasks that the policy trains on."""
     validation_tasks: int = 60
     """Tasks of held-out tables that it is judged on."""
-    tasks: TaskConfig = field(default_factory=TaskConfig)
+    tasks: TaskConfig = field(default_factory=lambda: TaskConfig(heaviest=0.6))
     network: CostNetworkConfig = field(default_factory=CostNetworkConfig)
     fit: FitConfig = field(default_factory=FitConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -126,7 +126,7 @@ QUICK = TrainingConfig(
     arena_bytes=1 << 26,
     num_tasks=8,
     validation_tasks=4,
-    tasks=TaskConfig(max_tables=12),
+    tasks=TaskConfig(max_tables=12, heaviest=0.6),
     fit=FitConfig(epochs=10),
     reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
     paper_fit=PaperFitConfig(updates=20),
@@ -183,7 +183,8 @@ def calibrate(
     """Fit a checkpoint's cost network on to this machine with few measurements, and write the result ``out``.
 
     A quarter of the time goes into sets of held-out tables, which tell the error before and after (in the metadata
-    under ``calibration``). The policy stays as it is: what it observes is relative to the task's own cost.
+    under ``calibration``, with what of the network was ``changed``). The policy stays as it is: what it observes is
+    relative to the task's own cost.
 
     Raises:
         CheckpointError: the checkpoint has no cost network of recipe ``default``.
@@ -215,7 +216,7 @@ def calibrate(
         for part, (name, tables, share) in enumerate((("calibrate", train_tables, 0.75), ("check", test_tables, 0.25)))
     ]
     sets, check = (labelled(part, data[0].usual_ms) for part in data)
-    calibrated = calibrate_cost_network(network, sets)
+    calibrated, changed = calibrate_cost_network(network, sets, seed)
     errors = {
         f"{when}_mape": [round(value, 4) for value in mape_2(predict_ms(cost, check), check.labels_ms_X2).tolist()]
         for when, cost in (("before", network), ("after", calibrated))
@@ -225,7 +226,13 @@ def calibrate(
         "hardware": data[0].hardware,
         "hardware_name": f"{checkpoint.metadata['hardware_name']}, calibrated on {hardware_name(data[0].hardware)}",
         "reference_ms": data[0].usual_ms,
-        "calibration": {"from": checkpoint.name, "sets": len(sets), "check_sets": len(check), **errors},
+        "calibration": {
+            "from": checkpoint.name,
+            "changed": changed,
+            "sets": len(sets),
+            "check_sets": len(check),
+            **errors,
+        },
     }
     Checkpoint(checkpoint.policy, calibrated, metadata).save(out)
     return Checkpoint.load(out)
@@ -343,10 +350,14 @@ def priced_tasks(
     compute: ComputeCost, tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int
 ) -> list[PricedTask]:
     """Random tasks over ``tables`` with their costs."""
+
+    def single_ms(workloads: Sequence[Workload]) -> Tensor:
+        return PlacementCost(problem_of(workloads, 1), compute, CollectiveModel(1, BANDWIDTHS[0])).single_ms_S
+
     low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
     share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
     priced = []
-    for task, share in zip(draw_tasks(tables, num_tasks, config, seed), share_T, strict=True):
+    for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms), share_T, strict=True):
         collectives = CollectiveModel(task.problem.num_devices, math.exp(low + (high - low) * share))
         priced.append(PricedTask(task.workloads, PlacementCost(task.problem, compute, collectives)))
     return priced

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
@@ -27,11 +28,17 @@ from dreamshard_planner.placement.policy import (
     score_rollout,
 )
 from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.placement.reinforce import ReinforceConfig, advantages, best_rule_ms, train_policy
+from dreamshard_planner.placement.reinforce import (
+    ReinforceConfig,
+    advantages,
+    best_rule_ms,
+    greedy_standing,
+    train_policy,
+)
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig, local_search
-from dreamshard_planner.placement.tasks import problem_of
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
 ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5, forward_launch_ms=0.02, backward_launch_ms=0.06)
 SEARCH = SearchConfig(samples=4, candidates=2000)
@@ -205,6 +212,29 @@ def test_reinforce_lowers_the_cost(make) -> None:
     assert last < 0.97 * first
     assert all(update.infeasible_share == 0 and update.gradient_norm > 0 for update in statistics)
     assert statistics[-1].over_best_rule < statistics[0].over_best_rule
+
+
+def test_the_policy_that_did_best_stays() -> None:
+    """Steps so large that every update spoils the start, which is greedy on cost: greedy roll-outs end where they
+    began, unless nobody looked."""
+    costs = [make_cost(8 + task, 3, seed=task) for task in range(6)]
+    harmful = ReinforceConfig(updates=12, tasks_per_update=2, episodes_per_task=4, learning_rate=10.0, looks=4)
+    standings = {}
+    for looks in (0, 4):
+        policy = Policy(PolicyConfig())
+        before = greedy_standing(policy, costs)
+        train_policy(policy, costs, replace(harmful, looks=looks))
+        standings[looks] = greedy_standing(policy, costs)
+    assert standings[4] <= before < standings[0]
+
+
+def test_standing_by_hand() -> None:
+    cost = make_cost(4, 4)  # a device each: the heaviest table is the bottleneck
+    policy = Policy(PolicyConfig())
+    ideal_ms = float(cost.single_ms_S.sum()) / 4
+    total_ms = float(cost.rate(torch.arange(4)[None]).overall_ms_B[0])
+    infeasible, mean_log = greedy_standing(policy, [cost, make_cost(4, 4, memory_bytes=1)])
+    assert infeasible == 1 and mean_log == pytest.approx(math.log(total_ms / ideal_ms))
 
 
 def test_gap_to_the_best_rule_by_hand() -> None:
@@ -388,3 +418,25 @@ def test_memory_that_nobody_needs_binds_nobody() -> None:
         mdp = EstimatedMDP(TaskBatch.collate([PlacementCost(variant, ROOFLINE, CollectiveModel(2, 1e6))]), 1)
         free.append(mdp.observe().channels_EDO[..., OBSERVATION_INDEX["free_memory"]])
     assert torch.equal(*free) and free[0].min() > 0.9
+
+
+def test_drawn_tasks_leave_room_for_placement() -> None:
+    """No table takes more than its share where others can replace it, and what was drawn stays reproducible."""
+
+    def single_ms(workloads: Sequence[Workload]) -> torch.Tensor:
+        return PlacementCost(problem_of(workloads, 1), ROOFLINE, CollectiveModel(1, 1e6)).single_ms_S
+
+    config = TaskConfig(min_tables=4, max_tables=40, devices=(2, 4, 8), heaviest=0.6)
+    drawn = draw_tasks(tables(400), 30, config, 0, single_ms)
+    for task in drawn:
+        single_ms_S = single_ms(task.workloads)
+        assert len(task.workloads) >= 2 * task.problem.num_devices
+        assert float(single_ms_S.max()) <= 0.6 * float(single_ms_S.sum()) / task.problem.num_devices
+        assert len({workload.name for workload in task.workloads}) == len(task.workloads)
+    assert [task.workloads for task in draw_tasks(tables(400), 30, config, 0, single_ms)] == [
+        t.workloads for t in drawn
+    ]
+    few = draw_tasks(tables(5), 3, replace(config, min_tables=5), 0, single_ms)  # nothing to replace a table with
+    assert all(len(task.workloads) == 5 for task in few)
+    with pytest.raises(TaskError, match="heaviest must be positive.*-1"):
+        replace(config, heaviest=-1)

@@ -91,8 +91,16 @@ class FitConfig:
         return min(self.batch_sets, max(8, sets // 8))
 
 
-CALIBRATION = FitConfig(epochs=60, batch_sets=64, learning_rate=1e-3)
-"""Of a network that knows other hardware."""
+CALIBRATIONS: dict[str, FitConfig | None] = {
+    "scale": None,
+    "weights, gently": FitConfig(epochs=20, batch_sets=64, learning_rate=2e-4),
+    "weights": FitConfig(epochs=60, batch_sets=64, learning_rate=1e-3),
+}
+"""How much of a network that knows other hardware may change: from one constant per stage to everything."""
+CALIBRATION_CHECK = 0.25
+"""Share of the sets that choose between them."""
+CALIBRATION_DOUBT = 2.0
+"""Standard errors by which more change has to do better than less."""
 
 
 def fit_cost_network(
@@ -114,22 +122,45 @@ def fit_cost_network(
     return _descend(network, train, config, on_epoch)
 
 
-def calibrate_cost_network(network: CostNetwork, train: LabelledSets, config: FitConfig | None = None) -> CostNetwork:
-    """A copy of ``network`` fitted on to few sets of other hardware: first its scale, then its weights, gently.
+def calibrate_cost_network(network: CostNetwork, train: LabelledSets, seed: int = 0) -> tuple[CostNetwork, str]:
+    """A copy of ``network`` fitted on to few sets of other hardware, and which of :data:`CALIBRATIONS` made it.
+
+    Hardware may differ by little but its speed, where more than a constant only fits the noise of few sets, or in
+    everything: sets held back from a first fit choose, and the choice is then fitted to all sets.
 
     Args:
         network: fitted to much data of some hardware.
         train: at least 8 sets of the hardware at hand.
-        config: of the second part.
+        seed: of the sets held back.
     """
-    config = config or CALIBRATION
     if len(train) < 8:
         raise TaskError(f"calibration needs at least 8 measured sets, got {len(train)}: measure for longer")
-    network = copy.deepcopy(network).requires_grad_(True)
+    order_X = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    held_back, others = (
+        train.select(part) for part in order_X.tensor_split([math.ceil(CALIBRATION_CHECK * len(train))])
+    )
+
+    def error_X(choice: str) -> Tensor:
+        predicted_X2 = predict_ms(_calibrated(network, others, CALIBRATIONS[choice]), held_back)
+        return ((predicted_X2 - held_back.labels_ms_X2) / held_back.labels_ms_X2).abs().mean(-1)
+
+    chosen, *others_to_try = CALIBRATIONS
+    chosen_X = error_X(chosen)
+    for choice in others_to_try:
+        choice_X = error_X(choice)
+        gain_X = chosen_X - choice_X
+        if float(gain_X.mean()) > CALIBRATION_DOUBT * float(gain_X.std()) / math.sqrt(len(gain_X)):
+            chosen, chosen_X = choice, choice_X
+    return _calibrated(network, train, CALIBRATIONS[chosen]), chosen
+
+
+def _calibrated(network: CostNetwork, train: LabelledSets, config: FitConfig | None) -> CostNetwork:
+    """A copy at the scale of these sets, its weights fitted to them if there is a ``config``."""
+    network = copy.deepcopy(network)
+    log_ratio_X2 = (train.labels_ms_X2 / predict_ms(network, train)).log()
     with torch.no_grad():
-        log_ratio_X2 = (train.labels_ms_X2 / predict_ms(network, train)).log()
         network.head.biases[-1] += log_ratio_X2.median(0).values.float()
-    return _descend(network, train, config)
+    return network if config is None else _descend(network.requires_grad_(True), train, config)
 
 
 def _descend(

@@ -83,12 +83,16 @@ class PlacementProblem:
     def num_shards(self) -> int:
         return self.features_SF.shape[0]
 
-    def fits(self, assignment_BS: Tensor) -> Tensor:
-        """Whether placements [B, S] keep every device within its memory, bool [B]."""
+    def used_bytes(self, assignment_BS: Tensor) -> Tensor:
+        """Memory that placements [B, S] take on every device, [B, D, M]."""
         num_placements, kinds = assignment_BS.shape[0], self.storage_SM.shape[1]
         used_BDM = torch.zeros(num_placements, self.num_devices, kinds, dtype=torch.int64)
         index_BSM = assignment_BS[:, :, None].expand(-1, -1, kinds)
-        used_BDM.scatter_add_(1, index_BSM, self.storage_SM.expand(num_placements, -1, -1))
+        return used_BDM.scatter_add_(1, index_BSM, self.storage_SM.expand(num_placements, -1, -1))
+
+    def fits(self, assignment_BS: Tensor) -> Tensor:
+        """Whether placements [B, S] keep every device within its memory, bool [B]."""
+        used_BDM = self.used_bytes(assignment_BS)
         # A device that nothing is placed on is fine even where the reservation left it less than nothing.
         return ((used_BDM <= self.capacity_DM) | (used_BDM == 0)).all(-1).all(-1)
 

@@ -43,7 +43,7 @@ class Policy(nn.Module):
     """Scores devices from the sum of their shards' representations and their predicted costs.
 
     The score sees each device beside the mean over the legal devices, so the number of devices is free. A linear
-    path from the observed ``excess`` to the score makes an untrained policy a soft greedy rule on
+    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy rule on
     predicted cost; REINFORCE improves on that.
     """
 
@@ -60,7 +60,7 @@ class Policy(nn.Module):
             self.mixed = nn.Linear(2 * hidden, hidden)
             self.score = nn.Linear(hidden, 1, bias=False)
         nn.init.zeros_(self.score.weight)
-        self.greediness = nn.Parameter(torch.tensor(4.0))
+        self.greediness = nn.Parameter(torch.tensor(16.0))
         self.register_buffer("descriptor_mean", torch.zeros(len(DESCRIPTORS)))
         self.register_buffer("descriptor_scale", torch.ones(len(DESCRIPTORS)))
         self.eval()

@@ -6,6 +6,7 @@ Shapes: T tasks, E episodes, K episodes per task, S steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.policy import AnyPolicy, roll_out, score_rollout
+from dreamshard_planner.placement.policy import AnyPolicy, greedy_plan, roll_out, score_rollout
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 
 
@@ -34,6 +35,11 @@ class ReinforceConfig:
     """Weight of the entropy bonus; falls linearly to zero."""
     infeasible_factor: float = 1.5
     """An infeasible episode counts as this many times the task's worst feasible one."""
+    looks: int = 10
+    """Times that greedy roll-outs on some of the training tasks are looked at, besides the start: the policy that did
+    best stays. 0: the last one stays."""
+    look_tasks: int = 36
+    """Training tasks, spread over all sizes, that a look rolls out."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,7 +85,10 @@ def train_policy(
     config: ReinforceConfig,
     on_update: Callable[[int, UpdateStatistics], None] | None = None,
 ) -> list[UpdateStatistics]:
-    """Train ``policy`` in place on tasks drawn from ``costs``; returns statistics per update."""
+    """Train ``policy`` in place on tasks drawn from ``costs``; returns statistics per update.
+
+    Sampled episodes may get cheaper while greedy ones, from which planning starts, get dearer: hence the looks.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     statistics = []
@@ -87,6 +96,9 @@ def train_policy(
     # Tasks of similar size share an update, so that padding stays cheap.
     by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_shards)
     tasks_per_update = min(config.tasks_per_update, len(costs))
+    every = -(-config.updates // config.looks) if config.looks else config.updates + 1
+    looked_at = [costs[task] for task in by_size[:: -(-len(costs) // config.look_tasks)]]
+    best = (greedy_standing(policy, looked_at), _copied(policy)) if config.looks else None
     for update in range(config.updates):
         remaining = 1 - update / config.updates
         for group in optimizer.param_groups:
@@ -97,9 +109,31 @@ def train_policy(
         statistics.append(
             reinforce_update(policy, optimizer, batch, config, entropy_weight, generator, rule_ms_T[chosen])
         )
+        if best and ((update + 1) % every == 0 or update + 1 == config.updates):
+            standing = greedy_standing(policy, looked_at)
+            best = (standing, _copied(policy)) if standing < best[0] else best
         if on_update is not None:
             on_update(update, statistics[-1])
+    if best:
+        policy.load_state_dict(best[1])
     return statistics
+
+
+def _copied(policy: AnyPolicy) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in policy.state_dict().items()}
+
+
+@torch.no_grad()
+def greedy_standing(policy: AnyPolicy, costs: Sequence[PlacementCost]) -> tuple[int, float]:
+    """Infeasible tasks, and the mean logarithm of the cost of greedy roll-outs over ideally balanced compute elsewhere:
+    less is better."""
+    logs = []
+    for cost in costs:
+        plan = greedy_plan(policy, cost)
+        ideal_ms = float(cost.single_ms_S.sum()) / cost.problem.num_devices
+        logs.append(math.inf if plan is None else math.log(float(cost.reward_ms(plan[None])) / ideal_ms))
+    feasible = [value for value in logs if math.isfinite(value)]
+    return len(logs) - len(feasible), sum(feasible) / max(1, len(feasible))
 
 
 @torch.no_grad()

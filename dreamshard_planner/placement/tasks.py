@@ -6,10 +6,11 @@ Shapes: S shards, D devices, M kinds of memory (one here).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.errors import TaskError
@@ -33,8 +34,13 @@ class TaskConfig:
     """Share of the tasks in which memory does not bind."""
     slack: tuple[float, float] = (1.1, 1.6)
     """Memory of a device over the balanced size, elsewhere."""
+    heaviest: float | None = None
+    """Most that one table may cost, as a share of an ideally balanced device; None: whatever the pool holds. Where one
+    table alone is the bottleneck, all sensible placements are equal, and nothing is learned or shown."""
 
     def __post_init__(self) -> None:
+        if self.heaviest is not None and not self.heaviest > 0:
+            raise TaskError(f"heaviest must be positive or None, got {self.heaviest}")
         if not 1 <= self.min_tables <= self.max_tables or min(self.devices) < 1 or min(self.batch_sizes) < 1:
             raise TaskError(f"tables, devices and batch sizes must be positive and ordered, got {asdict(self)}")
 
@@ -75,8 +81,18 @@ def problem_of(
     )
 
 
-def draw_tasks(tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int) -> list[Task]:
-    """Random tasks over ``tables``: subsets of random size, device counts, batch sizes, memory."""
+def draw_tasks(
+    tables: Sequence[Table],
+    num_tasks: int,
+    config: TaskConfig,
+    seed: int,
+    single_ms: Callable[[Sequence[Workload]], Tensor],
+) -> list[Task]:
+    """Random tasks over ``tables``: subsets of random size, device counts, batch sizes, memory.
+
+    ``single_ms`` says what workloads cost alone on a device, [S]; asked only where ``config.heaviest`` is given. Then
+    too heavy tables give way to others, as long as there are any, and there are at least two tables for a device.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> float:
@@ -85,17 +101,25 @@ def draw_tasks(tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed
     def choose(values: Sequence[int]) -> int:
         return values[int(torch.randint(len(values), (1,), generator=generator))]
 
-    pools: dict[int, list[Workload]] = {}
+    pools: dict[int, tuple[list[Workload], Tensor | None]] = {}
     low, high = torch.tensor([config.min_tables, min(config.max_tables, len(tables)) + 1]).log().tolist()
     tasks = []
     for _ in range(num_tasks):
-        count = min(int(torch.tensor(uniform(low, high)).exp()), len(tables))
+        count = max(1, min(int(torch.tensor(uniform(low, high)).exp()), len(tables)))
         batch_size = choose(config.batch_sizes)
         if batch_size not in pools:
-            pools[batch_size] = workloads_of(tables, batch_size)
-        chosen = torch.randperm(len(tables), generator=generator)[: max(1, count)].tolist()
-        workloads = tuple(pools[batch_size][index] for index in chosen)
-        problem = problem_of(workloads, choose(config.devices))
+            pool = workloads_of(tables, batch_size)
+            pools[batch_size] = pool, None if config.heaviest is None else single_ms(pool)
+        pool, single_ms_W = pools[batch_size]
+        order = torch.randperm(len(tables), generator=generator).tolist()
+        if single_ms_W is None:
+            num_devices, chosen = choose(config.devices), order[:count]
+        else:
+            few = [devices for devices in config.devices if 2 * devices <= count]
+            num_devices = choose(few or [min(config.devices)])
+            chosen = _without_heavy(order, count, single_ms_W, config.heaviest / num_devices)
+        workloads = tuple(pool[index] for index in chosen)
+        problem = problem_of(workloads, num_devices)
         if uniform(0, 1) >= config.unlimited_share:
             sizes_S = problem.storage_SM[:, 0]
             balanced = max(float(sizes_S.sum()) / problem.num_devices, float(sizes_S.max()))
@@ -103,3 +127,17 @@ def draw_tasks(tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed
             problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, memory_bytes))
         tasks.append(Task(workloads, problem))
     return tasks
+
+
+def _without_heavy(order: Sequence[int], count: int, single_ms_W: Tensor, most: float) -> list[int]:
+    """The first ``count`` of ``order``; while one makes more than the share ``most`` of their sum, the next of the rest
+    takes its place."""
+    chosen, rest = list(order[:count]), iter(order[count:])
+    single_ms_C = single_ms_W[chosen]
+    while float(single_ms_C.max()) > most * float(single_ms_C.sum()):
+        following = next(rest, None)
+        if following is None:
+            break
+        heaviest = int(single_ms_C.argmax())
+        chosen[heaviest], single_ms_C[heaviest] = following, single_ms_W[following]
+    return chosen
