@@ -15,6 +15,7 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.placement import search
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
@@ -278,24 +279,62 @@ def test_search_finds_the_optimum_of_a_small_task() -> None:
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_search_keeps_its_sums(groups: int) -> None:
-    """The incremental costs of candidates are those of a rating from scratch."""
-    from dreamshard_planner.placement import search
-
+    """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
     cost = make_cost(12, 4, groups=groups)
-    assignment_S = torch.arange(12) % 4
-    state = search._State(cost, assignment_S)
-    here = (assignment_S == 1).nonzero()[:, 0]
-    moves, swaps = search._moves_and_swaps(state, 1, here, max_swaps=1000)
-    assert len(moves.leaving_C) == 3 * 3 and len(swaps.leaving_C) == 3 * 9
-    for candidates in (moves, swaps):
-        overall_C, _ = search._scores(state, 1, candidates, 1.0)
-        for index in range(len(candidates.leaving_C)):
-            changed = assignment_S.clone()
-            changed[candidates.leaving_C[index]] = candidates.device_C[index]
-            if candidates.returning_C[index] >= 0:
-                changed[candidates.returning_C[index]] = 1
-            expected = float(cost.rate(changed[None]).overall_ms_B)
-            assert float(overall_C[index]) == pytest.approx(expected, abs=2e-5)
+    assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
+    states = search._States(cost, assignment_BS)
+    row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
+    bottlenecks = search._Bottlenecks.of(states, row_B, bottleneck_B)
+    changes = [
+        [
+            (leaving, home if arrival >= 0 else device, arrival)
+            for leaving in (assignment_S == bottleneck).nonzero()[:, 0].tolist()
+            for arrival, home in [(-1, -1), *enumerate(assignment_S.tolist())]
+            for device in range(4)
+            if home != bottleneck and bottleneck != device and (arrival < 0 or device == home)
+        ]
+        for assignment_S, bottleneck in zip(assignment_BS[row_B], bottleneck_B.tolist(), strict=True)
+    ]
+    count = min(map(len, changes))
+    assert count >= 3 * 3 + 3 * 9  # moves and swaps
+    leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in changes]).unbind(-1)
+    candidates = search._Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
+    gained_BC = search._gained_bytes(cost.problem, leaving_BC, arrival_BC)
+    rated = search._rate(states, bottlenecks, candidates)
+    overall_BC, _ = search._scores(states, bottlenecks, device_BC, gained_BC, *rated, 1.0)
+    for index, row in enumerate(row_B.tolist()):
+        for candidate in range(count):
+            changed_S = assignment_BS[row].clone()
+            changed_S[leaving_BC[index, candidate]] = device_BC[index, candidate]
+            if arrival_BC[index, candidate] >= 0:
+                changed_S[arrival_BC[index, candidate]] = bottleneck_B[index]
+            expected = float(cost.rate(changed_S[None]).overall_ms_B)
+            assert float(overall_BC[index, candidate]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shards on one device: only the heaviest may leave in one step, and still all devices end up in use."""
+    monkeypatch.setattr(search, "MAX_PAIRS", 600)
+    cost = make_cost(60, 4)
+    start_S = torch.zeros(60, dtype=torch.int64)
+    result = local_search(cost, [start_S], SEARCH, torch.Generator().manual_seed(0))
+    assert result.assignment_S.unique().tolist() == [0, 1, 2, 3]
+    assert result.overall_ms < 0.5 * float(cost.rate(start_S[None]).overall_ms_B)
+
+
+def test_a_step_improves_every_placement_and_keeps_its_sums() -> None:
+    cost = make_cost(24, 4, groups=2)
+    states = search._States(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
+    before_B, row_B = states.overall_ms_B(), torch.arange(2)
+    budget = search._Budget(10_000, None)
+    for _ in range(5):
+        search._improve(states, row_B, states.device_ms_BD.argmax(-1), SEARCH, budget, 1.0)
+    afresh = search._States(cost, states.assignment_BS)
+    assert (states.overall_ms_B() < 0.8 * before_B).all() and budget.used > 0
+    for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BD", "free_BDM"):
+        assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
+            name
+        )
 
 
 @pytest.mark.parametrize("make", [lambda: Policy(PolicyConfig()), lambda: PaperPolicy(PaperPolicyConfig())])

@@ -166,7 +166,8 @@ class CostNetwork(nn.Module):
 
     def _mean_cost_ms(self, latent_XH: Tensor, members: int) -> Tensor:
         flat_XH = latent_XH.flatten(0, -2)
-        cost_X2 = self.member_log_cost(flat_XH, members).mean(0).exp().to(latent_XH.dtype)
+        log_EX2 = self.member_log_cost(flat_XH, members)
+        cost_X2 = (log_EX2[0] if members == 1 else log_EX2.mean(0)).exp().to(latent_XH.dtype)
         cost_X2 = torch.where(flat_XH[:, :1] > 0.5, cost_X2, 0.0)
         return cost_X2.view(*latent_XH.shape[:-1], 2)
 

@@ -74,7 +74,7 @@ class InfeasibleError(Exception):
         self.proven = proven
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def place(
     cost: PlacementCost,
     policy: AnyPolicy,

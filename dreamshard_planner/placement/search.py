@@ -2,26 +2,38 @@
 """Local search on predicted cost: moves and swaps on the bottleneck device, with incremental cost.
 
 A candidate changes two devices by one or two shards, so it costs a few additions of latents and one
-evaluation of the head, however many shards there are. The budget is counted in candidates, scores are
-compared after rounding and ties go to the lowest index, so the same inputs give the same plan.
+evaluation of the head, however many shards there are. Each step glances at all candidates (moves one by one, swaps as
+the sum of two single effects) and rates the most promising ones exactly. Descents from several placements advance side
+by side, because one alone would spend its time on calls and not on arithmetic.
 
-Shapes: S shards, D devices, G fused groups, H latent channels, M kinds of memory, C candidates,
-N shards on the bottleneck device, 2 = forward and backward.
+The budget is counted in moves and in swaps rated exactly, scores are compared after rounding and ties go to the lowest
+index, so the same inputs give the same plan.
+
+Shapes: S shards, D devices, G fused groups, H latent channels, M kinds of memory, B placements side by side,
+N shards on the bottleneck device (padded), A arrivals (D times nothing: a move; and every shard: a swap),
+C candidates rated exactly.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 
 DIGITS = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""
+
+MAX_GLANCES = 20_000
+"""Candidates glanced at in one step, over all placements: with more, calls cost little anyway, and one descent that
+ends is worth more than several that don't."""
+MAX_PAIRS = 2_000_000
+"""Candidates of one step at the very most: of thousands of shards on one device, only the heaviest leave. Bounds
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +44,19 @@ class SearchConfig:
     """Sampled policy roll-outs beside the greedy one, at most; fewer on more than 8 devices, none on more than 64."""
     starts: int = 3
     """Best starting placements from which to descend."""
-    candidates: int = 30_000
-    """Moves and swaps to evaluate in all."""
-    swaps_per_step: int = 192
-    """Swaps evaluated exactly per step, the most promising by the sum of their single effects."""
+    candidates: int = 20_000
+    """Moves, and swaps worth rating, to evaluate in all."""
+    candidates_per_step: int = 16
+    """Of one placement, the most promising at a glance."""
+    kicks: int = 8
+    """Kicked copies of the best placement that descend side by side while budget is left."""
     kick_shards: int = 3
-    """Shards moved at random when a descent ends and budget is left."""
-    patience: int = 20
+    """Shards that a kick moves at random."""
+    patience: int = 24
     """Kicks in a row without improvement after which the search ends early."""
 
     def __post_init__(self) -> None:
-        counts = (self.starts, self.candidates, self.swaps_per_step, self.kick_shards, self.patience)
-        if min(counts) < 1 or self.samples < 0:
+        if self.samples < 0 or any(value < 1 for name, value in asdict(self).items() if name != "samples"):
             raise ValueError(f"search settings must be positive, got {asdict(self)}")
 
 
@@ -57,7 +70,7 @@ class SearchResult:
     assignment_S: Tensor
     overall_ms: float
     candidates: int
-    """Candidates evaluated."""
+    """Candidates rated."""
     cut_short: bool
     """Whether the time cap ended the search before its budget of candidates."""
 
@@ -80,62 +93,52 @@ class _Budget:
         self.used += candidates
 
 
-class _State:
-    """One placement with the sums that make a candidate cheap."""
+class _States:
+    """Placements of one problem, with the sums that make a candidate cheap."""
 
-    def __init__(self, cost: PlacementCost, assignment_S: Tensor) -> None:
+    def __init__(self, cost: PlacementCost, assignment_BS: Tensor) -> None:
         self.cost, self.problem = cost, cost.problem
-        self.assignment_S = assignment_S.clone()
-        self.latent_DGH = cost.group_latents(assignment_S[None])[0]
-        self.group_ms_DG2 = cost.compute.group_cost_ms(self.latent_DGH)
-        self.bytes_D = cost.output_bytes(assignment_S[None])[0]
-        self.free_DM = self.problem.capacity_DM.clone()
-        self.free_DM.index_add_(0, assignment_S, -self.problem.storage_SM)
+        self.assignment_BS = assignment_BS.clone()
+        self.latent_BDGH = cost.group_latents(assignment_BS)
+        self.group_ms_BDG = cost.compute.group_cost_ms(self.latent_BDGH).sum(-1)
+        self.glance_ms_BDG = self.glance(self.latent_BDGH)
+        self.bytes_BD = cost.output_bytes(assignment_BS)
+        self.free_BDM = self.problem.capacity_DM - self.problem.used_bytes(assignment_BS)
+        self._member_GS = self.problem.group_S == torch.arange(self.problem.num_groups)[:, None]
+
+    def glance(self, latent_XH: Tensor) -> Tensor:
+        """Forward + backward at a glance, [...]."""
+        return self.cost.compute.glance_ms(latent_XH).sum(-1)
 
     @property
-    def device_ms_D(self) -> Tensor:
-        return self.group_ms_DG2.sum((-1, -2))
+    def device_ms_BD(self) -> Tensor:
+        return self.group_ms_BDG.sum(-1)
 
-    def overall_ms(self) -> float:
-        collective, backward = self.cost.collectives.all_to_all_ms(self.bytes_D)
-        return float(self.device_ms_D.max() + collective + backward)
+    def overall_ms_B(self) -> Tensor:
+        collective_B, backward_B = self.cost.collectives.all_to_all_ms(self.bytes_BD)
+        return self.device_ms_BD.amax(-1) + collective_B + backward_B
 
-    def change(self, shards: Sequence[int], devices: Sequence[int]) -> None:
-        """Give shards to devices; the sums of every device that changed are taken afresh."""
-        touched = {*devices, *self.assignment_S[list(shards)].tolist()}
-        self.assignment_S[list(shards)] = torch.tensor(devices)
-        for device in touched:
-            here_S = self.assignment_S == device
-            self.latent_DGH[device] = 0
-            self.latent_DGH[device].index_add_(0, self.problem.group_S[here_S], self.cost.latent_SH[here_S])
-            self.bytes_D[device] = self.problem.output_bytes_S[here_S].sum()
-            self.free_DM[device] = self.problem.capacity_DM[device] - self.problem.storage_SM[here_S].sum(0)
-        index = sorted(touched)
-        self.group_ms_DG2[index] = self.cost.compute.group_cost_ms(self.latent_DGH[index])
+    def replace(self, row_X: Tensor, assignment_XS: Tensor) -> None:
+        """Let other placements take the place of some."""
+        others = _States(self.cost, assignment_XS)
+        for name in ("assignment_BS", "latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BD", "free_BDM"):
+            getattr(self, name)[row_X] = getattr(others, name)
 
-    def group_ms(self, *latents: Tensor) -> tuple[Tensor, ...]:
-        """Forward + backward [...] of several batches of groups [..., H], rated in one go."""
-        rows = [latent_CH.flatten(0, -2) for latent_CH in latents]
-        cost_X = self.cost.compute.group_cost_ms(torch.cat(rows)).sum(-1)
-        parts = cost_X.split([len(row) for row in rows])
-        return tuple(part.view(latent.shape[:-1]) for part, latent in zip(parts, latents, strict=True))
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """Changes of two devices each: what leaves the bottleneck and what, if anything, comes back."""
-
-    leaving_C: Tensor
-    device_C: Tensor
-    returning_C: Tensor
-    """-1 for a move."""
-    bottleneck_ms_C: Tensor
-    """Cost of the bottleneck device after the change."""
-    device_ms_C: Tensor
-    """Cost of the other device after the change."""
+    def refresh(self, row_X: Tensor, device_X: Tensor) -> None:
+        """Take the sums of some devices afresh: differences would add up rounding errors."""
+        problem = self.problem
+        here_XS = self.assignment_BS[row_X] == device_X[:, None]
+        here_XGS = here_XS[:, None] & self._member_GS
+        self.latent_BDGH[row_X, device_X] = here_XGS.to(self.cost.latent_SH.dtype) @ self.cost.latent_SH
+        self.bytes_BD[row_X, device_X] = here_XS.to(problem.output_bytes_S.dtype) @ problem.output_bytes_S
+        used_XM = torch.where(here_XS[..., None], problem.storage_SM, 0).sum(1)
+        self.free_BDM[row_X, device_X] = problem.capacity_DM[device_X] - used_XM
+        latent_XGH = self.latent_BDGH[row_X, device_X]
+        self.group_ms_BDG[row_X, device_X] = self.cost.compute.group_cost_ms(latent_XGH).sum(-1)
+        self.glance_ms_BDG[row_X, device_X] = self.glance(latent_XGH)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def local_search(
     cost: PlacementCost,
     starts: Sequence[Tensor],
@@ -147,178 +150,324 @@ def local_search(
 
     The result is never worse than the best start.
     """
-    budget = _Budget(config.candidates, seconds)
-    best, best_key = starts[0], float("inf")
-    unit = max(1e-9, min(float(cost.rate(start[None]).overall_ms_B) for start in starts))
-    for start in starts:
-        state = _State(cost, start)
-        _descend(state, config, budget, unit)
-        key = _rounded(state.overall_ms(), unit)
-        if key < best_key:
-            best, best_key = state.assignment_S.clone(), key
+    problem, budget = cost.problem, _Budget(config.candidates, seconds)
+    if problem.num_devices == 1:
+        return SearchResult(starts[0], float(cost.rate(starts[0][None]).overall_ms_B), 0, False)
+    start_BS = torch.stack(list(starts))
+    best = _Best(starts[0], max(1e-9, float(cost.rate(start_BS).overall_ms_B.min())))
+    side_by_side = _side_by_side(problem, config.kicks)
+    for some_BS in start_BS.split(side_by_side):
+        _descend(_States(cost, some_BS), best, config, budget)
+
+    def kicked(copies: int) -> Tensor:
+        return _kicked(problem, best.assignment_S, copies, config.kick_shards, generator)
+
+    if budget.left():
+        _descend(_States(cost, kicked(side_by_side)), best, config, budget, kicked)
+    overall_ms = float(cost.rate(best.assignment_S[None]).overall_ms_B)
+    return SearchResult(best.assignment_S, overall_ms, budget.used, budget.cut_short)
+
+
+def _side_by_side(problem: PlacementProblem, wanted: int) -> int:
+    """How many of the wanted placements may advance together."""
+    shards, devices = problem.num_shards, problem.num_devices
+    glances = (shards // devices + 1) * (shards + devices)
+    return max(1, min(wanted, MAX_GLANCES // glances))
+
+
+def _kicked(
+    problem: PlacementProblem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator
+) -> Tensor:
+    """Copies [B, S] of a placement with a few random shards moved to random devices that can store them."""
+    kicked_BS = assignment_S.repeat(copies, 1)
+    free_BDM = problem.capacity_DM - problem.used_bytes(kicked_BS)
+    for copied_S, free_DM in zip(kicked_BS, free_BDM, strict=True):
+        for shard in torch.randint(problem.num_shards, (shards,), generator=generator).tolist():
+            need_M, home = problem.storage_SM[shard], int(copied_S[shard])
+            fits_D = ((free_DM >= need_M) | (need_M == 0)).all(-1)
+            fits_D[home] = False
+            if fits_D.any():
+                options = fits_D.nonzero()[:, 0]
+                device = int(options[int(torch.randint(len(options), (1,), generator=generator))])
+                copied_S[shard] = device
+                free_DM[home] += need_M
+                free_DM[device] -= need_M
+    return kicked_BS
+
+
+def _rounded(cost_ms: Tensor, unit: float) -> Tensor:
+    return (cost_ms / unit * 10**DIGITS).round() / 10**DIGITS
+
+
+class _Best:
+    """The best placement so far."""
+
+    def __init__(self, assignment_S: Tensor, unit: float) -> None:
+        self.assignment_S, self.unit, self.cost = assignment_S, unit, float("inf")
+
+    def challenge(self, states: _States, row_B: Tensor) -> bool:
+        """Whether the best of some placements is better, and so takes its place."""
+        cost_B = _rounded(states.overall_ms_B()[row_B], self.unit)
+        index = int(cost_B.argmin())
+        if not float(cost_B[index]) < self.cost:
+            return False
+        self.assignment_S, self.cost = states.assignment_BS[row_B[index]].clone(), float(cost_B[index])
+        return True
+
+
+def _descend(
+    states: _States,
+    best: _Best,
+    config: SearchConfig,
+    budget: _Budget,
+    kicked: Callable[[int], Tensor] | None = None,
+) -> None:
+    """Steepest descent of every placement on the device with the largest cost, then on the one with the most output
+    bytes. Where one can get no further, one of ``kicked`` takes its place, if given, until patience ends."""
+    every_B = row_B = torch.arange(len(states.assignment_BS))
+    by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)
     fruitless = 0
-    while budget.left() and fruitless < config.patience and cost.problem.num_devices > 1:
-        state = _State(cost, best)
-        _kick(state, config.kick_shards, generator)
-        _descend(state, config, budget, unit)
-        key, fruitless = _rounded(state.overall_ms(), unit), fruitless + 1
-        if key < best_key:
-            best, best_key, fruitless = state.assignment_S.clone(), key, 0
-    overall_ms = float(cost.rate(best[None]).overall_ms_B)
-    return SearchResult(best, overall_ms, budget.used, budget.cut_short)
-
-
-def _rounded(cost_ms: float, unit: float) -> float:
-    return round(cost_ms / unit, DIGITS)
-
-
-def _kick(state: _State, shards: int, generator: torch.Generator) -> None:
-    """Move a few random shards to random devices that can store them."""
-    problem = state.problem
-    for shard in torch.randint(problem.num_shards, (shards,), generator=generator).tolist():
-        fits_D = ((state.free_DM >= problem.storage_SM[shard]) | (problem.storage_SM[shard] == 0)).all(-1)
-        fits_D[state.assignment_S[shard]] = False
-        if fits_D.any():
-            options = fits_D.nonzero()[:, 0]
-            pick = int(torch.randint(len(options), (1,), generator=generator))
-            state.change([shard], [int(options[pick])])
-
-
-def _descend(state: _State, config: SearchConfig, budget: _Budget, unit: float) -> None:
-    """Steepest descent on the device with the largest cost, then on the one with the most output bytes."""
-    while budget.left():
-        slowest = int((state.device_ms_D / unit * 10**DIGITS).round().argmax())
-        busiest = int(state.bytes_D.argmax())
-        for bottleneck in dict.fromkeys((slowest, busiest)):
-            if _improve(state, bottleneck, config, budget, unit):
-                break
-        else:
-            return
-
-
-def _improve(state: _State, bottleneck: int, config: SearchConfig, budget: _Budget, unit: float) -> bool:
-    """Apply the best move or swap of ``bottleneck`` if it lowers the cost; says whether it did."""
-    here_N = (state.assignment_S == bottleneck).nonzero()[:, 0]
-    if len(here_N) == 0 or state.problem.num_devices == 1:
-        return False
-    moves, swaps = _moves_and_swaps(state, bottleneck, here_N, config.swaps_per_step)
-    before = (_rounded(state.overall_ms(), unit), 0.0)
-    best: tuple[tuple[float, float], int, _Candidates] | None = None
-    for candidates in (moves, swaps):
-        if len(candidates.leaving_C) == 0:
+    while len(row_B) and budget.left() and (kicked is None or fruitless < config.patience):
+        slowest_B = (states.device_ms_BD[row_B] / best.unit * 10**DIGITS).round().argmax(-1)
+        busiest_B = states.bytes_BD[row_B].argmax(-1)
+        improved_B = _improve(states, row_B, torch.where(by_bytes_B, busiest_B, slowest_B), config, budget, best.unit)
+        stuck_B = ~improved_B & (by_bytes_B | (slowest_B == busiest_B))
+        by_bytes_B = ~improved_B & ~stuck_B
+        if not stuck_B.any():
             continue
-        budget.spend(len(candidates.leaving_C))
-        overall_C, square_C = _scores(state, bottleneck, candidates, unit)
-        # Lexicographic: overall cost first, then the balance of the two devices.
-        index = int(torch.where(overall_C == overall_C.min(), square_C, torch.inf).argmin())
-        key = (float(overall_C[index]), float(square_C[index]))
-        if key < before and (best is None or key < best[0]):
-            best = (key, index, candidates)
-    if best is None:
-        return False
-    _, index, chosen = best
-    leaving, device, returning = (
-        int(values[index]) for values in (chosen.leaving_C, chosen.device_C, chosen.returning_C)
+        ended_X = row_B[stuck_B]
+        fruitless = 0 if best.challenge(states, ended_X) else fruitless + len(ended_X)
+        if kicked is None:
+            row_B, by_bytes_B = row_B[~stuck_B], by_bytes_B[~stuck_B]
+        else:
+            states.replace(ended_X, kicked(len(ended_X)))
+    best.challenge(states, every_B)
+
+
+@dataclass(frozen=True)
+class _Bottlenecks:
+    """Some of the placements, and the device of each that is to get cheaper."""
+
+    row_B: Tensor
+    """Where they stand among all placements."""
+    device_B: Tensor
+    assignment_BS: Tensor
+    device_ms_BD: Tensor
+    bytes_BD: Tensor
+
+    @classmethod
+    def of(cls, states: _States, row_B: Tensor, device_B: Tensor) -> _Bottlenecks:
+        """Those of the placements ``row_B``."""
+        return cls(row_B, device_B, states.assignment_BS[row_B], states.device_ms_BD[row_B], states.bytes_BD[row_B])
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Changes of two devices each: what leaves the bottleneck, where to, and what comes back from there."""
+
+    leaving_BC: Tensor
+    device_BC: Tensor
+    arrival_BC: Tensor
+    """-1 for a move."""
+    fits_BC: Tensor
+    """Whether memory allows it; what does not fit only fills up the rows."""
+
+
+def _improve(
+    states: _States, row_B: Tensor, bottleneck_B: Tensor, config: SearchConfig, budget: _Budget, unit: float
+) -> Tensor:
+    """Apply to each of the placements ``row_B`` the best move or swap of its bottleneck device, if it lowers the cost;
+    says which it did, bool [B]."""
+    bottlenecks = _Bottlenecks.of(states, row_B, bottleneck_B)
+    if not (bottlenecks.assignment_BS == bottleneck_B[:, None]).any():
+        return torch.zeros(len(row_B), dtype=torch.bool)
+    candidates = _most_promising(states, bottlenecks, config, budget, unit)
+    overall_BC, square_BC = _scores(
+        states,
+        bottlenecks,
+        candidates.device_BC,
+        _gained_bytes(states.problem, candidates.leaving_BC, candidates.arrival_BC),
+        *_rate(states, bottlenecks, candidates),
+        unit,
     )
-    if returning < 0:
-        state.change([leaving], [device])
-    else:
-        state.change([leaving, returning], [device, bottleneck])
-    return True
-
-
-def _moves_and_swaps(state: _State, bottleneck: int, here_N: Tensor, max_swaps: int) -> tuple[_Candidates, _Candidates]:
-    """All feasible moves off ``bottleneck``, and the most promising feasible swaps, with exact costs."""
-    problem, latent_SH, group_S = state.problem, state.cost.latent_SH, state.problem.group_S
-    group_ms_DG = state.group_ms_DG2.sum(-1)
-    device_ms_D = state.device_ms_D
-    devices = torch.arange(problem.num_devices)
-
-    group_N = group_S[here_N]
-    there_J = (state.assignment_S != bottleneck).nonzero()[:, 0]
-    home_J, group_J = state.assignment_S[there_J], group_S[there_J]
-    # The groups without what leaves them, and with what comes to them: all rated at once.
-    without_N, with_ND, without_J, with_J = state.group_ms(
-        state.latent_DGH[bottleneck, group_N] - latent_SH[here_N],
-        state.latent_DGH[:, group_N].transpose(0, 1) + latent_SH[here_N][:, None],
-        state.latent_DGH[home_J, group_J] - latent_SH[there_J],
-        state.latent_DGH[bottleneck, group_J] + latent_SH[there_J],
-    )
-    freed_N = group_ms_DG[bottleneck, group_N] - without_N
-    added_ND = with_ND - group_ms_DG[:, group_N].T
-    need_NM = problem.storage_SM[here_N]
-    fits_ND = ((need_NM[:, None] <= state.free_DM) | (need_NM[:, None] == 0)).all(-1) & (devices != bottleneck)
-    row_C, device_C = fits_ND.nonzero(as_tuple=True)
-    moves = _Candidates(
-        leaving_C=here_N[row_C],
-        device_C=device_C,
-        returning_C=torch.full_like(device_C, -1),
-        bottleneck_ms_C=device_ms_D[bottleneck] - freed_N[row_C],
-        device_ms_C=device_ms_D[device_C] + added_ND[row_C, device_C],
-    )
-
-    if len(there_J) == 0:
-        return moves, _Candidates(*[torch.empty(0, dtype=torch.int64)] * 3, *[torch.empty(0)] * 2)
-    freed_J = group_ms_DG[home_J, group_J] - without_J
-    returned_J = with_J - group_ms_DG[bottleneck, group_J]
-    # First order: the effects of leaving and coming add up. Exact within different groups, a guess within one.
-    bottleneck_NJ = device_ms_D[bottleneck] - freed_N[:, None] + returned_J
-    device_NJ = device_ms_D[home_J] - freed_J + added_ND[:, home_J]
-    worst_NJ = torch.maximum(bottleneck_NJ, device_NJ)
-    need_JM = problem.storage_SM[there_J]
-    delta_NJM = need_NM[:, None] - need_JM[None]
-    fits_NJ = ((delta_NJM <= state.free_DM[home_J]) | (delta_NJM <= 0)).all(-1)
-    fits_NJ &= ((-delta_NJM <= state.free_DM[bottleneck]) | (delta_NJM >= 0)).all(-1)
-    worst_NJ = worst_NJ.masked_fill(~fits_NJ, torch.inf).flatten()
-    best_C = worst_NJ.topk(min(max_swaps, len(worst_NJ)), largest=False).indices.sort().values
-    best_C = best_C[worst_NJ[best_C].isfinite()]
-    row_C, column_C = best_C // len(there_J), best_C % len(there_J)
-    bottleneck_C, device_ms_C = bottleneck_NJ.flatten()[best_C], device_NJ.flatten()[best_C]
-    same_C = group_N[row_C] == group_J[column_C]
-    if same_C.any():
-        row, column = row_C[same_C], column_C[same_C]
-        group, home = group_N[row], home_J[column]
-        exchange_CH = latent_SH[there_J[column]] - latent_SH[here_N[row]]
-        here_C, home_C = state.group_ms(
-            state.latent_DGH[bottleneck, group] + exchange_CH, state.latent_DGH[home, group] - exchange_CH
+    overall_BC = overall_BC.masked_fill(~candidates.fits_BC, torch.inf)
+    least_B = overall_BC.amin(-1)
+    choice_B1 = torch.where(overall_BC == least_B[:, None], square_BC, torch.inf).argmin(-1, keepdim=True)
+    before_B = _rounded(states.overall_ms_B()[row_B], unit)
+    # Overall cost first; where that is another device's, the balance of the two devices.
+    balances_B = square_BC.gather(1, choice_B1)[:, 0] < 0
+    improved_B = (least_B < before_B) | ((least_B == before_B) & balances_B)
+    if improved_B.any():
+        row_X, from_X = row_B[improved_B], bottleneck_B[improved_B]
+        leaving_X, device_X, arrival_X = (
+            values_BC.gather(1, choice_B1)[improved_B, 0]
+            for values_BC in (candidates.leaving_BC, candidates.device_BC, candidates.arrival_BC)
         )
-        bottleneck_C[same_C] = device_ms_D[bottleneck] - group_ms_DG[bottleneck, group] + here_C
-        device_ms_C[same_C] = device_ms_D[home] - group_ms_DG[home, group] + home_C
-    return moves, _Candidates(here_N[row_C], home_J[column_C], there_J[column_C], bottleneck_C, device_ms_C)
+        states.assignment_BS[row_X, leaving_X] = device_X
+        swapped_X = arrival_X >= 0
+        states.assignment_BS[row_X[swapped_X], arrival_X[swapped_X]] = from_X[swapped_X]
+        states.refresh(row_X.repeat(2), torch.cat([from_X, device_X]))
+    return improved_B
 
 
-def _scores(state: _State, bottleneck: int, candidates: _Candidates, unit: float) -> tuple[Tensor, Tensor]:
-    """Overall cost of each candidate, rounded, and its change of the sum of squares, both [C]."""
-    device_ms_D, bytes_S = state.device_ms_D, state.problem.output_bytes_S
-    moved_C = bytes_S[candidates.leaving_C]
-    moved_C = moved_C - torch.where(candidates.returning_C >= 0, bytes_S[candidates.returning_C], 0.0)
-    bottleneck_bytes_C = state.bytes_D[bottleneck] - moved_C
-    device_bytes_C = state.bytes_D[candidates.device_C] + moved_C
-    rest_ms_C = _largest_other(device_ms_D, bottleneck, candidates.device_C)
-    largest_C = torch.maximum(
-        _largest_other(state.bytes_D, bottleneck, candidates.device_C),
-        torch.maximum(bottleneck_bytes_C, device_bytes_C),
+def _most_promising(
+    states: _States, bottlenecks: _Bottlenecks, config: SearchConfig, budget: _Budget, unit: float
+) -> _Candidates:
+    """Of all moves and swaps those that cost least at a glance."""
+    problem, assignment_BS, here_B1 = states.problem, bottlenecks.assignment_BS, bottlenecks.device_B[:, None]
+    num_placements, num_arrivals = len(assignment_BS), problem.num_devices + problem.num_shards
+    here_BS = assignment_BS == here_B1
+    heaviest_BS = torch.where(here_BS, states.cost.single_ms_S, -1.0).argsort(dim=-1, descending=True, stable=True)
+    most = min(int(here_BS.sum(-1).max()), max(1, MAX_PAIRS // (num_placements * num_arrivals)))
+    leaving_BN = heaviest_BS[:, :most]
+    device_BA = torch.cat([torch.arange(problem.num_devices).expand(num_placements, -1), assignment_BS], dim=1)
+    arrival_A = torch.cat([torch.full((problem.num_devices,), -1), torch.arange(problem.num_shards)])
+
+    fits_BNA = _fits(states, bottlenecks, leaving_BN, device_BA, arrival_A)
+    fits_BNA &= here_BS.gather(1, leaving_BN)[..., None] & (device_BA != here_B1)[:, None]
+    overall_BNA, square_BNA = _scores(
+        states,
+        bottlenecks,
+        device_BA[:, None].expand_as(fits_BNA),
+        _gained_bytes(problem, leaving_BN[..., None], arrival_A),
+        *_glance(states, bottlenecks, leaving_BN),
+        unit,
     )
-    smallest_C = -torch.maximum(
-        _largest_other(-state.bytes_D, bottleneck, candidates.device_C),
-        torch.maximum(-bottleneck_bytes_C, -device_bytes_C),
+    tie_break_BNA = 10.0 ** -(DIGITS + 1) * square_BNA / (1 + square_BNA.abs())
+    key_BX = (overall_BNA + tie_break_BNA).masked_fill(~fits_BNA, torch.inf).flatten(1)
+    best_BC = key_BX.topk(min(config.candidates_per_step, key_BX.shape[1]), largest=False).indices.sort().values
+    fits_BC, arrival_BC = key_BX.gather(1, best_BC).isfinite(), arrival_A[best_BC % num_arrivals]
+    moves, swaps = fits_BNA[..., : problem.num_devices].sum(), (fits_BC & (arrival_BC >= 0)).sum()
+    budget.spend(int(moves + swaps))
+    return _Candidates(
+        leaving_BC=leaving_BN.gather(1, best_BC // num_arrivals),
+        device_BC=device_BA.gather(1, best_BC % num_arrivals),
+        arrival_BC=arrival_BC,
+        fits_BC=fits_BC,
     )
-    forward_C, backward_C = state.cost.collectives.bounded_all_to_all_ms(
-        largest_C, smallest_C, state.bytes_D.sum().expand_as(largest_C)
-    )
-    compute_C = torch.maximum(rest_ms_C, torch.maximum(candidates.bottleneck_ms_C, candidates.device_ms_C))
-    overall_C = ((compute_C + forward_C + backward_C) / unit * 10**DIGITS).round() / 10**DIGITS
-    before_C = device_ms_D[bottleneck] ** 2 + device_ms_D[candidates.device_C] ** 2
-    square_C = (candidates.bottleneck_ms_C**2 + candidates.device_ms_C**2 - before_C) / unit**2
-    return overall_C, (square_C * 10**DIGITS).round() / 10**DIGITS
 
 
-def _largest_other(values_D: Tensor, first: int, second_C: Tensor) -> Tensor:
-    """Largest value over the devices that are neither ``first`` nor ``second``, [C]; the lowest finite
-    value of the type where there is no other device."""
-    others_D = values_D.clone()
-    others_D[first] = torch.finfo(values_D.dtype).min
-    top = others_D.topk(min(2, len(others_D)))
-    if len(top.values) == 1:
-        return top.values.expand(len(second_C))
-    return torch.where(second_C == top.indices[0], top.values[1], top.values[0])
+def _gained_bytes(problem: PlacementProblem, leaving_X: Tensor, arrival_X: Tensor) -> Tensor:
+    """Output bytes that the device gains which the bottleneck exchanges shards with."""
+    bytes_S = problem.output_bytes_S
+    return bytes_S[leaving_X] - torch.where(arrival_X >= 0, bytes_S[arrival_X], 0.0)
+
+
+def _fits(
+    states: _States, bottlenecks: _Bottlenecks, leaving_BN: Tensor, device_BA: Tensor, arrival_A: Tensor
+) -> Tensor:
+    """Whether both devices can store what they would hold, bool [B, N, A]. What grows by nothing always fits, even
+    where a reservation left less than nothing."""
+    storage_SM, row_B = states.problem.storage_SM, bottlenecks.row_B
+    storage_AM = torch.where((arrival_A >= 0)[:, None], storage_SM[arrival_A], 0)
+    fits_BNA = torch.ones(*leaving_BN.shape, len(arrival_A), dtype=torch.bool)
+    for kind in range(storage_SM.shape[1]):
+        grows_BNA = storage_SM[leaving_BN, kind][..., None] - storage_AM[:, kind]
+        free_BA = states.free_BDM[row_B[:, None], device_BA, kind]
+        here_free_B = states.free_BDM[row_B, bottlenecks.device_B, kind]
+        fits_BNA &= (grows_BNA <= free_BA[:, None]) | (grows_BNA <= 0)
+        fits_BNA &= (-grows_BNA <= here_free_B[:, None, None]) | (grows_BNA >= 0)
+    return fits_BNA
+
+
+def _glance(states: _States, bottlenecks: _Bottlenecks, leaving_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Cost of the bottleneck device and of the other one after every move and swap, both [B, N, A]: moves at a glance,
+    swaps as if the effects of leaving and arriving added up."""
+    assignment_BS, device_ms_BD = bottlenecks.assignment_BS, bottlenecks.device_ms_BD
+    seen = states.cost.compute.glance_channels
+    latent_SH, latent_BDGH = states.cost.latent_SH[:, :seen], states.latent_BDGH[..., :seen]
+    group_S, device_D = states.problem.group_S, torch.arange(states.problem.num_devices)
+    row_B1, here_B1, group_BN = bottlenecks.row_B[:, None], bottlenecks.device_B[:, None], group_S[leaving_BN]
+    places = (
+        (row_B1, here_B1, group_BN),
+        (row_B1[..., None], device_D, group_BN[..., None]),
+        (row_B1, assignment_BS, group_S),
+        (row_B1, here_B1, group_S),
+    )
+    leaving_BNH = latent_SH[leaving_BN]
+    changes = (-leaving_BNH, leaving_BNH[:, :, None], -latent_SH, latent_SH)
+    after = [latent_BDGH[place] + change for place, change in zip(places, changes, strict=True)]
+    after_ms_X = states.glance(torch.cat([latent.flatten(0, -2) for latent in after]))
+    sizes = [latent.shape[:-1] for latent in after]
+    parts = after_ms_X.split([size.numel() for size in sizes])
+    left_BN, joined_BND, gone_BS, arrived_BS = (
+        part.view(size) - states.glance_ms_BDG[place] for part, size, place in zip(parts, sizes, places, strict=True)
+    )
+    here_ms_B11 = device_ms_BD.gather(1, here_B1)[..., None]
+    home_BNS = assignment_BS[:, None].expand(-1, leaving_BN.shape[1], -1)
+    move_BND = (here_ms_B11 + left_BN[..., None]).expand_as(joined_BND)
+    swap_BNS = here_ms_B11 + left_BN[..., None] + arrived_BS[:, None]
+    to_BND = device_ms_BD[:, None] + joined_BND
+    return torch.cat([move_BND, swap_BNS], -1), torch.cat([to_BND, to_BND.gather(2, home_BNS) + gone_BS[:, None]], -1)
+
+
+def _rate(states: _States, bottlenecks: _Bottlenecks, candidates: _Candidates) -> tuple[Tensor, Tensor]:
+    """Exact cost of the bottleneck device and of the other one after each candidate, both [B, C]."""
+    leaving_BC, device_BC, arrival_BC = candidates.leaving_BC, candidates.device_BC, candidates.arrival_BC
+    row_BC, here_BC = (values_B[:, None].expand_as(device_BC) for values_B in (bottlenecks.row_B, bottlenecks.device_B))
+    latent_SH, group_S = states.cost.latent_SH, states.problem.group_S
+    group_BC, arrival_group_BC = group_S[leaving_BC], group_S[arrival_BC]
+    together_BC = (arrival_BC >= 0) & (arrival_group_BC == group_BC)
+    apart_BC = (arrival_BC >= 0) & ~together_BC
+    exchanged_BCH = latent_SH[leaving_BC] - torch.where(together_BC[..., None], latent_SH[arrival_BC], 0.0)
+    # What leaves and what arrives change one group of each device, or two.
+    index = torch.cat([torch.arange(device_BC.numel()), apart_BC.flatten().nonzero()[:, 0]])
+    group_X = torch.cat([group_BC.flatten(), arrival_group_BC[apart_BC]])
+    exchanged_XH = torch.cat([exchanged_BCH.flatten(0, 1), -latent_SH[arrival_BC[apart_BC]]])
+    places, after = [], []
+    for side_BC, change_XH in ((here_BC, -exchanged_XH), (device_BC, exchanged_XH)):
+        places.append((row_BC.flatten()[index], side_BC.flatten()[index], group_X))
+        after.append(states.latent_BDGH[places[-1]] + change_XH)
+    after_ms_X = states.cost.compute.group_cost_ms(torch.cat(after)).sum(-1)
+    rated = []
+    for side_BC, place, part_X in zip((here_BC, device_BC), places, after_ms_X.chunk(2), strict=True):
+        change_ms_X = torch.zeros(side_BC.numel(), dtype=part_X.dtype)
+        change_ms_X.index_add_(0, index, part_X - states.group_ms_BDG[place])
+        rated.append(bottlenecks.device_ms_BD.gather(1, side_BC) + change_ms_X.view(side_BC.shape))
+    return rated[0], rated[1]
+
+
+def _scores(
+    states: _States,
+    bottlenecks: _Bottlenecks,
+    device_BX: Tensor,
+    gained_BX: Tensor,
+    here_ms_BX: Tensor,
+    device_ms_BX: Tensor,
+    unit: float,
+) -> tuple[Tensor, Tensor]:
+    """Overall cost of each candidate, rounded, and its change of the two devices' sum of squares, both [B, ...].
+
+    Args:
+        device_BX: the device that is not the bottleneck.
+        gained_BX: output bytes that it gains.
+        here_ms_BX: cost of the bottleneck device afterwards.
+        device_ms_BX: cost of the other one afterwards.
+    """
+    own = (slice(None), *[None] * (device_BX.dim() - 1))
+    bytes_BD, before_BD, here_B1 = bottlenecks.bytes_BD, bottlenecks.device_ms_BD, bottlenecks.device_B[:, None]
+    here_bytes_BX = bytes_BD.gather(1, here_B1)[:, 0][own] - gained_BX
+    device_bytes_BX = bytes_BD.gather(1, device_BX.flatten(1)).view(device_BX.shape) + gained_BX
+    rest_ms_BX = _largest_other(before_BD, here_B1, device_BX)
+    largest_BX = torch.maximum(
+        _largest_other(bytes_BD, here_B1, device_BX), torch.maximum(here_bytes_BX, device_bytes_BX)
+    )
+    smallest_BX = -torch.maximum(
+        _largest_other(-bytes_BD, here_B1, device_BX), torch.maximum(-here_bytes_BX, -device_bytes_BX)
+    )
+    forward_BX, backward_BX = states.cost.collectives.bounded_all_to_all_ms(
+        largest_BX, smallest_BX, bytes_BD.sum(-1)[own].expand_as(largest_BX)
+    )
+    compute_BX = torch.maximum(rest_ms_BX, torch.maximum(here_ms_BX, device_ms_BX))
+    squared_BD = before_BD**2
+    before_BX = squared_BD.gather(1, here_B1)[:, 0][own] + squared_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
+    square_BX = (here_ms_BX**2 + device_ms_BX**2 - before_BX) / unit**2
+    return _rounded(compute_BX + forward_BX + backward_BX, unit), (square_BX * 10**DIGITS).round() / 10**DIGITS
+
+
+def _largest_other(values_BD: Tensor, first_B1: Tensor, second_BX: Tensor) -> Tensor:
+    """Largest value over the devices that are neither ``first`` nor ``second``, [B, ...]; the lowest finite value of
+    the type where there is no other device."""
+    top = values_BD.scatter(1, first_B1, torch.finfo(values_BD.dtype).min).topk(2)
+    own = (..., *[None] * (second_BX.dim() - 1))
+    return torch.where(second_BX == top.indices[:, 0][own], top.values[:, 1][own], top.values[:, 0][own])
