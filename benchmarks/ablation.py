@@ -38,7 +38,7 @@ from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.place import place
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
-from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks, rated_ms
+from dreamshard_planner.training import WITH_ROOM, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from placers import rule_starts
 from provenance import provenance
 
@@ -81,7 +81,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     tables = pool_tables(TrainingConfig().pools)[1]
     rows = []
     for count, devices in track(SIZES, "sizes", console=Console(stderr=True)):
-        sized = replace(TrainingConfig().tasks, min_tables=count, max_tables=count, devices=(devices,))
+        sized = replace(WITH_ROOM, min_tables=count, max_tables=count, devices=(devices,))
         tasks = priced_tasks(compute, tables, args.tasks, sized, args.seed)
         values = [methods_ms(task.cost, checkpoint.policy, args.seed) for task in tasks]
         values = [value for value in values if np.isfinite(list(value.values())).all()]

@@ -37,7 +37,7 @@ from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig, greedy_plan
 from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
-from dreamshard_planner.training import PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
+from dreamshard_planner.training import WITH_ROOM, PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from dreamshard_planner.workload.tables import Table
 from provenance import provenance
 
@@ -57,7 +57,7 @@ class Size:
     def tasks(self, compute: ComputeCost, tables: Sequence[Table], count: int, seed: int) -> list[PricedTask]:
         """Random tasks of this size, drawn as training draws them: without tables that are a bottleneck alone."""
         sized = {"min_tables": self.tables, "max_tables": self.tables, "devices": (self.devices,)}
-        config = replace(TrainingConfig().tasks, **sized)
+        config = replace(WITH_ROOM, **sized)
         return priced_tasks(compute, tables, count, config, seed)
 
 

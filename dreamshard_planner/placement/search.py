@@ -228,7 +228,7 @@ def _descend(
     by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)
     fruitless = 0
     while len(row_B) and budget.left() and (kicked is None or fruitless < config.patience):
-        slowest_B = (states.device_ms_BD[row_B] / best.unit * 10**DIGITS).round().argmax(-1)
+        slowest_B = _rounded(states.device_ms_BD[row_B], best.unit).argmax(-1)
         busiest_B = states.bytes_BD[row_B].argmax(-1)
         improved_B = _improve(states, row_B, torch.where(by_bytes_B, busiest_B, slowest_B), config, budget, best.unit)
         stuck_B = ~improved_B & (by_bytes_B | (slowest_B == busiest_B))
@@ -252,13 +252,17 @@ class _Bottlenecks:
     """Where they stand among all placements."""
     device_B: Tensor
     assignment_BS: Tensor
+    here_BS: Tensor
+    """Which shards it holds."""
     device_ms_BD: Tensor
     bytes_BD: Tensor
 
     @classmethod
     def of(cls, states: _States, row_B: Tensor, device_B: Tensor) -> _Bottlenecks:
         """Those of the placements ``row_B``."""
-        return cls(row_B, device_B, states.assignment_BS[row_B], states.device_ms_BD[row_B], states.bytes_BD[row_B])
+        assignment_BS = states.assignment_BS[row_B]
+        here_BS = assignment_BS == device_B[:, None]
+        return cls(row_B, device_B, assignment_BS, here_BS, states.device_ms_BD[row_B], states.bytes_BD[row_B])
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def _improve(
     """Apply to each of the placements ``row_B`` the best move or swap of its bottleneck device, if it lowers the cost;
     says which it did, bool [B]."""
     bottlenecks = _Bottlenecks.of(states, row_B, bottleneck_B)
-    if not (bottlenecks.assignment_BS == bottleneck_B[:, None]).any():
+    if not bottlenecks.here_BS.any():
         return torch.zeros(len(row_B), dtype=torch.bool)
     candidates = _most_promising(states, bottlenecks, config, budget, unit)
     overall_BC, square_BC = _scores(
@@ -314,9 +318,8 @@ def _most_promising(
     states: _States, bottlenecks: _Bottlenecks, config: SearchConfig, budget: _Budget, unit: float
 ) -> _Candidates:
     """Of all moves and swaps those that cost least at a glance."""
-    problem, assignment_BS, here_B1 = states.problem, bottlenecks.assignment_BS, bottlenecks.device_B[:, None]
+    problem, assignment_BS, here_BS = states.problem, bottlenecks.assignment_BS, bottlenecks.here_BS
     num_placements, num_arrivals = len(assignment_BS), problem.num_devices + problem.num_shards
-    here_BS = assignment_BS == here_B1
     heaviest_BS = torch.where(here_BS, states.cost.single_ms_S, -1.0).argsort(dim=-1, descending=True, stable=True)
     most = min(int(here_BS.sum(-1).max()), max(1, MAX_PAIRS // (num_placements * num_arrivals)))
     leaving_BN = heaviest_BS[:, :most]
@@ -324,7 +327,7 @@ def _most_promising(
     arrival_A = torch.cat([torch.full((problem.num_devices,), -1), torch.arange(problem.num_shards)])
 
     fits_BNA = _fits(states, bottlenecks, leaving_BN, device_BA, arrival_A)
-    fits_BNA &= here_BS.gather(1, leaving_BN)[..., None] & (device_BA != here_B1)[:, None]
+    fits_BNA &= here_BS.gather(1, leaving_BN)[..., None] & (device_BA != bottlenecks.device_B[:, None])[:, None]
     overall_BNA, square_BNA = _scores(
         states,
         bottlenecks,
@@ -461,8 +464,8 @@ def _scores(
     compute_BX = torch.maximum(rest_ms_BX, torch.maximum(here_ms_BX, device_ms_BX))
     squared_BD = before_BD**2
     before_BX = squared_BD.gather(1, here_B1)[:, 0][own] + squared_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
-    square_BX = (here_ms_BX**2 + device_ms_BX**2 - before_BX) / unit**2
-    return _rounded(compute_BX + forward_BX + backward_BX, unit), (square_BX * 10**DIGITS).round() / 10**DIGITS
+    square_BX = here_ms_BX**2 + device_ms_BX**2 - before_BX
+    return _rounded(compute_BX + forward_BX + backward_BX, unit), _rounded(square_BX, unit**2)
 
 
 def _largest_other(values_BD: Tensor, first_B1: Tensor, second_BX: Tensor) -> Tensor:
