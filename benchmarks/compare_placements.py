@@ -47,12 +47,13 @@ from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig, ref
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.placement.tasks import Task, problem_of
-from dreamshard_planner.training import pool_tables
+from dreamshard_planner.training import TrainingConfig, pool_tables
+from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of
 from placers import EXACT_SECONDS, Contest, Field
 from provenance import commit, provenance
 
-POOLS = ("meta_like_2021", "merlin_small", "mlperf_dlrm_dcnv2")
+POOLS = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")
 ANCHOR = "torchrec"
 """What ratios refer to: TorchRec's table-wise plan with true pooling factors."""
 FILLED = 0.95
@@ -80,15 +81,15 @@ class Part:
 def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
     """Tasks of 20 to 100 held-out tables on 2, 4 or 8 devices; in half of them they fill 95 % of the memory.
 
-    The MLPerf tables never train anything: all 26 are held out, the mix takes 20 to 26 of them.
+    Pools that never train anything are held out as a whole; of the 26 MLPerf tables a task takes 20 to 26.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    held_out = {name: pool_tables([name])[1] for name in POOLS}
-    held_out["mlperf_dlrm_dcnv2"] = [table for half in pool_tables(["mlperf_dlrm_dcnv2"]) for table in half]
+    trained = TrainingConfig().pools
+    held_out = {name: pool_tables([name])[1] if name in trained else named_pool(name) for name in POOLS}
     contests = []
     for index in range(count):
         pool = POOLS[index % len(POOLS)]

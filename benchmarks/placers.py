@@ -92,9 +92,9 @@ class ScaledCost:
         """The other's, scaled."""
         return self.inner.glance_ms(latent_XH) * self.scale_2
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """The other's."""
-        return self.inner.notes(latent_XH)
+        return self.inner.notes(features_SF, latent_XH)
 
 
 def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 
     python benchmarks/planning_time.py --json benchmarks/results/2026-11-21-planning-time.json
 
-Each size is planned several times by both in turn; medians and quartiles. The memory is the largest that the process
-has held up to then, libraries included.
+Each size is planned several times by both in turn; medians and quartiles. With ``--statistics`` our planner also gets
+the reuse histogram of every feature at the local batch, and rescales it to the batch that kernels see. The memory is
+the largest that the process has held up to then, libraries included.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import resource
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,12 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.workload.pools import meta_like
-from dreamshard_planner.workload.tables import Table
+from dreamshard_planner.workload.tables import Table, workloads_of
 from provenance import provenance
 
+BATCH_SIZE = 512
 SIZES = "20x2,100x8,300x32,1000x128,5000x1024"
 
 
@@ -46,17 +49,29 @@ def model_of(tables: list[Table]) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
 
 
-def seconds_to_plan(name: str, tables: list[Table], ranks: int, device: str) -> float:
-    """One plan from nothing but the model: planner made and asked."""
+def statistics_of(tables: list[Table]) -> TableStatistics:
+    """What batches of the local size would tell."""
+    return TableStatistics(
+        {
+            f"f_{w.name}": FeatureStatistics(w.pooling_factor, w.reuse_histogram if w.lookups else None, BATCH_SIZE)
+            for w in workloads_of(tables, BATCH_SIZE)
+        }
+    )
+
+
+def seconds_to_plan(
+    name: str, tables: list[Table], ranks: int, device: str, statistics: TableStatistics | None = None
+) -> float:
+    """One plan from nothing but the model: planner made and asked. Only ours takes ``statistics``."""
     constraints = {
         t.name: ParameterConstraints(["table_wise"], ["fused"], pooling_factors=[t.pooling_factor]) for t in tables
     }
     model, memory = model_of(tables), {"hbm_cap" if device == "cuda" else "ddr_cap": 2**40}
     start = time.perf_counter()
-    make = DreamShardPlanner if name == "dreamshard" else EmbeddingShardingPlanner
+    make = partial(DreamShardPlanner, statistics=statistics) if name == "dreamshard" else EmbeddingShardingPlanner
     planner = make(
         topology=Topology(ranks, device, local_world_size=min(8, ranks), **memory),
-        batch_size=512,
+        batch_size=BATCH_SIZE,
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.1),
         debug=False,
@@ -70,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help="tables x ranks, separated by commas")
     parser.add_argument("--repeats", type=int, default=5, help="of sizes that take under 10 s; others once")
+    parser.add_argument("--statistics", action="store_true")
     parser.add_argument("--device", default="cuda", help="of the topology; nothing runs there")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -82,10 +98,11 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for size in args.sizes.split(","):
         count, ranks = (int(part) for part in size.split("x"))
+        statistics = statistics_of(tables[:count]) if args.statistics else None
         seconds: dict[str, list[float]] = {"dreamshard": [], "torchrec": []}
         for _ in range(args.repeats):
             for name, taken in seconds.items():
-                taken.append(seconds_to_plan(name, tables[:count], ranks, args.device))
+                taken.append(seconds_to_plan(name, tables[:count], ranks, args.device, statistics))
             if max(map(max, seconds.values())) > 10:
                 break
         quartiles = {name: np.percentile(taken, (25, 50, 75)).tolist() for name, taken in seconds.items()}

@@ -61,7 +61,7 @@ class TorchRecCost:
         """As :meth:`group_cost_ms`."""
         return self.group_cost_ms(latent_XH)
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """None."""
         return ()
 

@@ -151,6 +151,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
+    collectives: CollectivesOption = None,
     seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
 ) -> None:
     """Fit a checkpoint's cost network on to this machine; prints its error before and after."""
@@ -158,7 +159,15 @@ def calibrate(
     from dreamshard_planner.training import calibrate
 
     start = resolve(checkpoint, device.value)
-    made = calibrate(start, out, seconds=seconds, device=device.value, threads=threads, seed=seed)
+    made = calibrate(
+        start,
+        out,
+        seconds=seconds,
+        device=device.value,
+        threads=threads,
+        collectives=_read_collectives(collectives),
+        seed=seed,
+    )
     typer.echo(json.dumps(made.metadata["calibration"], indent=2))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,22 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
         sharding_plan = super().plan(module, sharders)
         if isinstance(self._partitioner, DreamShardPartitioner):
-            # Of the proposal that won, which need not be the last one.
-            outcome = self._partitioner.outcome(self._best_plan or [])
-            self._report = None if outcome is None else Report.of(*outcome)
+            self._report = self._reported(self._partitioner)
         return sharding_plan
+
+    def _reported(self, partitioner: DreamShardPartitioner) -> Report | None:
+        """On the proposal that won, which need not be the last one; None where no proposal of ours did."""
+        plan = self._best_plan or []
+        outcome = partitioner.outcome(plan)
+        if outcome is None:
+            return None
+        placement, cost = outcome
+        report = Report.of(placement, cost)
+        chosen = dict(zip(cost.problem.names, placement.chosen.assignment_S.tolist(), strict=True))
+        if all(chosen[option.fqn.removeprefix(".")] == option.shards[0].rank for option in plan):
+            return report
+        notes = (*report.notes, "callbacks moved tables after they were placed; dreamshard is the plan that they made")
+        return replace(report, chosen=self.predict(plan, report.chosen.name), notes=notes)
 
     def collective_plan(
         self,
@@ -184,7 +197,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """Plan on rank 0 and broadcast. An error there is raised on every rank, so that none waits for ever.
 
         Raises:
-            DreamShardError: where there is no process group, or its size is not the topology's.
+            DreamShardError: where there is no process group, or its size is not that of the topology or a multiple of
+                it (in 2D parallelism every sharding group of ranks follows the same plan).
         """
         if pg is None:
             if not dist.is_initialized():
@@ -193,9 +207,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                     "use plan(), which needs none"
                 )
             pg = dist.group.WORLD
-        if pg.size() != self._topology.world_size:
+        if pg.size() % self._topology.world_size:
             raise DreamShardError(
-                f"the process group has {pg.size()} ranks, the planner's topology {self._topology.world_size}"
+                f"the process group has {pg.size()} ranks, which are no whole number of sharding groups of the "
+                f"{self._topology.world_size} ranks that the planner's topology has"
             )
         outcome: list[Any] = [None]
         if pg.rank() == 0:
@@ -218,12 +233,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
 
         Raises:
-            DreamShardError: before any plan, on other ranks, or with a partitioner that is not ours.
+            DreamShardError: before any plan, on other ranks, with a partitioner that is not ours, or of a plan
+                that a plan loader brought.
         """
         if self._report is None:
             raise DreamShardError(
-                "there is no report: plan first, on this rank (collective_plan plans on rank 0), and with "
-                "DreamShardPlanner's own partitioner"
+                "there is no report: plan first, on this rank (collective_plan plans on rank 0), with "
+                "DreamShardPlanner's own partitioner and no plan loaded by plan_loader"
             )
         return self._report
 

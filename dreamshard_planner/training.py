@@ -180,6 +180,7 @@ def calibrate(
     seconds: float = 60.0,
     device: str = "cpu",
     threads: int = 1,
+    collectives: dict[str, Any] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Checkpoint:
@@ -187,7 +188,7 @@ def calibrate(
 
     A quarter of the time goes into sets of held-out tables, which tell the error before and after (in the metadata
     under ``calibration``, with what of the network was ``changed``). The policy stays as it is: what it observes is
-    relative to the task's own cost.
+    relative to the task's own cost. Collectives of other hardware are dropped in favour of ``collectives``, if given.
 
     Raises:
         CheckpointError: the checkpoint has no cost network of recipe ``default``.
@@ -224,8 +225,12 @@ def calibrate(
         f"{when}_mape": [round(value, 4) for value in mape_2(predict_ms(cost, check), check.labels_ms_X2).tolist()]
         for when, cost in (("before", network), ("after", calibrated))
     }
+    known = checkpoint.metadata.get("collectives")
+    if known is not None and known["hardware"].get("cpu") == data[0].hardware["cpu"]:
+        collectives = collectives or known
     metadata = {
         **checkpoint.metadata,
+        "collectives": collectives,
         "hardware": data[0].hardware,
         "hardware_name": f"{checkpoint.metadata['hardware_name']}, calibrated on {hardware_name(data[0].hardware)}",
         "reference_ms": data[0].usual_ms,

@@ -16,7 +16,8 @@ from dreamshard_planner import training
 from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
 from dreamshard_planner.cli import _with_updates, app
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.training import QUICK, TrainingConfig
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.training import QUICK, TrainingConfig, calibrate
 
 
 def dreamshard(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -121,7 +122,17 @@ def test_calibrate_fits_a_checkpoint_on(trained: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert told["from"] == trained.name and told["sets"] >= 8 and len(told["after_mape"]) == 2
-    assert "calibrated on" in Checkpoint.load(out).metadata["hardware_name"]
+    made = Checkpoint.load(out).metadata
+    assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])
+def test_calibration_keeps_collectives_of_this_machine_only(same: bool, trained: Path, tmp_path: Path) -> None:
+    start = Checkpoint.load(trained)
+    cpu = describe_hardware("cpu", 1)["cpu"] if same else "another processor"
+    start.metadata["collectives"] = {"backend": "gloo", "hardware": {"cpu": cpu}}
+    kept = calibrate(start, tmp_path / "here.safetensors", seconds=4, progress=False).metadata["collectives"]
+    assert kept == (start.metadata["collectives"] if same else None)
 
 
 def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.workload.features import FEATURE_NAMES
+from dreamshard_planner.workload.features import FEATURE_NAMES, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
@@ -76,9 +76,11 @@ def test_cost_is_finite_and_grows_far_outside_of_training(network: CostNetwork) 
 
     small, large = cost(300), cost(3000)
     assert large.isfinite().all() and (large > 3 * small).all()
-    table = Table("t", 10_000_000, 256, (FeatureStatistics(3000.0),))
-    latent = network.encode(LabelledSets.of([workloads_of([table], 4096)], torch.ones(1, 2)).features_SF)
-    assert any("more lookups than was measured" in note for note in network.notes(latent))
+    table = Table("t", 10**9, 256, (FeatureStatistics(3000.0),))
+    features_SF = feature_matrix(workloads_of([table], 4096))
+    notes = network.notes(features_SF, network.encode(features_SF))
+    assert any("fused group(s) have more lookups than was measured" in note for note in notes)
+    assert any("table(s) have more rows than was measured (1,000,000,000 against" in note for note in notes)
 
 
 def test_fitting_is_deterministic(split) -> None:

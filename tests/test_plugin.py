@@ -91,15 +91,16 @@ def test_options_become_workloads() -> None:
         table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
     )
     model.weighted = collection(table("d", dim=32), weighted=True)
-    constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 2.0], batch_sizes=[64, 32])}
+    constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
     expanded = table_wise_constraints(model, SHARDERS, constraints, None, "cpu")
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
     reader = OptionReader(expanded, None, SHARDERS)
     by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
     shared = by_name["plain.a"]
     assert shared.batch_size == 4 * 64 and shared.num_features == 2
-    # The second feature has half the batch and two poolings per sample.
-    assert shared.lookups == pytest.approx(4 * 64 * (2.0 + 3.0))
+    # The second feature has a quarter of the batch and three poolings per sample.
+    assert shared.lookups == pytest.approx(4 * 64 * (2.0 + 0.75 * 3.0))
+    assert shared.output_elements == pytest.approx(4 * 64 * 1.75 * 16)
     assert by_name["plain.b"].weight_bytes == 2 and by_name["plain.a"].weight_bytes == 4
     assert by_name["weighted.d"].weighted and not shared.weighted
     problem = reader.problem(options, topology(4))
@@ -108,8 +109,61 @@ def test_options_become_workloads() -> None:
     assert problem.num_groups == 4 and len(set(group.values())) == 4
     row = problem.features_SF[problem.names.index("weighted.d")]
     assert row[FEATURE_INDEX["dim"]] == 32 and row[FEATURE_INDEX["weighted"]] == 1
-    # One rank's batch of two pooled vectors of 16 floats.
-    assert problem.output_bytes_S[problem.names.index("plain.a")] == 64 * 2 * 16 * 4
+    # One rank's batch of pooled vectors of 16 floats.
+    assert problem.output_bytes_S[problem.names.index("plain.a")] == 64 * 1.75 * 16 * 4
+
+
+def workloads_and_problem(model: nn.Module, sharders, constraints=None):
+    expanded = table_wise_constraints(model, sharders, constraints, None, "cpu")
+    options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
+    reader = OptionReader(expanded, None, sharders)
+    return reader.workloads(options, topology()), reader.problem(options, topology())
+
+
+def test_feature_processors_make_lookups_weighted() -> None:
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+    from torchrec.modules.feature_processor_ import PositionWeightedModule
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+    model = nn.Module()
+    processors = {"t0_f0": PositionWeightedModule(max_feature_length=8)}
+    model.sparse = FeatureProcessedEmbeddingBagCollection(collection(table("t0"), weighted=True), processors)
+    workloads, _ = workloads_and_problem(model, [FeatureProcessedEmbeddingBagCollectionSharder()])
+    assert [workload.weighted for workload in workloads] == [True]
+
+
+def test_bytes_on_the_wire_are_what_is_sent() -> None:
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+
+    model = nn.Module()
+    model.sparse = collection(table("t0"))
+
+    def output_bytes(sharders, **constraint) -> float:
+        _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
+        return float(problem.output_bytes_S)
+
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+    quantized = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    )
+    assert output_bytes(SHARDERS) == 64 * 16 * 4
+    assert output_bytes(SHARDERS, output_dtype=DataType.FP16) == 64 * 16 * 2
+    assert output_bytes([quantized]) == 64 * 16 * 2
+
+
+def test_tables_that_torchrec_does_not_fuse_are_apart() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = nn.Module()
+    model.sparse = collection(table("t0"), table("t1"), table("t2", data_type=DataType.FP32))
+    assert workloads_and_problem(model, SHARDERS)[1].num_groups == 1
+    rounded = {"t0": ParameterConstraints(stochastic_rounding=False)}
+    assert workloads_and_problem(model, SHARDERS, rounded)[1].num_groups == 2
+    alone = [EmbeddingBagCollectionSharder(fused_params={"use_one_tbe_per_table": True})]
+    assert workloads_and_problem(model, alone)[1].num_groups == 3
+    for name, parameter in model.sparse.named_parameters():
+        _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1 if "t0" in name else 0.2})
+    assert workloads_and_problem(model, SHARDERS)[1].num_groups == 2
 
 
 def test_optimizer_is_read_from_parameters_and_sharders() -> None:
@@ -165,6 +219,17 @@ def test_the_largest_tables_leave_device_memory_where_it_is_scarce() -> None:
     plan = planner(topology=scarce).plan(model, SHARDERS)
     kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["sparse"].items()}
     assert kernels["large"] != "fused" and all(kernels[f"t{i}"] == "fused" for i in range(5))
+
+
+def test_hot_tables_stay_in_device_memory_where_it_is_scarce() -> None:
+    """The largest one, read most, stays; the two that are hardly read leave, as few as it takes."""
+    model = collection(table("hot", 2_000_000, 64), table("cold0", 1_500_000, 64), table("cold1", 1_500_000, 64))
+    statistics = TableStatistics({"hot_f0": FeatureStatistics(60.0), "cold0_f0": FeatureStatistics(0.01)})
+    scarce = Topology(world_size=1, compute_device="cuda", hbm_cap=1200 * 2**20, ddr_cap=2**36)
+    made = planner(topology=scarce, statistics=statistics)
+    plan = made.plan(model, SHARDERS)
+    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan[""].items()}
+    assert kernels["hot"] == "fused" and "fused_uvm_caching" in kernels.values()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -338,6 +403,28 @@ def test_report_is_of_the_plan_that_won() -> None:
     kernels = {option.name: option.compute_kernel for option in options}
     assert set(kernels.values()) == {"fused", "fused_uvm_caching"}  # several proposals were rated
     assert made.report().chosen.total_ms == pytest.approx(made.predict(options).total_ms)
+
+
+def test_report_is_of_the_plan_that_callbacks_made() -> None:
+    def all_on_rank_0(plan: list) -> list:
+        for option in plan:
+            option.shards[0].rank = 0
+        return plan
+
+    made = planner(callbacks=[all_on_rank_0])
+    made.plan(small_model(), SHARDERS)
+    report = made.report()
+    assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
+    assert any("callbacks moved tables" in note for note in report.notes)
+
+
+def test_batches_larger_than_measured_are_noted() -> None:
+    notes = {}
+    for batch_size in (512, 16_384):
+        made = DreamShardPlanner(topology=topology(2), batch_size=batch_size, stats=[], debug=False)
+        made.plan(small_model(), SHARDERS)
+        notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note]
+    assert notes[512] == [] and "more samples per batch than was measured (32,768 against" in notes[16_384][0]
 
 
 def test_kernels_of_unknown_cost_are_left_alone() -> None:

@@ -90,6 +90,23 @@ def test_measuring_finds_a_better_plan_than_predicting(cost: PlacementCost) -> N
     assert float(result.measured.overall_ms_B[0]) == pytest.approx(measured.overall_ms(result.assignment_S))
 
 
+def test_without_time_only_the_first_plan_is_measured(cost: PlacementCost) -> None:
+    machine = TrueMachine(cost)
+    starts = [place_by_rule(cost.problem, rule) for rule in ("size_lookup_greedy", "dim_greedy")]
+    result = refine(cost, starts, machine, 1e-9, search=DEFAULT_SEARCH)
+    assert result.plans == 1 and result.sets == machine.timed and torch.equal(result.assignment_S, starts[0])
+
+
+def test_sets_too_large_for_memory_are_timed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    workloads = workloads_of(named_pool("merlin_tiny")[:6], 64)
+    clock = SetClock(workloads, "cpu", Arena("cpu", 1 << 26))
+    sets = [(0, 1), (2,), (3, 4), (5,)]
+    assert list(clock._at_once(sets)) == [sets]
+    monkeypatch.setattr("dreamshard_planner.measure.sets.MAX_BYTES_AT_ONCE", 1)
+    assert list(clock._at_once(sets)) == [[group] for group in sets]
+    assert [samples.samples_ms.shape for samples in clock.samples(sets, 2)] == [(2, 2)] * 4
+
+
 def test_real_kernels_are_timed() -> None:
     workloads = workloads_of(named_pool("merlin_tiny")[:6], 64)
     clock = SetClock(workloads, "cpu", Arena("cpu", 1 << 26))

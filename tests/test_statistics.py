@@ -26,6 +26,18 @@ def test_statistics_from_batches_by_hand() -> None:
     assert statistics["b"] == FeatureStatistics(0.0, None, 2)
 
 
+def test_features_of_other_modules_can_be_left_out() -> None:
+    batches = [batch([1, 2, 3], [1, 1, 0, 1])]
+    assert list(TableStatistics.from_batches(batches, keys=["b"])) == ["b"]
+    with pytest.raises(StatisticsError, match=r"the batches lack \['c'\]"):
+        TableStatistics.from_batches(batches, keys=["b", "c"])
+
+
+def test_a_histogram_needs_its_batch_size() -> None:
+    with pytest.raises(StatisticsError, match="give batch_size"):
+        FeatureStatistics(1.0, (1.0,) + (0.0,) * 16)
+
+
 def test_batches_with_weights_and_with_a_stride_per_key() -> None:
     values, lengths = torch.tensor([1, 1, 2, 3, 4]), torch.tensor([2, 1, 2])
     uneven = KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride_per_key_per_rank=[[2], [1]])

@@ -16,7 +16,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,8 @@ REFERENCE_STRENGTH = 0.5
 200 sets measured three times over on two shared cores (5 repeats), two passes differed by 4.1 and 7.1 % (forward,
 backward) at 0, by 3.4 and 4.6 % at 0.5, and by 6.6 and 5.8 % at 1."""
 
-WORKLOAD_FIELDS = tuple(entry.name for entry in fields(Workload))
+_MEASURED = tuple(entry for entry in fields(Workload) if entry.metadata.get("measured", True))
+WORKLOAD_FIELDS = tuple(entry.name for entry in _MEASURED)
 """The per-shard columns, in order."""
 
 _KIND, _JOURNAL_KIND = "dreamshard cost dataset", "dreamshard cost journal"
@@ -60,7 +61,7 @@ class CostDataset:
     """Sets of workloads, each one fused group, with the times of every repeat."""
 
     columns: dict[str, np.ndarray]
-    """One array [S] per field of ``Workload`` (``reuse_histogram``: [S, 17]), shards of set 0 first."""
+    """One array [S] per measured field of ``Workload`` (``reuse_histogram``: [S, 17]), shards of set 0 first."""
 
     set_offsets: np.ndarray
     """[N + 1] int64: set i holds shards ``set_offsets[i]`` to ``set_offsets[i + 1]``."""
@@ -123,7 +124,7 @@ class CostDataset:
         flat = [workload for group in sets for workload in group]
         columns = {
             entry.name: np.array([getattr(workload, entry.name) for workload in flat], dtype=_DTYPES[entry.type])
-            for entry in fields(Workload)
+            for entry in _MEASURED
         }
         columns["reuse_histogram"] = columns["reuse_histogram"].reshape(len(flat), -1)
         offsets = np.concatenate([[0], np.cumsum([len(group) for group in sets], dtype=np.int64)]).astype(np.int64)
@@ -385,7 +386,7 @@ class Journal:
         for workload in new:
             self._known[workload] = len(self._known)
         record = {
-            "new": [list(asdict(workload).values()) for workload in new],
+            "new": [[getattr(workload, name) for name in WORKLOAD_FIELDS] for workload in new],
             "set": [self._known[workload] for workload in workloads],
             "ms": times,
         }

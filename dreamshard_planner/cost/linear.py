@@ -60,6 +60,6 @@ class LinearCost:
         """As :meth:`group_cost_ms`."""
         return self.group_cost_ms(latent_XH)
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """None."""
         return ()

@@ -57,8 +57,9 @@ class ComputeCost(Protocol):
         """A cheaper estimate of :meth:`group_cost_ms`, for what a policy observes at every step."""
         ...
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
-        """What a reader of these groups' costs should know, e.g. that they lie outside of what was measured."""
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
+        """What a reader of the costs of these shards and groups should know, e.g. that they lie outside of what was
+        measured."""
         ...
 
 
@@ -165,4 +166,4 @@ class PlacementCost:
     def notes(self, assignment_S: Tensor) -> tuple[str, ...]:
         """What a reader of the cost of this placement should know."""
         latent_XH = self.group_latents(assignment_S[None]).flatten(0, 2)
-        return self.compute.notes(latent_XH[latent_XH[:, 0] > 0])
+        return self.compute.notes(self.problem.features_SF, latent_XH[latent_XH[:, 0] > 0])

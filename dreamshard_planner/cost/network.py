@@ -23,7 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import CostSource
-from dreamshard_planner.workload.features import DESCRIPTORS, WORK, Scaler, columns
+from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns
+
+NAMED_DESCRIPTORS = {
+    "log2_rows": "rows",
+    "log2_dim": "columns",
+    "log2_batch_size": "samples per batch",
+    "log2_num_features": "features",
+    "weight_bytes": "bytes per weight",
+}
+"""Descriptors whose trained range a user can make sense of."""
 
 MIN_LOG_SUM = 1e-9
 """Keeps logarithms finite where subtraction left a sum at zero; far below any cost in milliseconds."""
@@ -176,21 +185,19 @@ class CostNetwork(nn.Module):
         log_EX2 = self.member_log_cost(latent_XH.flatten(0, -2))
         return log_EX2.std(0, unbiased=False).view(*latent_XH.shape[:-1], 2)
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
-        """Kinds of work of which some group has more, or less, than any measured set."""
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
+        """What some shard, or the sum over some group, has more of, or less, than anything measured."""
         notes = []
-        for column, (name, (low, high)) in enumerate(self.trained_ranges.items()):
-            work_X = latent_XH[:, column]
-            for outside, bound, side in (
-                (work_X[work_X > high * 1.01], high, "more"),
-                (work_X[work_X < low * 0.99], low, "less"),
-            ):
-                if len(outside):
-                    extreme = (outside.max() if side == "more" else outside.min()).item()
-                    notes.append(
-                        f"{len(outside)} fused group(s) have {side} {name.replace('_', ' ')} than was measured "
-                        f"({extreme:,.0f} against {bound:,.0f}); their cost is extrapolated"
-                    )
+        for descriptor, name in NAMED_DESCRIPTORS.items():
+            index = DESCRIPTORS.index(descriptor)
+            mean, scale = self.descriptor_mean[index], self.descriptor_scale[index]
+            values_S = features_SF[:, FEATURE_INDEX[descriptor]]
+            bounds = (self.descriptor_low[index] * scale + mean, self.descriptor_high[index] * scale + mean)
+            if descriptor.startswith("log2_"):
+                values_S, bounds = values_S.exp2(), (bound.exp2() for bound in bounds)
+            notes += _outside("table(s)", name, values_S, *(float(bound) for bound in bounds))
+        for column, (name, bounds) in enumerate(self.trained_ranges.items()):
+            notes += _outside("fused group(s)", name.replace("_", " "), latent_XH[:, column], *bounds)
         return tuple(notes)
 
     @property
@@ -199,6 +206,22 @@ class CostNetwork(nn.Module):
         low_P = (self.log_work_low * self.log_work_scale + self.log_work_mean).expm1()
         high_P = (self.log_work_high * self.log_work_scale + self.log_work_mean).expm1()
         return {name: (low, high) for name, low, high in zip(WORK, low_P.tolist(), high_P.tolist(), strict=True)}
+
+
+def _outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:
+    """Notes on values beyond what was measured."""
+    notes = []
+    for outside_X, bound, side in (
+        (values_X[values_X > high * 1.01], high, "more"),
+        (values_X[values_X < low * 0.99], low, "less"),
+    ):
+        if len(outside_X):
+            extreme = (outside_X.max() if side == "more" else outside_X.min()).item()
+            figures = " against ".join(f"{float(f'{value:.6g}'):,.0f}" for value in (extreme, bound))
+            notes.append(
+                f"{len(outside_X)} {what} have {side} {name} than was measured ({figures}); their cost is extrapolated"
+            )
+    return notes
 
 
 def _additive_rates(work_XP: Tensor, labels_ms_X2: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class PaperCostNetwork(nn.Module):
         """Predicted overall cost of placements, [B], from the maximum over their devices."""
         return self._head("overall", latent_BDGH.sum(-2)[..., 1:].amax(-2))
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """That this is the recipe for ablation."""
         return ("recipe 'paper': the method as published, for comparison",)
 

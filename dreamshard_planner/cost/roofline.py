@@ -90,6 +90,6 @@ class RooflineCost:
     glance_ms = group_cost_ms
     glance_channels = None
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""
         return ("nothing was measured for this kind of device: costs come from bandwidths alone",)

@@ -6,7 +6,7 @@ Shapes: X sets, R repeats, 2 = forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from dreamshard_planner.measure.collect import REFERENCE_SET
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, time_groups
 from dreamshard_planner.workload.tables import Workload
+
+MAX_BYTES_AT_ONCE = 4 << 30
+"""Of indices, outputs and their gradients."""
 
 
 class SetClock:
@@ -38,11 +41,30 @@ class SetClock:
         self._usual_ms: Tensor | None = None
 
     def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> list[Samples]:
-        """All runs of each set; sets are interleaved."""
-        kernels = [
-            FusedKernel([self._workloads[i] for i in group], self._device, self._seed, self._arena) for group in sets
-        ]
-        return time_groups(kernels, repeats, generator=self._order, reference=self._reference)
+        """All runs of each set; sets are interleaved, as many at a time as memory should hold."""
+        samples: list[Samples] = []
+        for some in self._at_once(sets):
+            kernels = [
+                FusedKernel([self._workloads[i] for i in group], self._device, self._seed, self._arena)
+                for group in some
+            ]
+            samples += time_groups(kernels, repeats, generator=self._order, reference=self._reference)
+        return samples
+
+    def _at_once(self, sets: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """The sets, in order, in parts whose indices and outputs take up to :data:`MAX_BYTES_AT_ONCE`."""
+        part: list[tuple[int, ...]] = []
+        part_bytes = 0.0
+        for group in sets:
+            workloads = [self._workloads[i] for i in group]
+            group_bytes = sum(8 * w.lookups + 2 * 4 * w.output_elements for w in workloads)
+            if part and part_bytes + group_bytes > MAX_BYTES_AT_ONCE:
+                yield part
+                part, part_bytes = [], 0.0
+            part.append(group)
+            part_bytes += group_bytes
+        if part:
+            yield part
 
     def corrected_ms(self, samples: Samples) -> Tensor:
         """Samples [R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""

@@ -89,9 +89,9 @@ class CorrectedCost:
         """As :meth:`group_cost_ms`."""
         return self.group_cost_ms(latent_XH)
 
-    def notes(self, latent_XH: Tensor) -> tuple[str, ...]:
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """The compute cost's."""
-        return self._compute.notes(latent_XH[..., :-2])
+        return self._compute.notes(features_SF, latent_XH[..., :-2])
 
 
 class MeasuredCosts:
@@ -169,15 +169,24 @@ def refine(
 ) -> RefineResult:
     """Improve on feasible plans [S], cheapest prediction first, by measuring for ``seconds``.
 
-    The result depends on the clock, and on what is measured: it is not the same twice.
+    The result depends on the clock, and on what is measured: it is not the same twice. Where the time is too short for
+    all that ``config`` wants, fewer plans are measured; the first start always is.
     """
     config = config or RefineConfig()
     generator = torch.Generator().manual_seed(seed)
-    deadline = time.monotonic() + seconds
+    begin = time.monotonic()
+    deadline = begin + seconds
     search_until = deadline - config.final_share * seconds
     measured = MeasuredCosts(cost, measure, config)
     search = replace(search, candidates=config.candidates, starts=1)
-    plans = {tuple(start.tolist()): start for start in starts[: config.plans_at_first]}
+    measured.time(starts[:1], config.repeats)
+    run_seconds = (time.monotonic() - begin) / (config.repeats + 1)  # of one plan; the first run warms up
+
+    def affordable(until: float, repeats: int) -> int:
+        return int(max(0.0, until - time.monotonic()) / (run_seconds * (repeats + 1)))
+
+    first = starts[: 1 + min(config.plans_at_first - 1, affordable(search_until, config.repeats))]
+    plans = {tuple(start.tolist()): start for start in first}
     measured.time(list(plans.values()), config.repeats)
     for _ in range(config.searches):
         if time.monotonic() > search_until:
@@ -186,7 +195,10 @@ def refine(
         found_S = local_search(measured.corrected(generator), [best_S], search, generator).assignment_S
         measured.time([found_S], config.repeats)
         plans.setdefault(tuple(found_S.tolist()), found_S)
-    finalists = sorted(plans.values(), key=measured.overall_ms)[: config.finalists]
-    measured.time([starts[0], *finalists], config.final_repeats, again=True)
+    most = min(config.finalists, affordable(deadline, config.final_repeats) - 1)
+    finalists = sorted(plans.values(), key=measured.overall_ms)[: max(1, most)]
+    if len(plans) > 1:
+        repeats = min(config.final_repeats, max(config.repeats, affordable(deadline, 0) // 2 - 1))
+        measured.time([starts[0], *finalists], repeats, again=True)
     chosen_S = min([starts[0], *finalists], key=measured.overall_ms)
     return RefineResult(chosen_S, measured.rate(chosen_S), measured.rate(starts[0]), len(plans), len(measured.set_ms))

@@ -25,7 +25,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
@@ -35,8 +36,8 @@ from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
-OUTPUT_BYTES = 4
-"""Bytes of one pooled output element on the wire: TorchRec's kernels put out fp32 by default."""
+OUTPUT_BYTES = 4.0
+"""Of one output element on the wire: TorchRec's kernels put out fp32 by default."""
 
 KERNEL_MEMORY = {"fused": "device", "fused_uvm": "uvm", "fused_uvm_caching": "uvm_caching"}
 """Where FBGEMM's training kernels keep their weights; all of them share one fused kernel per group. For others, such as
@@ -51,7 +52,7 @@ class OptionReader:
     Args:
         constraints: TorchRec's constraints by table name.
         statistics: workload statistics by feature name; they take precedence over pooling factors.
-        sharders: consulted for a fused optimizer that is set through ``fused_params``.
+        sharders: consulted for a fused optimizer that is set through ``fused_params``, and for quantized communication.
     """
 
     def __init__(
@@ -63,11 +64,10 @@ class OptionReader:
         self._constraints = constraints or {}
         self._statistics = statistics
         self._configs: dict[nn.Module, dict[str, Any]] = {}
+        self._weighted: dict[nn.Module, bool] = {}
         # Estimator, partitioner and perf model ask for the same tables one after the other.
         self._workloads: dict[tuple[Table, int], Workload] = {}
-        self._fused_params = {
-            sharder_name(sharder.module_type): getattr(sharder, "fused_params", None) or {} for sharder in sharders
-        }
+        self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:
         """Workload of each option's only shard, at the batch that its kernel sees.
@@ -96,7 +96,10 @@ class OptionReader:
         keys = [self._group_key(option, workload) for option, workload in zip(options, workloads, strict=True)]
         group_of = {key: group for group, key in enumerate(dict.fromkeys(keys))}
         storages = [option.shards[0].storage if with_storage else Storage(0, 0) for option in options]
-        output_bytes = [workload.output_elements * OUTPUT_BYTES / topology.world_size for workload in workloads]
+        output_bytes = [
+            workload.output_elements * self._wire_bytes(option) / topology.world_size
+            for option, workload in zip(options, workloads, strict=True)
+        ]
         return PlacementProblem(
             num_devices=topology.world_size,
             features_SF=feature_matrix(workloads),
@@ -149,13 +152,14 @@ class OptionReader:
         batch_sizes = per_feature(
             (constraint and constraint.batch_sizes) or [option.batch_size], count, option.name, "batch_sizes"
         )
-        features = []
+        features, shares = [], []
         for index in range(count):
             known = self._statistics.get(names[index]) if self._statistics is not None else None
             feature = known or FeatureStatistics(pooling_factors[index])
             # Several poolings per sample, or a batch of its own, read the table more (or less) often than
             # the pooling factor says; the histogram still belongs to the lookups it was taken from.
             share = num_poolings[index] * batch_sizes[index] / option.batch_size
+            shares.append(share)
             if share != 1.0 and share > 0:
                 feature = replace(
                     feature,
@@ -170,9 +174,10 @@ class OptionReader:
             rows=max(1, rows),
             dim=max(1, dim),
             features=tuple(features),
+            output_share=sum(shares) / count,
             weight_bytes=option.tensor.element_size(),
             pooled=option.is_pooled,
-            weighted=bool(option.is_weighted or (constraint and constraint.is_weighted)),
+            weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
             optimizer=self._optimizer(option),
             memory="device" if on_host else KERNEL_MEMORY.get(option.compute_kernel, "device"),
         )
@@ -183,13 +188,37 @@ class OptionReader:
         classes = getattr(option.tensor, "_optimizer_classes", None)
         if classes:
             return _OPTIMIZERS.get(classes[0].__name__, "other")
-        optimizer = self._fused_params.get(sharder_name(type(option.module[1])), {}).get("optimizer")
+        optimizer = self._fused_params(option).get("optimizer")
         return "sgd" if optimizer is None else _OPTIMIZERS.get(getattr(optimizer, "name", str(optimizer)), "other")
+
+    def _sharder(self, option: ShardingOption) -> ModuleSharder[nn.Module] | None:
+        return self._sharders.get(sharder_name(type(option.module[1])))
+
+    def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
+        return getattr(self._sharder(option), "fused_params", None) or {}
+
+    def _module_is_weighted(self, module: nn.Module) -> bool:
+        """Also where it only wraps such a module: feature processors give the lookups weights."""
+        if module not in self._weighted:
+            self._weighted[module] = any(
+                child.is_weighted() for child in module.modules() if callable(getattr(child, "is_weighted", None))
+            )
+        return self._weighted[module]
+
+    def _wire_bytes(self, option: ShardingOption) -> float:
+        """Of one output element in the all-to-all, mean over forward and backward: what the sharder quantizes to, else
+        the kernel's output."""
+        operation = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL if option.is_pooled else CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+        codecs = (getattr(self._sharder(option), "qcomm_codecs_registry", None) or {}).get(operation.name)
+        if codecs is not None:
+            return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
+        return OUTPUT_BYTES if option.output_dtype is None else data_type_to_dtype(option.output_dtype).itemsize
 
     def _group_key(self, option: ShardingOption, workload: Workload) -> Hashable:
         """What must agree for TorchRec to fuse two shards of a device into one kernel
         (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
-        config = self._config(option)
+        config, tensor, cache = self._config(option), option.tensor, option.cache_params
+        cached_ahead = option.compute_kernel == "fused_uvm_caching" and bool(cache and cache.prefetch_pipeline)
         return (
             option.path,
             option.sharding_type,
@@ -200,7 +229,16 @@ class OptionReader:
             workload.weighted,
             getattr(option, "has_feature_processor", False),
             workload.optimizer,
+            repr(getattr(tensor, "_optimizer_classes", None)),
+            repr(getattr(tensor, "_optimizer_kwargs", None)),
             workload.pooled,
+            option.name if self._fused_params(option).get("use_one_tbe_per_table") else None,
+            option.output_dtype,
+            option.stochastic_rounding,
+            option.bounds_check_mode,
+            option.enforce_hbm,
+            repr(cache and replace(cache, load_factor=None, stats=None)),
+            option.shards[0].size[1] if cached_ahead else None,
         )
 
 
@@ -334,7 +372,9 @@ def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveMo
     one_host = topology.world_size <= topology.local_world_size
     if measured is not None and one_host and measured["hardware"]["device"] == topology.compute_device:
         fit = CollectiveFit(**measured["fits"]["all_to_all"])
-        source = f"measured with {measured['backend']} on {measured['world_size']} ranks, {checkpoint.name}"
+        machine = measured["hardware"].get("name", "unknown hardware")
+        ranks = f"{measured['world_size']} ranks of one {machine}"
+        source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
         return fit.model(topology.world_size, source)
     bytes_per_ms = topology.comms_bandwidths.get_bw(
         local_world_size=topology.intra_group_size,

@@ -26,9 +26,10 @@ from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.sets import SetClock
+from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.placement.packing import shortage
 from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
-from dreamshard_planner.placement.refine import refine
+from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.options import MEMORY_KINDS, OptionReader, collective_model
@@ -90,6 +91,7 @@ class DreamShardPartitioner(Partitioner):
         checkpoint = self._checkpoint
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = resolve(checkpoint, storage_constraint.compute_device)
+        threads = torch.get_num_threads()
         with single_thread():
             problem = self._reader.problem(proposal, storage_constraint)
             compute = checkpoint.compute_cost(storage_constraint)
@@ -107,7 +109,7 @@ class DreamShardPartitioner(Partitioner):
             except InfeasibleError as error:
                 raise infeasible(problem, error.proven) from error
             if self._refine_seconds > 0:
-                placement = self._refined(placement, proposal, cost, storage_constraint)
+                placement = self._refined(placement, proposal, cost, storage_constraint, threads)
         self._outcomes[_identity(proposal)] = placement, cost
         _assign(proposal, placement.chosen.assignment_S)
         return proposal
@@ -118,8 +120,14 @@ class DreamShardPartitioner(Partitioner):
         return self._outcomes.get(_identity(options))
 
     def _refined(
-        self, placement: Placement, proposal: Sequence[ShardingOption], cost: PlacementCost, topology: Topology
+        self,
+        placement: Placement,
+        proposal: Sequence[ShardingOption],
+        cost: PlacementCost,
+        topology: Topology,
+        threads: int,
     ) -> Placement:
+        """The placement that measuring chooses; kernels run with ``threads`` intra-op threads."""
         device = topology.compute_device
         if device == "cuda" and not torch.cuda.is_available():
             raise DreamShardError("refine measures fused kernels on this machine, which has no CUDA device")
@@ -131,12 +139,18 @@ class DreamShardPartitioner(Partitioner):
             )
             return replace(placement, notes=(*placement.notes, note))
         clock = SetClock(workloads, device, seed=self._seed)
+
+        def measure(sets: Sequence[ShardSet], repeats: int) -> Tensor:
+            with pinned(threads):
+                return clock(sets, repeats)
+
         # A second proposal finds no time left.
         seconds, self._refine_seconds = self._refine_seconds, 0.0
         search = self._search or DEFAULT_SEARCH
-        result = refine(cost, placement.distinct(), clock, seconds, search=search, seed=self._seed)
+        result = refine(cost, placement.distinct(), measure, seconds, search=search, seed=self._seed)
         chosen = Contender("chosen", result.assignment_S, cost.rate(result.assignment_S[None]))
-        return replace(placement, chosen=chosen, refined=result)
+        notes = (*placement.notes, f"kernels were measured with {threads} thread(s)") if device == "cpu" else ()
+        return replace(placement, chosen=chosen, refined=result, notes=notes or placement.notes)
 
 
 class RulePartitioner(Partitioner):

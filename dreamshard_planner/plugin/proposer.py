@@ -1,12 +1,13 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's ``Proposer`` for table-wise placement: which compute kernel each table gets.
 
-Every table starts with its fastest kernel. Where that does not fit into device memory, the largest tables
-move to kernels that need less of it (unified memory), as few of them as possible.
+Every table starts with its fastest kernel. Where that does not fit into device memory, tables move to kernels that
+need less of it (unified memory), those first that lose least time per byte, and as few of them as possible.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import (
@@ -64,13 +65,13 @@ class TableWiseProposer(Proposer):
                 if option.total_storage.hbm < choices[-1].total_storage.hbm:
                     choices.append(option)
             self._choices.append(choices)
-        # Each entry moves one table to its next kernel: the first step of all tables, largest first, then the next.
+        # Each entry moves one table to its next kernel: the first step of all tables, cheapest first, then the next.
         steps = [
-            (level, -choices[level].total_storage.hbm, table)
+            (level, _lost_ms_per_byte(before, after), -before.total_storage.hbm, table)
             for table, choices in enumerate(self._choices)
-            for level in range(len(choices) - 1)
+            for level, (before, after) in enumerate(itertools.pairwise(choices))
         ]
-        self._demotions = [table for _, _, table in sorted(steps)]
+        self._demotions = [table for *_, table in sorted(steps)]
         self._pending, self._feasible, self._infeasible, self._failed = 0, None, -1, []
         # All in device memory, then none, then in between: host memory may be scarce as well.
         last = len(self._demotions)
@@ -110,3 +111,8 @@ class TableWiseProposer(Proposer):
             self._pending = (self._feasible + self._infeasible) // 2
         else:
             self._pending = None
+
+
+def _lost_ms_per_byte(before: ShardingOption, after: ShardingOption) -> float:
+    """What a table's slower kernel costs for each byte of device memory that it frees."""
+    return (after.total_perf - before.total_perf) / (before.total_storage.hbm - after.total_storage.hbm)

@@ -87,7 +87,7 @@ def _row(w: Workload) -> list[float]:
         "weighted": w.weighted,
         "stateful_optimizer": w.optimizer != "sgd",
         "tables": 1,
-        "samples": w.batch_size * w.num_features,
+        "samples": w.pooled_vectors,
         "lookups": lookups,
         "lookup_elements": elements,
         "lookup_bytes": elements * w.weight_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         return f"TableStatistics({len(self)} features)"
 
     @classmethod
-    def from_batches(cls, batches: Iterable[KeyedJaggedTensor]) -> TableStatistics:
+    def from_batches(cls, batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None) -> TableStatistics:
         """Statistics over batches, each of about the local batch size.
 
         Pooling factors are lookups over samples; histograms are averaged over batches, weighted by their
@@ -58,22 +58,27 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
 
         Args:
             batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, all with the same keys.
+            keys: features to look at; the others belong to modules that are not planned. Default: all.
 
         Raises:
-            StatisticsError: where there is no batch, or the keys differ between batches.
+            StatisticsError: where there is no batch, the keys differ between batches, or ``keys`` has others.
         """
-        keys: list[str] | None = None
+        given, wanted = None, keys
         lookups: dict[str, int] = {}
         samples: dict[str, int] = {}
         counts: dict[str, torch.Tensor] = {}
         num_batches = 0
         for batch in batches:
-            if keys is None:
-                keys = list(batch.keys())
+            if given is None:
+                given = set(batch.keys())
+                keys = list(batch.keys()) if wanted is None else list(wanted)
+                missing = [key for key in keys if key not in given]
+                if missing:
+                    raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
                 lookups, samples = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
                 counts = {key: torch.zeros(NUM_REUSE_BINS, dtype=torch.float64) for key in keys}
-            elif set(batch.keys()) != set(keys):
-                changed = sorted(set(batch.keys()) ^ set(keys))
+            elif set(batch.keys()) != given:
+                changed = sorted(set(batch.keys()) ^ given)
                 raise StatisticsError(f"batch {num_batches} has other keys than the first one: {changed}")
             for key in keys:
                 jagged = batch[key]
@@ -82,7 +87,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 samples[key] += jagged.lengths().numel()
                 counts[key] += histogram * distinct
             num_batches += 1
-        if keys is None:
+        if given is None:
             raise StatisticsError("no batches: cannot take statistics of nothing")
         features = {}
         for key in keys:

@@ -33,15 +33,16 @@ class FeatureStatistics:
     """Share of the distinct rows of one batch by how often the batch reads them, over the 17 bins
     (0,1], (1,2], (2,4] ... (32768,inf). None: derived from rows and lookups."""
 
-    batch_size: int = 1
-    """Samples in the batches that the histogram was taken at."""
+    batch_size: int | None = None
+    """Samples in the batches that the histogram was taken at; required with one."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
             raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
-        if self.batch_size < 1:
+        if self.batch_size is not None and self.batch_size < 1:
             raise StatisticsError(f"batch size must be at least 1, got {self.batch_size}")
         if self.reuse_histogram is None:
+            object.__setattr__(self, "batch_size", self.batch_size or 1)
             return
         bins = tuple(float(share) for share in self.reuse_histogram)
         if len(bins) != NUM_REUSE_BINS:
@@ -51,6 +52,8 @@ class FeatureStatistics:
         total = sum(bins)
         if self.pooling_factor > 0 and abs(total - 1.0) > 0.02:
             raise StatisticsError(f"reuse histogram shares must sum to 1, got {total:.4f}")
+        if self.batch_size is None:
+            raise StatisticsError("a reuse histogram belongs to a batch size: give batch_size")
         object.__setattr__(self, "reuse_histogram", bins)
 
 
@@ -63,6 +66,8 @@ class Table:
     dim: int
     features: tuple[FeatureStatistics, ...]
     """One entry per feature that the table serves; a shared table has several."""
+    output_share: float = 1.0
+    """Pooled vectors per sample and feature: not one where features have batches of their own or several poolings."""
     weight_bytes: int = 4
     """Bytes of one weight: 4 for fp32, 2 for fp16 and bf16, 1 for int8 and fp8."""
     pooled: bool = True
@@ -114,6 +119,8 @@ class Workload:
     weighted: bool = False
     optimizer: str = "sgd"
     memory: str = "device"
+    output_share: float = field(default=1.0, metadata={"measured": False})
+    """As in :class:`Table`. Kernels are measured with one."""
 
     @property
     def lookups(self) -> float:
@@ -124,8 +131,12 @@ class Workload:
     def output_elements(self) -> float:
         """Elements that the kernel writes in the forward pass: one pooled vector per sample and
         feature, or one vector per lookup for a sequence table."""
-        vectors = self.num_features * self.batch_size if self.pooled else self.lookups
-        return vectors * self.dim
+        return (self.pooled_vectors if self.pooled else self.lookups) * self.dim
+
+    @property
+    def pooled_vectors(self) -> float:
+        """Vectors of one batch after pooling."""
+        return self.num_features * self.batch_size * self.output_share
 
 
 def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
@@ -174,6 +185,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 distinct_rows=count,
                 reuse_histogram=bins,
                 num_features=len(table.features),
+                output_share=table.output_share,
                 weight_bytes=table.weight_bytes,
                 pooled=table.pooled,
                 weighted=table.weighted,

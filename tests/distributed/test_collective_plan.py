@@ -41,6 +41,12 @@ def _no_room(rank: Rank) -> str:
     return text
 
 
+def _plan_of_a_sharding_group(rank: Rank) -> str:
+    """In 2D parallelism, all groups follow a plan for the ranks of one."""
+    planner = DreamShardPlanner(topology=Topology(rank.world_size // 2, rank.device.type))
+    return str(planner.collective_plan(TinyModel(rank.device), list(SHARDERS)))
+
+
 def _wrong_size(rank: Rank) -> str:
     planner = DreamShardPlanner(topology=Topology(rank.world_size + 1, rank.device.type))
     try:
@@ -60,9 +66,15 @@ def test_all_ranks_get_the_error(launch: Callable[..., list[Any]]) -> None:
     assert len(set(errors)) == 1 and "bytes are missing" in errors[0] and "embeddings.t0" in errors[0]
 
 
+def test_all_sharding_groups_get_one_plan(launch: Callable[..., list[Any]]) -> None:
+    plans = launch(_plan_of_a_sharding_group)
+    assert plans[0].count("table_wise") == 8 and len(set(plans)) == 1
+
+
 def test_a_topology_of_another_size_is_an_error(launch: Callable[..., list[Any]]) -> None:
     errors = launch(_wrong_size)
-    assert all(f"has {len(errors)} ranks, the planner's topology {len(errors) + 1}" in error for error in errors)
+    text = f"has {len(errors)} ranks, which are no whole number of sharding groups of the {len(errors) + 1} ranks"
+    assert all(text in error for error in errors)
 
 
 def _measured_collectives(rank: Rank) -> str:
