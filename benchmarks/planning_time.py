@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """How long planning takes, beside TorchRec's planner: the whole of ``plan()``, table-wise, on one thread.
 
-    python benchmarks/planning_time.py --json benchmarks/results/2026-11-21-planning-time.json
+    python benchmarks/planning_time.py --device cpu --json benchmarks/results/2026-11-21-planning-cpu.json
 
 Each size is planned several times by both in turn; medians and quartiles. With ``--statistics`` our planner also gets
 the reuse histogram of every feature at the local batch, and rescales it to the batch that kernels see. The memory is

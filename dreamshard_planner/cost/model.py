@@ -29,7 +29,7 @@ class CostSource:
     """Where a cost came from; shown wherever a cost is shown."""
 
     kind: str
-    """``measured``, ``network`` or ``roofline``."""
+    """``network`` or ``roofline``; rivals have kinds of their own."""
     detail: str
     """Checkpoint and hardware, or the bandwidths used."""
 

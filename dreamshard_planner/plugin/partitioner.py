@@ -149,8 +149,10 @@ class DreamShardPartitioner(Partitioner):
         search = self._search or DEFAULT_SEARCH
         result = refine(cost, placement.distinct(), measure, seconds, search=search, seed=self._seed)
         chosen = Contender("chosen", result.assignment_S, cost.rate(result.assignment_S[None]))
-        notes = (*placement.notes, f"kernels were measured with {threads} thread(s)") if device == "cpu" else ()
-        return replace(placement, chosen=chosen, refined=result, notes=notes or placement.notes)
+        notes = placement.notes
+        if device == "cpu":
+            notes = (*notes, f"kernels were measured with {threads} thread(s)")
+        return replace(placement, chosen=chosen, refined=result, notes=notes)
 
 
 class RulePartitioner(Partitioner):

@@ -24,7 +24,6 @@ NUM_REUSE_BINS = 17
 BIN_UPPER = tuple(2**k for k in range(NUM_REUSE_BINS - 1))
 TOP_COUNT = 131_072
 """Where the last, open bin is taken to end."""
-REUSE_BIN_LABELS = ("(0,1]", *(f"({edge // 2},{edge}]" for edge in BIN_UPPER[1:]), f"({BIN_UPPER[-1]},inf)")
 
 POPULARITY_EXPONENT = 1.05
 """Row popularity falls as rank to this power where nothing is known of a table: the exponent of Merlin's

@@ -82,6 +82,8 @@ class Table:
             raise TaskError(f"table {self.name!r}: rows and dim must be at least 1, got {self.rows} x {self.dim}")
         if not self.features:
             raise TaskError(f"table {self.name!r} serves no feature")
+        if not 0 <= self.output_share < math.inf:
+            raise TaskError(f"table {self.name!r}: output share must be finite and >= 0, got {self.output_share}")
         if self.optimizer not in OPTIMIZERS:
             raise TaskError(f"table {self.name!r}: optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
         if self.memory not in MEMORIES:
