@@ -56,8 +56,7 @@ class Size:
 
     def tasks(self, compute: ComputeCost, tables: Sequence[Table], count: int, seed: int) -> list[PricedTask]:
         """Random tasks of this size, drawn as training draws them: without tables that are a bottleneck alone."""
-        sized = {"min_tables": self.tables, "max_tables": self.tables, "devices": (self.devices,)}
-        config = replace(WITH_ROOM, **sized)
+        config = replace(WITH_ROOM, min_tables=self.tables, max_tables=self.tables, devices=(self.devices,))
         return priced_tasks(compute, tables, count, config, seed)
 
 

@@ -226,7 +226,7 @@ def calibrate(
         for when, cost in (("before", network), ("after", calibrated))
     }
     known = checkpoint.metadata.get("collectives")
-    if known is not None and known["hardware"].get("cpu") == data[0].hardware["cpu"]:
+    if known is not None and all(known["hardware"][key] == data[0].hardware[key] for key in ("device", "name")):
         collectives = collectives or known
     metadata = {
         **checkpoint.metadata,

@@ -129,8 +129,8 @@ def test_calibrate_fits_a_checkpoint_on(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])
 def test_calibration_keeps_collectives_of_this_machine_only(same: bool, trained: Path, tmp_path: Path) -> None:
     start = Checkpoint.load(trained)
-    cpu = describe_hardware("cpu", 1)["cpu"] if same else "another processor"
-    start.metadata["collectives"] = {"backend": "gloo", "hardware": {"cpu": cpu}}
+    name = describe_hardware("cpu", 1)["name"] if same else "another processor"
+    start.metadata["collectives"] = {"backend": "gloo", "hardware": {"device": "cpu", "name": name}}
     kept = calibrate(start, tmp_path / "here.safetensors", seconds=4, progress=False).metadata["collectives"]
     assert kept == (start.metadata["collectives"] if same else None)
 

@@ -188,14 +188,14 @@ class CostNetwork(nn.Module):
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """What some shard, or the sum over some group, has more of, or less, than anything measured."""
         notes = []
+        low_F, high_F = self._trained_bounds("descriptor")
         for descriptor, name in NAMED_DESCRIPTORS.items():
             index = DESCRIPTORS.index(descriptor)
-            mean, scale = self.descriptor_mean[index], self.descriptor_scale[index]
-            values_S = features_SF[:, FEATURE_INDEX[descriptor]]
-            bounds = (self.descriptor_low[index] * scale + mean, self.descriptor_high[index] * scale + mean)
+            values = (features_SF[:, FEATURE_INDEX[descriptor]], low_F[index], high_F[index])
             if descriptor.startswith("log2_"):
-                values_S, bounds = values_S.exp2(), (bound.exp2() for bound in bounds)
-            notes += _outside("table(s)", name, values_S, *(float(bound) for bound in bounds))
+                values = tuple(value.exp2() for value in values)
+            values_S, low, high = values
+            notes += _outside("table(s)", name, values_S, float(low), float(high))
         for column, (name, bounds) in enumerate(self.trained_ranges.items()):
             notes += _outside("fused group(s)", name.replace("_", " "), latent_XH[:, column], *bounds)
         return tuple(notes)
@@ -203,9 +203,13 @@ class CostNetwork(nn.Module):
     @property
     def trained_ranges(self) -> dict[str, tuple[float, float]]:
         """Smallest and largest sum of each kind of work in a training set."""
-        low_P = (self.log_work_low * self.log_work_scale + self.log_work_mean).expm1()
-        high_P = (self.log_work_high * self.log_work_scale + self.log_work_mean).expm1()
+        low_P, high_P = (bound_P.expm1() for bound_P in self._trained_bounds("log_work"))
         return {name: (low, high) for name, low, high in zip(WORK, low_P.tolist(), high_P.tolist(), strict=True)}
+
+    def _trained_bounds(self, name: str) -> tuple[Tensor, Tensor]:
+        """Smallest and largest training values of the inputs with this scaler, before scaling."""
+        mean, scale = getattr(self, f"{name}_mean"), getattr(self, f"{name}_scale")
+        return getattr(self, f"{name}_low") * scale + mean, getattr(self, f"{name}_high") * scale + mean
 
 
 def _outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:

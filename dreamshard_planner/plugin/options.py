@@ -372,8 +372,7 @@ def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveMo
     one_host = topology.world_size <= topology.local_world_size
     if measured is not None and one_host and measured["hardware"]["device"] == topology.compute_device:
         fit = CollectiveFit(**measured["fits"]["all_to_all"])
-        machine = measured["hardware"].get("name", "unknown hardware")
-        ranks = f"{measured['world_size']} ranks of one {machine}"
+        ranks = f"{measured['world_size']} ranks of one {measured['hardware']['name']}"
         source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
         return fit.model(topology.world_size, source)
     bytes_per_ms = topology.comms_bandwidths.get_bw(
