@@ -161,3 +161,6 @@ def test_drawing_nothing_and_everything() -> None:
     assert sorted(draw_indices(ONE_READ, 10, 10, generator).tolist()) == list(range(10))
     # A histogram that these lookups can't have gives way to the number of lookups.
     assert len(draw_indices(ONE_READ, 3, 100, generator, distinct_rows=50)) == 100
+    # More lookups than the counts of the last bin, by millions: as fast as any other.
+    only_row = [0.0] * 16 + [1.0]
+    assert len(draw_indices(only_row, 1, 20_000_000, generator, distinct_rows=1)) == 20_000_000

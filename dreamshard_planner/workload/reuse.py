@@ -316,9 +316,12 @@ def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Te
         count_R = count_R + missing.sign() * (room_R * share).floor()
     count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
     while (missing := total - int(count_R.sum())) != 0:
-        # One each, from the rows read most, whose bins are wide; out of their bins only if all are full.
+        # Evenly, from the rows read most, whose bins are wide; out of their bins only if all are full.
         step = 1 if missing > 0 else -1
-        inside_R = count_R < high_R if missing > 0 else count_R > low_R
-        candidates = inside_R.nonzero()[:, 0] if inside_R.any() else (count_R + step >= 1).nonzero()[:, 0]
-        count_R[candidates[-min(len(candidates), abs(missing)) :]] += step
+        room_R = (high_R - count_R if missing > 0 else count_R - low_R).clamp_min(0)
+        if not room_R.any():
+            room_R = torch.full_like(count_R, missing) if missing > 0 else count_R - 1
+        candidates = room_R.nonzero()[:, 0]
+        each = max(1, min(abs(missing) // len(candidates), int(room_R[candidates].min())))
+        count_R[candidates[-min(len(candidates), abs(missing)) :]] += step * each
     return count_R
