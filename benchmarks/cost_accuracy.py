@@ -57,7 +57,7 @@ REPEATS = 3
 
 def measure(args: argparse.Namespace) -> None:
     """Time the clean sets, and their tables alone."""
-    sets = draw_sets(pool_tables(POOLS)[1], args.sets, args.seed, max_tables=100)
+    sets = draw_sets(pool_tables(POOLS)[1], args.sets, args.seed, max_tables=100, device=args.device)
     singles = {workload: [workload] for workloads in sets for workload in workloads}
     for name, chosen, rounds in (("clean", sets, args.rounds), ("clean-singles", list(singles.values()), 3)):
         path = DATA / f"{args.device}-{name}.npz"

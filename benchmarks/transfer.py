@@ -30,7 +30,7 @@ from cost_accuracy import REPEATS, measure_rounds
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import calibrate_cost_network, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.measure.collect import collect, draw_sets
+from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, labelled, pool_tables
 from placers import best_scale
@@ -39,19 +39,19 @@ from provenance import provenance
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[CostDataset, CostDataset, CostDataset]:
     """Sets for the calibration, the other training sets, and held-out sets."""
-    config = TrainingConfig()
+    config = TrainingConfig(device=args.device)
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
     arena = Arena(args.device, config.arena_bytes, seed=args.seed)
 
     def timed(name: str, seconds: float, seed: int) -> CostDataset:
         most = int(seconds * MAX_SETS_PER_SECOND) + 1
-        sets = draw_sets(train_tables, most, seed, config.batch_sizes, config.max_set_tables)
+        sets = config.draw_sets(train_tables, most, seed)
         journal = folder / f"{name}.journal"
         return collect(sets, journal, args.device, args.threads, REPEATS, args.seed, seconds, arena=arena)
 
     few = timed("calibrate", args.calibrate_seconds, args.seed)
     rest = timed("rest", args.seconds - args.calibrate_seconds, args.seed + 1)
-    sets = draw_sets(test_tables, args.test_sets, args.seed + 2, config.batch_sizes, config.max_set_tables)
+    sets = config.draw_sets(test_tables, args.test_sets, args.seed + 2)
     return few, rest, measure_rounds(sets, args.rounds, folder / "test.journal", args.device, args.seed, args.threads)
 
 

@@ -95,7 +95,9 @@ def collect(
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
     sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.")] = 5000,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this time, to be continued.")] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Samples that a kernel sees.")] = "256,512,1024,2048,4096",
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: up to 16384 or 131072.")
+    ] = None,
     max_tables: Annotated[int, typer.Option(min=1, help="Tables of the largest set; sizes are log-uniform.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
     device: DeviceOption = Device.cpu,
@@ -108,11 +110,11 @@ def collect(
 
     names = tuple(name.strip() for name in pools.split(","))
     try:
-        batches = [int(size) for size in batch_sizes.split(",")]
+        batches = None if batch_sizes is None else [int(size) for size in batch_sizes.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
-    drawn = draw_sets(tables, sets, seed, batches, max_tables)
+    drawn = draw_sets(tables, sets, seed, batches, max_tables, device=device.value)
     journal = out.with_suffix(".journal")
     dataset = collect(drawn, journal, device.value, threads, repeats, seed, seconds)
     dataset.save(out)

@@ -90,8 +90,8 @@ class TrainingConfig:
     test_share: float = 0.15
     """Share of the time that goes into sets of held-out tables."""
     repeats: int = 3
-    batch_sizes: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
-    """Samples that the measured kernels see."""
+    batch_sizes: tuple[int, ...] | None = None
+    """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
     max_set_tables: int = 100
     """Tables of the largest random set."""
     arena_bytes: int = 2 << 30
@@ -119,6 +119,10 @@ class TrainingConfig:
         if not self.seconds > 0 or self.rounds < 1 or not 0 < self.test_share < 1:
             raise ValueError(f"seconds, rounds and test_share must be positive, got {asdict(self)}")
 
+    def draw_sets(self, tables: Sequence[Table], num_sets: int, seed: int) -> list[list[Workload]]:
+        """Random sets to measure."""
+        return draw_sets(tables, num_sets, seed, self.batch_sizes, self.max_set_tables, device=self.device)
+
 
 QUICK = TrainingConfig(
     pools=("merlin_tiny", "mlperf_dlrm_dcnv2"),
@@ -145,8 +149,8 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     out = Path(out)
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
     max_sets = int(config.seconds * MAX_SETS_PER_SECOND) + 1
-    test_sets = draw_sets(test_tables, max_sets, config.seed + 1, config.batch_sizes, config.max_set_tables)
-    train_sets = draw_sets(train_tables, max_sets, config.seed, config.batch_sizes, config.max_set_tables)
+    test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
+    train_sets = config.draw_sets(train_tables, max_sets, config.seed)
     arena = Arena(config.device, config.arena_bytes, seed=config.seed)
     journals = [out.with_suffix(".test.journal")]
     test = _measure_once(config, test_sets, journals[0], config.test_share, arena, progress)
@@ -158,7 +162,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Che
     for round_index in range(config.rounds):
         sets: Sequence[Sequence[Workload]] = train_sets
         if policy is not None:
-            sets = proposed_sets(policy, tasks, max_sets, config.seed + 100 * round_index)
+            sets = proposed_sets(policy, tasks, max_sets, config.seed + 100 * round_index, config.device)
         journals.append(out.with_suffix(f".round{round_index}.journal"))
         datasets.append(_measure_once(config, sets, journals[-1], round_share, arena, progress))
         dataset = CostDataset.concatenate(datasets)
@@ -211,7 +215,7 @@ def calibrate(
     data = [
         _measure(
             config,
-            draw_sets(tables, max_sets, seed + 31 * part, config.batch_sizes, config.max_set_tables),
+            config.draw_sets(tables, max_sets, seed + 31 * part),
             out.with_suffix(f".{name}.journal"),
             share,
             arena,
@@ -329,7 +333,9 @@ def improve(
     return policy, statistics, tasks
 
 
-def proposed_sets(policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int, seed: int) -> list[list[Workload]]:
+def proposed_sets(
+    policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int, seed: int, device: str = "cpu"
+) -> list[list[Workload]]:
     """What the policy puts on one device in sampled placements of its training tasks: sets worth measuring,
     because planning will meet their like."""
     generator = torch.Generator().manual_seed(seed)
@@ -342,7 +348,7 @@ def proposed_sets(policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int,
         for chosen_S in (assignment_ES == device_E[:, None]).tolist():
             sets.append([workload for workload, chosen in zip(task.workloads, chosen_S, strict=True) if chosen])
     order = torch.randperm(len(sets), generator=generator).tolist()
-    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= MAX_SET_WORK]
+    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= MAX_SET_WORK[device]]
 
 
 @dataclass(frozen=True)

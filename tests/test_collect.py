@@ -15,7 +15,7 @@ import pytest
 
 from dreamshard_planner.cost.dataset import CostDataset, Journal
 from dreamshard_planner.errors import DatasetError, TaskError
-from dreamshard_planner.measure.collect import GroupMix, collect, draw_sets, set_work
+from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, check_group
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
@@ -60,6 +60,15 @@ def test_sets_stay_within_their_work() -> None:
     heavy = [Table("light", 100, 8, (FeatureStatistics(10.0),)), Table("heavy", 100, 8, (FeatureStatistics(90.0),))]
     for group in draw_sets(heavy, 20, seed=0, batch_sizes=(64,), max_work=1.0):
         assert len(group) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sets_fit_the_device(device: str) -> None:
+    heavy = [Table(f"heavy {i}", 100, 64, (FeatureStatistics(16.0),)) for i in range(100)]
+    sets = draw_sets(TABLES + heavy, 200, seed=3, max_tables=100, device=device)
+    assert {w.batch_size for group in sets for w in group} == set(BATCH_SIZES[device])
+    work = sorted(set_work(group) for group in sets if len(group) > 1)
+    assert MAX_SET_WORK[device] / 2 < work[-1] <= MAX_SET_WORK[device]
 
 
 def test_work_of_a_set() -> None:

@@ -28,10 +28,15 @@ from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
-DEFAULT_BATCH_SIZES = (256, 512, 1024, 2048, 4096)
+BATCH_SIZES = {
+    "cpu": (256, 512, 1024, 2048, 4096, 8192, 16384),
+    "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+}
+"""Samples that a kernel sees, by device: those of all ranks, unless tables are replicated."""
 
-MAX_SET_WORK = 60e6
-"""Largest :func:`set_work` of a drawn set: about 60 ms, forward and backward, on one 2.6 GHz Zen 4 core."""
+MAX_SET_WORK = {"cpu": 60e6, "cuda": 5e9}
+"""Largest :func:`set_work` of a drawn set: about 60 ms, forward and backward, on one 2.6 GHz Zen 4 core; on CUDA, some
+60 tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
 
 _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 """How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
@@ -84,10 +89,11 @@ def draw_sets(
     tables: Sequence[Table],
     num_sets: int,
     seed: int,
-    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
+    batch_sizes: Sequence[int] | None = None,
     max_tables: int = 40,
     mix: GroupMix | None = None,
-    max_work: float = MAX_SET_WORK,
+    max_work: float | None = None,
+    device: str = "cpu",
 ) -> list[list[Workload]]:
     """Random groups to measure.
 
@@ -99,11 +105,14 @@ def draw_sets(
         tables: the pool; its own pooling, weighting, precision, optimizer and memory are replaced by drawn ones.
         num_sets: how many.
         seed: of everything.
-        batch_sizes: samples that a kernel sees.
+        batch_sizes: samples that a kernel sees. Default: ``BATCH_SIZES`` of the device.
         max_tables: largest set.
         mix: shares of the attributes.
-        max_work: see ``MAX_SET_WORK``.
+        max_work: limit. Default: ``MAX_SET_WORK`` of the device.
+        device: ``cpu`` or ``cuda``: what is to measure the sets.
     """
+    batch_sizes = BATCH_SIZES[device] if batch_sizes is None else batch_sizes
+    max_work = MAX_SET_WORK[device] if max_work is None else max_work
     if not tables or not batch_sizes or max_tables < 1:
         raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
     mix = mix or GroupMix()

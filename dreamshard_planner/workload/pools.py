@@ -115,31 +115,41 @@ def meta_like(
     ]
 
 
-def broad(seed: int = 0, num_tables: int = 800) -> list[Table]:
+def broad(seed: int = 0, num_tables: int = 4000) -> list[Table]:
     """Random tables that span what a planner can meet, each quantity apart from the others.
 
     Rows are log-uniform from 1 to 10^7, dims the multiples of 4 from 4 to 256, log-uniform; a third is read once
     per sample, one in twenty never, the others log-uniform from 0.05 to 300 times. Row popularity is a power law with
-    an exponent from 0, where all rows are alike, to 1.6. Cost networks learn their bounds here.
+    an exponent from 0, where all rows are alike, to 1.6. A fifth is shared by two to seven features. Cost networks
+    learn their bounds here.
     """
     batch_size = 4096
     generator = torch.Generator().manual_seed(seed)
-    uniform_5T = torch.rand(5, num_tables, generator=generator, dtype=torch.float64)
-    rows_T = (uniform_5T[0] * math.log(1e7)).exp().long()
-    dim_T = 4 * (4 ** (uniform_5T[1] * 3)).round().long()
-    pooling_T = (math.log(0.05) + uniform_5T[2] * math.log(300 / 0.05)).exp()
-    pooling_T = torch.where(uniform_5T[3] < 1 / 3, 1.0, pooling_T)
-    pooling_T = torch.where(uniform_5T[3] > 0.95, 0.0, pooling_T)
-    histogram_TK, _ = default_reuse(rows_T, pooling_T * batch_size, 1.6 * uniform_5T[4])
+    uniform_6T = torch.rand(6, num_tables, generator=generator, dtype=torch.float64)
+    rows_T = (uniform_6T[0] * math.log(1e7)).exp().long()
+    dim_T = 4 * (4 ** (uniform_6T[1] * 3)).round().long()
+    pooling_T = (math.log(0.05) + uniform_6T[2] * math.log(300 / 0.05)).exp()
+    pooling_T = torch.where(uniform_6T[3] < 1 / 3, 1.0, pooling_T)
+    pooling_T = torch.where(uniform_6T[3] > 0.95, 0.0, pooling_T)
+    histogram_TK, _ = default_reuse(rows_T, pooling_T * batch_size, 1.6 * uniform_6T[4])
+    shared_T = (uniform_6T[5] - 0.8) / 0.2
+    features_T = torch.where(shared_T > 0, 2 * 4**shared_T, 1).long()
     return [
         Table(
             f"broad_{index}",
             rows,
             dim,
-            (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),),
+            (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),) * features,
         )
-        for index, (rows, dim, pooling, histogram) in enumerate(
-            zip(rows_T.tolist(), dim_T.tolist(), pooling_T.tolist(), histogram_TK.tolist(), strict=True)
+        for index, (rows, dim, pooling, histogram, features) in enumerate(
+            zip(
+                rows_T.tolist(),
+                dim_T.tolist(),
+                pooling_T.tolist(),
+                histogram_TK.tolist(),
+                features_T.tolist(),
+                strict=True,
+            )
         )
     ]
 
