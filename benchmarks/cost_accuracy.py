@@ -38,8 +38,9 @@ from torchrec.distributed.planner.types import Topology
 from bootstrap import mean_interval
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, predict_ms
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.linear import LinearCost
+from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect, draw_sets
 from dreamshard_planner.training import labelled, pool_tables
@@ -118,7 +119,8 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
         "tables": (len, (1, 2, 5, 10, 20, 50, 101)),
         "mean dim": (lambda ws: sum(w.dim for w in ws) / len(ws), (0, 32, 64, 96, 128, 257)),
         "mean pooling": (lambda ws: sum(w.pooling_factor for w in ws) / len(ws), (0, 2, 8, 16, 32, 301)),
-        "batch": (lambda ws: ws[0].batch_size, (256, 512, 1024, 2048, 4096, 8192)),
+        "batch": (lambda ws: ws[0].batch_size, (256, 512, 1024, 2048, 4096, 8192, 32768, 131073)),
+        "features": (lambda ws: max(w.num_features for w in ws), (1, 2, 4, 17)),
     }
     result: dict[str, dict[str, list[float]]] = {}
     for kind, (value, edges) in kinds.items():
@@ -128,6 +130,24 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
             inside = (values >= low) & (values < high)
             if inside.any():
                 result[kind][f"{low:g}-{high:g}"] = [*relative_X2[inside].mean(0).tolist(), int(inside.sum())]
+    return result
+
+
+def on_test_sets(args: argparse.Namespace, network: ComputeCost, linear: ComputeCost) -> dict[str, Any]:
+    """Errors on held-out sets that were measured once, like training sets: more of them, over wider bounds, and with
+    the noise of one measurement in the error."""
+    usual_ms = resolve(args.checkpoint, args.device).metadata.get("reference_ms")
+    result = {}
+    for path in sorted(DATA.glob(f"{args.device}-test*.npz")):
+        data = CostDataset.load(path)
+        test = labelled(data, usual_ms)
+        relative_X2 = ((predict_ms(network, test) - test.labels_ms_X2) / test.labels_ms_X2).abs().numpy()
+        result[path.stem] = {
+            "sets": len(data),
+            "network": relative_X2.mean(0).tolist(),
+            "linear": mape_2(predict_ms(linear, test), test.labels_ms_X2).tolist(),
+            "network_by_kind": by_kind([data.workloads(i) for i in range(len(data))], relative_X2),
+        }
     return result
 
 
@@ -169,10 +189,11 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     network = checkpoint.compute_cost(topology)
     torchrec_X2 = torchrec_table_ms(sets, args.device)
     roofline_X2 = predict_ms(RooflineCost.of_topology(topology), test).double()
+    linear = LinearCost.fit(train)
     predictions = {
         "network": predict_ms(network, test).double(),
         "additive": additive_ms(sets, CostDataset.load(DATA / f"{args.device}-clean-singles.npz"), usual_ms),
-        "linear": predict_ms(LinearCost.fit(train), test),
+        "linear": predict_ms(linear, test),
         "torchrec": torchrec_X2 * best_scale(torchrec_X2, label_X2),
         "roofline": roofline_X2 * best_scale(roofline_X2, label_X2),
         "paper": predict_ms(resolve("auto", args.device, "paper").compute_cost(topology), test).double(),
@@ -188,6 +209,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
         "spread_tells_error": {
             stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)
         },
+        "test_sets": on_test_sets(args, network, linear),
     }
     if args.seeds:
         fits = [fit_cost_network(train, config=FitConfig(seed=seed)) for seed in range(args.seeds)]
@@ -213,6 +235,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         cells = (f"{name}: {f:.1%}/{b:.1%} ({int(count)})" for name, (f, b, count) in bins.items())
         console.print(f"network by {kind}: " + ", ".join(cells))
     console.print(f"spread of the ensemble against its error, Spearman: {result['spread_tells_error']}")
+    for name, test in result["test_sets"].items():
+        cells = ("{} {:.1%}/{:.1%}".format(cost, *test[cost]) for cost in ("network", "linear"))
+        console.print(f"{name}, {test['sets']} sets measured once: {', '.join(cells)}")
     for seed, (forward, backward) in enumerate(result.get("network_by_seed", [])):
         console.print(f"network fitted with seed {seed}: {forward:.1%} forward, {backward:.1%} backward")
 

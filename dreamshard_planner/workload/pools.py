@@ -136,7 +136,7 @@ def broad(seed: int = 0, num_tables: int = 4000) -> list[Table]:
     features_T = torch.where(shared_T > 0, 2 * 4**shared_T, 1).long()
     return [
         Table(
-            f"broad_{index}",
+            f"broad_{seed}_{index}",
             rows,
             dim,
             (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),) * features,
