@@ -96,7 +96,7 @@ def collect(
     sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.")] = 5000,
     seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this time, to be continued.")] = None,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: up to 16384 or 131072.")
+        str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.")
     ] = None,
     max_tables: Annotated[int, typer.Option(min=1, help="Tables of the largest set; sizes are log-uniform.")] = 100,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
