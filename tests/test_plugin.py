@@ -420,11 +420,11 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
 
 def test_batches_larger_than_measured_are_noted() -> None:
     notes = {}
-    for batch_size in (512, 16_384):
+    for batch_size in (16_384, 131_072):
         made = DreamShardPlanner(topology=topology(2), batch_size=batch_size, stats=[], debug=False)
         made.plan(small_model(), SHARDERS)
         notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note]
-    assert notes[512] == [] and "more samples per batch than was measured (32,768 against" in notes[16_384][0]
+    assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0]
 
 
 def test_kernels_of_unknown_cost_are_left_alone() -> None:
