@@ -37,7 +37,7 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.measure.collect import MAX_SET_WORK, collect, draw_sets, set_work
+from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, collect, draw_sets, set_work
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.placement.environment import TaskBatch
@@ -200,10 +200,11 @@ def calibrate(
     out, network = Path(out), checkpoint.cost
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
+    known_sizes = tuple(checkpoint.metadata["batch_sizes"])
     config = TrainingConfig(
         pools=tuple(checkpoint.metadata["pools"]),
         extra_pools=tuple(checkpoint.metadata["extra_pools"]),
-        batch_sizes=tuple(checkpoint.metadata["batch_sizes"]),
+        batch_sizes=tuple(size for size in known_sizes if size in BATCH_SIZES[device]) or known_sizes,
         device=device,
         threads=threads,
         seconds=seconds,

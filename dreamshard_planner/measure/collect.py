@@ -29,10 +29,10 @@ from dreamshard_planner.measure.timing import Samples, pinned, time_groups
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 BATCH_SIZES = {
-    "cpu": (256, 512, 1024, 2048, 4096, 8192, 16384),
+    "cpu": (256, 512, 1024, 2048, 4096),
     "cuda": (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
 }
-"""Samples that a kernel sees, by device: those of all ranks, unless tables are replicated."""
+"""Samples that a kernel sees, by device, where minutes have to do: a large batch takes as long as many small ones."""
 
 MAX_SET_WORK = {"cpu": 60e6, "cuda": 5e9}
 """Largest :func:`set_work` of a drawn set: about 60 ms, forward and backward, on one 2.6 GHz Zen 4 core; on CUDA, some
