@@ -115,13 +115,18 @@ def meta_like(
     ]
 
 
-def broad(seed: int = 0, num_tables: int = 4000) -> list[Table]:
+def broad(seed: int = 0, num_tables: int = 800, shared: float = 0.0, name: str = "broad") -> list[Table]:
     """Random tables that span what a planner can meet, each quantity apart from the others.
 
     Rows are log-uniform from 1 to 10^7, dims the multiples of 4 from 4 to 256, log-uniform; a third is read once
     per sample, one in twenty never, the others log-uniform from 0.05 to 300 times. Row popularity is a power law with
-    an exponent from 0, where all rows are alike, to 1.6. A fifth is shared by two to seven features. Cost networks
-    learn their bounds here.
+    an exponent from 0, where all rows are alike, to 1.6. Cost networks learn their bounds here.
+
+    Args:
+        seed: of everything.
+        num_tables: any number.
+        shared: share of the tables that two to seven features read.
+        name: tables are called ``{name}_{index}``.
     """
     batch_size = 4096
     generator = torch.Generator().manual_seed(seed)
@@ -132,11 +137,11 @@ def broad(seed: int = 0, num_tables: int = 4000) -> list[Table]:
     pooling_T = torch.where(uniform_6T[3] < 1 / 3, 1.0, pooling_T)
     pooling_T = torch.where(uniform_6T[3] > 0.95, 0.0, pooling_T)
     histogram_TK, _ = default_reuse(rows_T, pooling_T * batch_size, 1.6 * uniform_6T[4])
-    shared_T = (uniform_6T[5] - 0.8) / 0.2
+    shared_T = (uniform_6T[5] - (1 - shared)) / max(shared, 1e-9)
     features_T = torch.where(shared_T > 0, 2 * 4**shared_T, 1).long()
     return [
         Table(
-            f"broad_{seed}_{index}",
+            f"{name}_{index}",
             rows,
             dim,
             (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),) * features,
@@ -174,6 +179,7 @@ POOLS: dict[str, Callable[[], list[Table]]] = {
     "meta_like_2021": lambda: meta_like(num_tables=856, year=2021),
     "meta_like_2022": lambda: meta_like(num_tables=788, year=2022),
     "broad": broad,
+    "wide": lambda: broad(num_tables=4000, shared=0.2, name="wide"),
 }
 
 
