@@ -133,12 +133,13 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
     return result
 
 
-def on_test_sets(args: argparse.Namespace, network: ComputeCost, linear: ComputeCost) -> dict[str, Any]:
+def on_test_sets(
+    device: str, network: ComputeCost, linear: ComputeCost, usual_ms: float | None
+) -> dict[str, dict[str, Any]]:
     """Errors on held-out sets that were measured once, like training sets: more of them, over wider bounds, and with
     the noise of one measurement in the error."""
-    usual_ms = resolve(args.checkpoint, args.device).metadata.get("reference_ms")
     result = {}
-    for path in sorted(DATA.glob(f"{args.device}-test*.npz")):
+    for path in sorted(DATA.glob(f"{device}-test*.npz")):
         data = CostDataset.load(path)
         test = labelled(data, usual_ms)
         relative_X2 = ((predict_ms(network, test) - test.labels_ms_X2) / test.labels_ms_X2).abs().numpy()
@@ -209,7 +210,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
         "spread_tells_error": {
             stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)
         },
-        "test_sets": on_test_sets(args, network, linear),
+        "test_sets": on_test_sets(args.device, network, linear, usual_ms),
     }
     if args.seeds:
         fits = [fit_cost_network(train, config=FitConfig(seed=seed)) for seed in range(args.seeds)]

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint
@@ -50,6 +47,7 @@ from dreamshard_planner.placement.policy import (
 from dreamshard_planner.placement.reinforce import ReinforceConfig, UpdateStatistics, train_policy
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.progress import progress_bar
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
@@ -200,7 +198,7 @@ def calibrate(
     out, network = Path(out), checkpoint.cost
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
-    known_sizes = tuple(checkpoint.metadata["batch_sizes"])
+    known_sizes = tuple(checkpoint.metadata["batch_sizes"])  # a minute has no time for the largest
     config = TrainingConfig(
         pools=tuple(checkpoint.metadata["pools"]),
         extra_pools=tuple(checkpoint.metadata["extra_pools"]),
@@ -485,20 +483,3 @@ def _measure(
         progress=progress,
         arena=arena,
     )
-
-
-@contextmanager
-def progress_bar(what: str, total: int, enabled: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; call what it yields with a note, once per step."""
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-        disable=not enabled,
-    )
-    task = bar.add_task(what, total=total, note="")
-    with bar:
-        yield lambda note: bar.update(task, advance=1, note=note)

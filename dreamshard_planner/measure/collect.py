@@ -18,14 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dreamshard_planner.cost.dataset import CostDataset, Journal
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
+from dreamshard_planner.progress import progress_bar
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 BATCH_SIZES = {
@@ -212,7 +211,8 @@ def collect(
         stack.enter_context(pinned(threads, cores))
         arena = arena or Arena(device, seed=seed)
         reference = FusedKernel(REFERENCE_SET, device, seed, arena)
-        bar = stack.enter_context(_Bar(len(sets), len(journal), enabled=progress))
+        advance = stack.enter_context(progress_bar("measuring", len(sets), progress, len(journal)))
+        pace = _Pace()
         for start in range(len(journal), len(sets), block):
             groups = sets[start : start + block]
             kernels = [FusedKernel(group, device, seed, arena) for group in groups]
@@ -220,7 +220,7 @@ def collect(
             block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
             for group, samples in zip(groups, block_samples, strict=True):
                 journal.append(group, samples.samples_ms, samples.reference_ms)
-            bar.advance(block_samples)
+            advance(pace.note(block_samples), len(groups))
             if time.monotonic() > deadline:
                 break
         return journal.to_dataset()
@@ -238,32 +238,14 @@ def _require_prefix(journal: Journal, sets: Sequence[Sequence[Workload]], repeat
         raise DatasetError(f"{journal.path}: holds {journal.repeats} repeats of each set, asked for {repeats}")
 
 
-class _Bar:
-    """Progress on stderr: sets per second, and the noise floor (median spread of the samples so far)."""
+class _Pace:
+    """Sets per second, and the noise floor: median spread of the samples so far."""
 
-    def __init__(self, total: int, done: int, enabled: bool) -> None:
-        self._bar = Progress(
-            TextColumn("measuring"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-            disable=not enabled,
-        )
-        self._task = self._bar.add_task("measuring", total=total, completed=done, note="")
-        self._start, self._measured, self._spreads = time.monotonic(), 0, []
+    def __init__(self) -> None:
+        self._start, self._spreads = time.monotonic(), []
 
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def advance(self, block: Sequence[Samples]) -> None:
-        self._measured += len(block)
+    def note(self, block: Sequence[Samples]) -> str:
+        """Of all blocks up to this one."""
         self._spreads += [float(samples.spread.mean()) for samples in block]
-        rate = self._measured / (time.monotonic() - self._start)
-        note = f"{rate:.1f} sets/s, noise floor {statistics.median(self._spreads):.1%}"
-        self._bar.update(self._task, advance=len(block), note=note)
+        rate = len(self._spreads) / (time.monotonic() - self._start)
+        return f"{rate:.1f} sets/s, noise floor {statistics.median(self._spreads):.1%}"

@@ -1,0 +1,27 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How far a long step is, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def progress_bar(what: str, total: int, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, ``done`` of ``total`` at first; call what it yields with a note, and the steps made (1)."""
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        disable=not enabled,
+    )
+    task = bar.add_task(what, total=total, completed=done, note="")
+    with bar:
+        yield lambda note, steps=1: bar.update(task, advance=steps, note=note)
