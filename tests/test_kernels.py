@@ -7,6 +7,8 @@ Shape letters: L lookups, F features, B batch, O outputs, N elements.
 from __future__ import annotations
 
 import os
+import platform
+import resource
 from dataclasses import replace
 
 import pytest
@@ -214,6 +216,21 @@ def test_time_groups_keeps_every_sample() -> None:
     assert time_groups(kernels, repeats=1)[0].reference_ms is None
     with pytest.raises(TaskError, match="0 repeats"):
         time_groups(kernels, repeats=0)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_timed_runs_find_the_memory_of_their_outputs_in_place() -> None:
+    """Blocks of over 32 MiB would else be new to the process in every run."""
+    arena = Arena("cpu", size_bytes=1 << 20)
+    kernel = FusedKernel([workload(batch_size=1 << 17, dim=128, pooling_factor=0.1)], "cpu", arena=arena)
+    pages = kernel.forward().nbytes // resource.getpagesize()
+    faults = []
+    for repeats in (1, 9):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        time_groups([kernel], repeats)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert pages >= (64 << 20) // resource.getpagesize()
+    assert faults[1] < faults[0] + pages  # eight runs more, and not once the pages of an output
 
 
 def test_pinned_restores_threads_and_cores() -> None:

@@ -7,11 +7,17 @@ the forward pass reads cold rows. Indices, offsets and the output gradient are a
 them. On the CPU the backward pass finds what its own forward pass left in the caches (emptying them costs more than
 most kernels take); on CUDA the L2 cache is overwritten before either pass.
 
+State of the allocator. Outputs and gradients lie in memory that an earlier run has freed, as under CUDA's caching
+allocator, jemalloc or tcmalloc. glibc's malloc hands blocks of over 32 MiB back to the system unless the heap
+happens to have room for them; then every run faults all their pages in again, and a kernel may take three times as
+long as in the next process.
+
 Shape letters: R repeats, 2 (forward, backward).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import time
@@ -88,6 +94,26 @@ def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
     return sorted(os.sched_getaffinity(0))[local_rank::local_world_size] or None
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_KEEP_ALL = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: (1 << 31) - 1}
+_USUAL = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 64 << 20}
+"""glibc's default, and what its trim threshold adapts to as a process frees large blocks."""
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Where malloc is glibc's: what this process frees stays its own, for all its threads, until the end."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    try:
+        for option, value in _KEEP_ALL.items() if set_option else ():
+            set_option(option, value)
+        yield
+    finally:
+        for option, value in _USUAL.items() if set_option else ():
+            set_option(option, value)
+
+
+@freed_memory_kept()
 @torch.enable_grad()  # whatever the caller does: a search that measures has no use for gradients of its own
 def time_groups(
     kernels: Sequence[FusedKernel],
