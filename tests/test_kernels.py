@@ -202,6 +202,11 @@ def test_interrupted_runs_are_done_again(monkeypatch: pytest.MonkeyPatch) -> Non
         runs.clear()
         (timed,) = time_groups([kernel], repeats=1, warmup=0)
         assert len(runs) == attempts and timed.samples_ms.shape == (1, 2)
+    monkeypatch.setattr(timing, "_LONG_MS", 0.0)  # all runs are long
+    counts = iter([1, 2, 3, 4, 5, 6])
+    runs.clear()
+    time_groups([kernel], repeats=1, warmup=0)
+    assert len(runs) == 1
 
 
 def test_time_groups_keeps_every_sample() -> None:
