@@ -35,9 +35,9 @@ def zipf_indices(rows: int, exponent: float, lookups: int) -> Tensor:
 
 def errors(indices: Tensor, rows: int, old: int, new: int) -> tuple[float, float]:
     """Largest error of a bin, and relative error of the distinct rows, from the first ``old`` to ``new`` indices."""
-    given, _ = reuse_histogram(indices[:old])
+    given, counted = reuse_histogram(indices[:old])
     truth, true_distinct = reuse_histogram(indices[:new])
-    bins, distinct = rescale_reuse([given.tolist()], [rows], [old], [new / old])
+    bins, distinct = rescale_reuse([given.tolist()], [rows], [old], [new / old], [counted])
     return float((bins[0] - truth).abs().max()), abs(float(distinct[0]) / true_distinct - 1)
 
 
@@ -108,6 +108,20 @@ def test_a_smaller_batch_of_a_zipf_table(exponent: float, rows: int, factor: int
     indices = zipf_indices(rows, exponent, 20_000 * factor)
     bin_error, distinct_error = errors(indices, rows, 20_000 * factor, 20_000)
     assert bin_error < 0.05 and distinct_error < 0.05
+
+
+@pytest.mark.parametrize("exponent", [0.6, 1.0, 1.35])
+@pytest.mark.parametrize("factor", [2, 8])
+def test_tables_of_which_few_rows_take_many_lookups(exponent: float, factor: int) -> None:
+    indices = zipf_indices(50_000, exponent, 40_000 * factor)
+    for old, new in ((40_000, 40_000 * factor), (40_000 * factor, 40_000)):
+        bin_error, distinct_error = errors(indices, 50_000, old, new)
+        assert bin_error < 0.05 and distinct_error < 0.05
+
+
+def test_a_workload_keeps_counted_distinct_rows() -> None:
+    feature = FeatureStatistics(2.0, bins(b0=0.5, b4=0.5), 64, 17.0)
+    assert workloads_of([Table("t", 1000, 16, (feature,))], 64)[0].distinct_rows == 17
 
 
 @pytest.mark.parametrize("index", [40, 100, 200])

@@ -22,6 +22,7 @@ def test_statistics_from_batches_by_hand() -> None:
     # Two batches of two samples: a reads [1, 1 | 2] then [3 | ]; b is always empty.
     statistics = TableStatistics.from_batches([batch([1, 1, 2], [2, 1, 0, 0]), batch([3], [1, 0, 0, 0])])
     assert statistics["a"].pooling_factor == 1.0 and statistics["a"].batch_size == 2
+    assert statistics["a"].distinct_rows == 1.5 and statistics["b"].distinct_rows is None
     assert statistics["a"].reuse_histogram == pytest.approx((2 / 3, 1 / 3) + (0.0,) * 15)
     assert statistics["b"] == FeatureStatistics(0.0, None, 2)
 
@@ -36,6 +37,17 @@ def test_features_of_other_modules_can_be_left_out() -> None:
 def test_a_histogram_needs_its_batch_size() -> None:
     with pytest.raises(StatisticsError, match="give batch_size"):
         FeatureStatistics(1.0, (1.0,) + (0.0,) * 16)
+
+
+def test_distinct_rows_belong_to_a_histogram_and_never_exceed_the_lookups() -> None:
+    ones = (1.0,) + (0.0,) * 16
+    assert FeatureStatistics(2.0, ones, 4, 8.0).distinct_rows == 8
+    with pytest.raises(StatisticsError, match="from 0 to the 8 lookups, got 9"):
+        FeatureStatistics(2.0, ones, 4, 9.0)
+    with pytest.raises(StatisticsError, match="from 0 to the 8 lookups, got nan"):
+        FeatureStatistics(2.0, ones, 4, math.nan)
+    with pytest.raises(StatisticsError, match="without a reuse histogram"):
+        FeatureStatistics(2.0, distinct_rows=3.0)
 
 
 def test_batches_with_weights_and_with_a_stride_per_key() -> None:

@@ -278,8 +278,8 @@ def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS, seed: i
     tables = []
     for index, (start, end) in enumerate(zip(bound_T, bound_T[1:], strict=False)):
         read = indices_N[start:end]
-        histogram, _ = reuse_histogram(read)
-        pooling = len(read) / batch_size
-        feature = FeatureStatistics(pooling, tuple(histogram.tolist()) if len(read) else None, batch_size)
+        histogram, distinct = reuse_histogram(read)
+        known = (tuple(histogram.tolist()), batch_size, distinct) if len(read) else ()
+        feature = FeatureStatistics(len(read) / batch_size, *known)
         tables.append(Table(f"dlrm_{index}", int(read.max()) + 1 if len(read) else 1, dims[dim_T[index]], (feature,)))
     return tables

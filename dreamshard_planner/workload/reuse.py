@@ -14,6 +14,7 @@ Shapes: T tables, K = 17 bins, Q Poisson rates, N indices, R distinct rows, C re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -38,6 +39,8 @@ _EXPONENTS = torch.arange(0.201, 2.0, 0.05, dtype=torch.float64)
 _POWER_LAW_NATS, _POWER_LAW_NATS_PER_ROW = 6.0, 0.001
 """A power law explains a histogram where its log-likelihood ratio is below the sum of these, the second times the
 distinct rows: what chance brings over 17 bins, and an allowance for the grids."""
+_DISTINCT_SPREAD = 0.1
+"""How far, relatively, the distinct rows of a power law may be from those of the batch."""
 _POPULARITY_BUCKETS = 64
 
 
@@ -112,6 +115,7 @@ def rescale_reuse(
     rows: Sequence[int],
     lookups: Sequence[float],
     factor: Sequence[float],
+    distinct: Sequence[float | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Histograms at another batch size.
 
@@ -120,6 +124,8 @@ def rescale_reuse(
         rows: of the tables, [T].
         lookups: of the batches that the histograms were taken at, [T].
         factor: new batch size over old, [T].
+        distinct: distinct rows of the batches that the histograms were taken at, [T]. Where None, the lookups over the
+            mean reuse of the histogram, which is a few percent off: a histogram says little of its last bins.
 
     Returns:
         Histograms [T, K] and distinct rows [T] at the new batch size.
@@ -128,13 +134,15 @@ def rescale_reuse(
     rows_T = torch.as_tensor(rows, dtype=torch.float64)
     lookups_T = torch.as_tensor(lookups, dtype=torch.float64)
     factor_T = torch.as_tensor(factor, dtype=torch.float64)
-    distinct_T = lookups_T / mean_reuse(histogram_TK).clamp_min(1.0)
+    given_T = torch.tensor([math.nan if d is None else d for d in distinct or [None] * len(rows_T)]).double()
+    counted_T = ~given_T.isnan()
+    distinct_T = torch.where(counted_T, given_T, lookups_T / mean_reuse(histogram_TK).clamp_min(1.0))
     distinct_T = torch.minimum(distinct_T, torch.minimum(rows_T, lookups_T))
     count_TK = histogram_TK * distinct_T[:, None]
     changed = ((factor_T != 1) & (factor_T > 0) & (lookups_T > 0)).nonzero()[:, 0]
     for part in changed.split(512):  # bounds memory
-        given = (histogram_TK, distinct_T, rows_T, lookups_T, factor_T)
-        count_TK[part] = _rescaled_counts(*(value[part] for value in given))
+        known = (histogram_TK, distinct_T, counted_T, rows_T, lookups_T, factor_T)
+        count_TK[part] = _rescaled_counts(*(value[part] for value in known))
     new_TK, new_T = _normalise(count_TK, rows_T, lookups_T * factor_T)
     same_T = (factor_T == 1) & (lookups_T > 0)
     return torch.where(same_T[:, None], histogram_TK, new_TK), torch.where(same_T, distinct_T, new_T)
@@ -158,10 +166,10 @@ def _thinning(factor: float) -> Tensor:
 
 
 def _rescaled_counts(
-    histogram_TK: Tensor, distinct_T: Tensor, rows_T: Tensor, lookups_T: Tensor, factor_T: Tensor
+    histogram_TK: Tensor, distinct_T: Tensor, counted_T: Tensor, rows_T: Tensor, lookups_T: Tensor, factor_T: Tensor
 ) -> Tensor:
     """Expected distinct rows by bin, [T, K], of batches ``factor`` times as large."""
-    law_TQ, explained_T = _fit_power_law(histogram_TK, distinct_T, rows_T, lookups_T)
+    law_TQ, explained_T = _fit_power_law(histogram_TK, distinct_T, counted_T, rows_T, lookups_T)
     count_TK = torch.empty_like(histogram_TK)
     for factor in factor_T.unique().tolist():
         here_T = factor_T == factor
@@ -181,16 +189,20 @@ def _rescaled_counts(
 
 
 def _fit_power_law(
-    histogram_TK: Tensor, distinct_T: Tensor, rows_T: Tensor, lookups_T: Tensor
+    histogram_TK: Tensor, distinct_T: Tensor, counted_T: Tensor, rows_T: Tensor, lookups_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rows per Poisson rate, [T, Q], averaged over exponents by likelihood, and whether they explain the histogram."""
     law_TAQ = _power_laws(rows_T, lookups_T)
     law_TAK = law_TAQ @ _probabilities_at(1.0, _POWER_LAW_RATES)
-    law_TAK = law_TAK / law_TAK.sum(-1, keepdim=True).clamp_min(1e-300)
+    law_TA1 = law_TAK.sum(-1, keepdim=True).clamp_min(1e-300)
+    law_TAK = law_TAK / law_TA1
     floor = 1e-4  # bins that a law all but excludes hold a stray row now and then
     ratio_TAK = (histogram_TK[:, None] + floor) / (law_TAK + floor)
     nats_TA = distinct_T[:, None] * (histogram_TK[:, None] * ratio_TAK.log()).sum(-1)
-    law_TQ = (torch.softmax(-nats_TA, dim=-1)[..., None] * law_TAQ).sum(1)
+    distinct_TA = (law_TA1[..., 0] / distinct_T[:, None].clamp_min(1e-300)).log() / _DISTINCT_SPREAD
+    weight_TA = torch.softmax(-nats_TA - distinct_TA**2 / 2, dim=-1)
+    law_TQ = (weight_TA[..., None] * law_TAQ).sum(1)
+    law_TQ[counted_T] *= (distinct_T / (weight_TA * law_TA1[..., 0]).sum(-1))[counted_T, None]
     return law_TQ, nats_TA.amin(-1) < _POWER_LAW_NATS + _POWER_LAW_NATS_PER_ROW * distinct_T
 
 

@@ -53,8 +53,8 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
     def from_batches(cls, batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None) -> TableStatistics:
         """Statistics over batches, each of about the local batch size.
 
-        Pooling factors are lookups over samples; histograms are averaged over batches, weighted by their
-        distinct rows.
+        Pooling factors are lookups over samples, distinct rows are averaged over batches, and so are histograms,
+        weighted by these.
 
         Args:
             batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, all with the same keys.
@@ -98,6 +98,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 pooling_factor=lookups[key] / samples[key],
                 reuse_histogram=None if histogram is None else tuple(histogram.tolist()),
                 batch_size=max(1, round(samples[key] / num_batches)),
+                distinct_rows=float(counts[key].sum()) / num_batches if lookups[key] else None,
             )
         return cls(features)
 
@@ -119,6 +120,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 "pooling_factor": feature.pooling_factor,
                 "reuse_histogram": feature.reuse_histogram,
                 "batch_size": feature.batch_size,
+                "distinct_rows": feature.distinct_rows,
             }
             for name, feature in self.items()
         }
@@ -154,6 +156,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                     pooling_factor=float(entry["pooling_factor"]),
                     reuse_histogram=None if histogram is None else tuple(histogram),
                     batch_size=entry["batch_size"],
+                    distinct_rows=entry.get("distinct_rows"),
                 )
             except (TypeError, ValueError) as error:
                 raise StatisticsError(f"{path}: feature {name!r}: {error}") from error

@@ -36,12 +36,17 @@ class FeatureStatistics:
     batch_size: int | None = None
     """Samples in the batches that the histogram was taken at; required with one."""
 
+    distinct_rows: float | None = None
+    """Distinct rows of one such batch. None: derived from lookups and histogram, a few percent off."""
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
             raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
         if self.batch_size is not None and self.batch_size < 1:
             raise StatisticsError(f"batch size must be at least 1, got {self.batch_size}")
         if self.reuse_histogram is None:
+            if self.distinct_rows is not None:
+                raise StatisticsError(f"distinct rows ({self.distinct_rows}) tell nothing without a reuse histogram")
             object.__setattr__(self, "batch_size", self.batch_size or 1)
             return
         bins = tuple(float(share) for share in self.reuse_histogram)
@@ -55,6 +60,9 @@ class FeatureStatistics:
         if self.batch_size is None:
             raise StatisticsError("a reuse histogram belongs to a batch size: give batch_size")
         object.__setattr__(self, "reuse_histogram", bins)
+        lookups = self.pooling_factor * self.batch_size
+        if self.distinct_rows is not None and not 0 <= self.distinct_rows <= lookups * (1 + 1e-6):
+            raise StatisticsError(f"distinct rows must be from 0 to the {lookups:g} lookups, got {self.distinct_rows}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +177,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 rows,
                 [feature.pooling_factor * feature.batch_size for feature in features],
                 [batch_size / feature.batch_size for feature in features],
+                [feature.distinct_rows for feature in features],
             )
         for i, bins, count in zip(indices, new_bins.tolist(), new_distinct.tolist(), strict=True):
             histograms[i], distinct[i] = tuple(bins), count
