@@ -40,7 +40,7 @@ from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.linear import LinearCost
-from dreamshard_planner.cost.model import ComputeCost
+from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect, draw_sets
 from dreamshard_planner.training import labelled, pool_tables
@@ -133,8 +133,14 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
     return result
 
 
+def spread_tells_error(network: CostNetwork, sets: LabelledSets, relative_X2: np.ndarray) -> dict[str, float]:
+    """Spearman's correlation between the disagreement of the ensemble and its relative error."""
+    spread_X2 = network.spread(sets.sum(network.encode(sets.features_SF))).detach().numpy()
+    return {stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)}
+
+
 def on_test_sets(
-    device: str, network: ComputeCost, linear: ComputeCost, usual_ms: float | None
+    device: str, network: CostNetwork, linear: LinearCost, usual_ms: float | None
 ) -> dict[str, dict[str, Any]]:
     """Errors on held-out sets that were measured once, like training sets: more of them, over wider bounds, and with
     the noise of one measurement in the error."""
@@ -148,6 +154,7 @@ def on_test_sets(
             "network": relative_X2.mean(0).tolist(),
             "linear": mape_2(predict_ms(linear, test), test.labels_ms_X2).tolist(),
             "network_by_kind": by_kind([data.workloads(i) for i in range(len(data))], relative_X2),
+            "spread_tells_error": spread_tells_error(network, test, relative_X2),
         }
     return result
 
@@ -200,16 +207,13 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
         "paper": predict_ms(resolve("auto", args.device, "paper").compute_cost(topology), test).double(),
     }
     relative_X2 = ((predictions["network"] - label_X2) / label_X2).abs().numpy()
-    spread_X2 = network.spread(test.sum(network.encode(test.features_SF))).detach().numpy()
     result = {
         "sets": len(sets),
         "rounds": clean.repeats // REPEATS,
         "noise": noise(clean),
         "costs": {name: errors(predicted_X2, label_X2) for name, predicted_X2 in predictions.items()},
         "network_by_kind": by_kind(sets, relative_X2),
-        "spread_tells_error": {
-            stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)
-        },
+        "spread_tells_error": spread_tells_error(network, test, relative_X2),
         "test_sets": on_test_sets(args.device, network, linear, usual_ms),
     }
     if args.seeds:
@@ -235,7 +239,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     for kind, bins in result["network_by_kind"].items():
         cells = (f"{name}: {f:.1%}/{b:.1%} ({int(count)})" for name, (f, b, count) in bins.items())
         console.print(f"network by {kind}: " + ", ".join(cells))
-    console.print(f"spread of the ensemble against its error, Spearman: {result['spread_tells_error']}")
+    for name, part in {"clean": result, **result["test_sets"]}.items():
+        cells = (f"{stage} {rank:.2f}" for stage, rank in part["spread_tells_error"].items())
+        console.print(f"{name}, spread of the ensemble against its error, Spearman: {', '.join(cells)}")
     for name, test in result["test_sets"].items():
         cells = ("{} {:.1%}/{:.1%}".format(cost, *test[cost]) for cost in ("network", "linear"))
         console.print(f"{name}, {test['sets']} sets measured once: {', '.join(cells)}")
