@@ -196,17 +196,14 @@ def test_backward_needs_its_forward() -> None:
 def test_interrupted_runs_are_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, runs = FusedKernel([workload("a")], "cpu"), []
     monkeypatch.setattr(kernel, "move", lambda: runs.append(1))
-    for interruptions, attempts in (([5, 5], 1), ([5, 6, 6, 6], 2), ([1, 2, 3, 4, 5, 6], 3)):
+    cases = (([5, 5], 1, 1e3), ([5, 6, 6, 6], 2, 1e3), ([1, 2, 3, 4, 5, 6], 3, 1e3), ([1, 2, 3, 4, 5, 6], 1, 0.0))
+    for interruptions, attempts, long_ms in cases:
+        monkeypatch.setattr(timing, "_LONG_MS", long_ms)  # runs above are kept, interrupted or not
         counts = iter(interruptions)
         monkeypatch.setattr(timing, "_interruptions", lambda counts=counts: next(counts))
         runs.clear()
         (timed,) = time_groups([kernel], repeats=1, warmup=0)
         assert len(runs) == attempts and timed.samples_ms.shape == (1, 2)
-    monkeypatch.setattr(timing, "_LONG_MS", 0.0)  # all runs are long
-    counts = iter([1, 2, 3, 4, 5, 6])
-    runs.clear()
-    time_groups([kernel], repeats=1, warmup=0)
-    assert len(runs) == 1
 
 
 def test_time_groups_keeps_every_sample() -> None:
