@@ -98,7 +98,7 @@ def draw_sets(
 
     Set sizes are log-uniform from 1 to ``max_tables``; batch sizes come from a ladder, each as likely as the
     others; tables of a set are distinct, and of one dim where sequences are looked up. Tables that would carry a
-    set past ``max_work`` are left out of it; a set always keeps one table, the lightest if none fits.
+    set past ``max_work`` are left out of it; where none fits, another that does is its only one, else the lightest.
 
     Args:
         tables: the pool; its own pooling, weighting, precision, optimizer and memory are replaced by drawn ones.
@@ -120,7 +120,7 @@ def draw_sets(
     of_dim: dict[int, list[int]] = {}
     for t, table in enumerate(tables):
         of_dim.setdefault(table.dim, []).append(t)
-    variants: dict[tuple, Workload] = {}
+    variants: dict[tuple, tuple[Workload, float]] = {}
     sets = []
     for _ in range(num_sets):
         size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
@@ -130,13 +130,19 @@ def draw_sets(
         candidates = range(len(tables))
         if not attributes["pooled"]:
             candidates = of_dim[tables[int(dim_share * len(tables))].dim]
-        group = []
-        for i in torch.randperm(len(candidates), generator=generator)[:size].tolist():
+        group, total, lightest = [], 0.0, None
+        for position, i in enumerate(torch.randperm(len(candidates), generator=generator).tolist()):
+            if position >= size and group:
+                break
             key = (candidates[i], batch, *attributes.values())
             if key not in variants:
-                variants[key] = replace(pools[batch][candidates[i]], **attributes)
-            group.append(variants[key])
-        sets.append(_within(max_work, group))
+                workload = replace(pools[batch][candidates[i]], **attributes)
+                variants[key] = workload, set_work([workload])
+            if total + variants[key][1] <= max_work:
+                group.append(variants[key][0])
+                total += variants[key][1]
+            lightest = min(lightest or variants[key], variants[key], key=lambda variant: variant[1])
+        sets.append(group or [lightest[0]])
     return sets
 
 
@@ -152,17 +158,6 @@ def set_work(workloads: Iterable[Workload]) -> float:
         slower *= _FP16_WORK if w.weight_bytes == 2 else 1.0
         total += w.lookups * (w.dim + 16) * slower
     return total
-
-
-def _within(max_work: float, workloads: list[Workload]) -> list[Workload]:
-    """The workloads, in order, without those that carry the sum of work past the limit."""
-    work = [set_work([workload]) for workload in workloads]
-    kept, total = [], 0.0
-    for workload, cost in zip(workloads, work, strict=True):
-        if total + cost <= max_work:
-            kept.append(workload)
-            total += cost
-    return kept or [workloads[work.index(min(work))]]
 
 
 def collect(

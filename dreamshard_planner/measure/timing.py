@@ -103,15 +103,19 @@ _USUAL = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 64 << 20}
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Where malloc is glibc's: what this process frees stays its own, for all its threads, until the end."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    """Where malloc is glibc's: what this process frees, in any thread, goes back to the system at the end only."""
+    libc = ctypes.CDLL(None) if os.name == "posix" else None
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+        yield
+        return
     try:
-        for option, value in _KEEP_ALL.items() if set_option else ():
-            set_option(option, value)
+        for option, value in _KEEP_ALL.items():
+            libc.mallopt(option, value)
         yield
     finally:
-        for option, value in _USUAL.items() if set_option else ():
-            set_option(option, value)
+        for option, value in _USUAL.items():
+            libc.mallopt(option, value)
+        libc.malloc_trim(0)  # the heap of a long collection would grow around what lives on
 
 
 @freed_memory_kept()
