@@ -42,10 +42,11 @@ def test_a_histogram_needs_its_batch_size() -> None:
 def test_distinct_rows_belong_to_a_histogram_and_never_exceed_the_lookups() -> None:
     ones = (1.0,) + (0.0,) * 16
     assert FeatureStatistics(2.0, ones, 4, 8.0).distinct_rows == 8
-    with pytest.raises(StatisticsError, match="from 0 to the 8 lookups, got 9"):
+    with pytest.raises(StatisticsError, match="up to the 8 lookups: 9"):
         FeatureStatistics(2.0, ones, 4, 9.0)
-    with pytest.raises(StatisticsError, match="from 0 to the 8 lookups, got nan"):
-        FeatureStatistics(2.0, ones, 4, math.nan)
+    for impossible in (0.0, -1.0, math.nan):
+        with pytest.raises(StatisticsError, match=f"above 0, up to the 8 lookups: {impossible}"):
+            FeatureStatistics(2.0, ones, 4, impossible)
     with pytest.raises(StatisticsError, match="without a reuse histogram"):
         FeatureStatistics(2.0, distinct_rows=3.0)
 
@@ -78,7 +79,9 @@ def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
     with pytest.raises(StatisticsError, match="did you mean 'user_id'"):
         TableStatistics({"user_ids": FeatureStatistics(1.0)}).check_features(["user_id", "item"])
     path = tmp_path / "statistics.json"
-    statistics = TableStatistics({"a": FeatureStatistics(1 / 3, (1.0,) + (0.0,) * 16, 7), "b": FeatureStatistics(0.0)})
+    statistics = TableStatistics(
+        {"a": FeatureStatistics(1 / 3, (1.0,) + (0.0,) * 16, 7, 2.1), "b": FeatureStatistics(0.0)}
+    )
     statistics.to_json(path)
     assert dict(TableStatistics.from_json(path)) == dict(statistics)
     path.write_text(path.read_text().replace("0.3333333333333333", "-1.0"))

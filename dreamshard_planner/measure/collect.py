@@ -130,7 +130,8 @@ def draw_sets(
         candidates = range(len(tables))
         if not attributes["pooled"]:
             candidates = of_dim[tables[int(dim_share * len(tables))].dim]
-        group, total, lightest = [], 0.0, None
+        group, total = [], 0.0
+        lightest, least_work = None, math.inf
         for position, i in enumerate(torch.randperm(len(candidates), generator=generator).tolist()):
             if position >= size and group:
                 break
@@ -138,11 +139,13 @@ def draw_sets(
             if key not in variants:
                 workload = replace(pools[batch][candidates[i]], **attributes)
                 variants[key] = workload, set_work([workload])
-            if total + variants[key][1] <= max_work:
-                group.append(variants[key][0])
-                total += variants[key][1]
-            lightest = min(lightest or variants[key], variants[key], key=lambda variant: variant[1])
-        sets.append(group or [lightest[0]])
+            workload, work = variants[key]
+            if total + work <= max_work:
+                group.append(workload)
+                total += work
+            if work < least_work:
+                lightest, least_work = workload, work
+        sets.append(group or [lightest])
     return sets
 
 

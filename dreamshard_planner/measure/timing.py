@@ -97,8 +97,12 @@ def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _KEEP_ALL = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: (1 << 31) - 1}
-_USUAL = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 64 << 20}
-"""glibc's default, and what its trim threshold adapts to as a process frees large blocks."""
+_USUAL = {
+    _M_MMAP_MAX: int(os.environ.get("MALLOC_MMAP_MAX_") or 65536),
+    _M_TRIM_THRESHOLD: int(os.environ.get("MALLOC_TRIM_THRESHOLD_") or 64 << 20),
+}
+"""What this process was started with, else glibc's default, and what its trim threshold adapts to as a process frees
+large blocks."""
 
 
 @contextmanager

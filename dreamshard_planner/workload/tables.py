@@ -61,8 +61,8 @@ class FeatureStatistics:
             raise StatisticsError("a reuse histogram belongs to a batch size: give batch_size")
         object.__setattr__(self, "reuse_histogram", bins)
         lookups = self.pooling_factor * self.batch_size
-        if self.distinct_rows is not None and not 0 <= self.distinct_rows <= lookups * (1 + 1e-6):
-            raise StatisticsError(f"distinct rows must be from 0 to the {lookups:g} lookups, got {self.distinct_rows}")
+        if self.distinct_rows is not None and not (0 < self.distinct_rows <= lookups * (1 + 1e-6) or lookups == 0):
+            raise StatisticsError(f"distinct rows must be above 0, up to the {lookups:g} lookups: {self.distinct_rows}")
 
 
 @dataclass(frozen=True, slots=True)
