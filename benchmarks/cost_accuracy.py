@@ -86,9 +86,14 @@ def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_
     return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
 
 
+def relative_errors(predicted_X2: Tensor, label_X2: Tensor) -> np.ndarray:
+    """Absolute, as shares of the labels, [X, 2]."""
+    return ((predicted_X2 - label_X2) / label_X2).abs().numpy()
+
+
 def errors(predicted_X2: Tensor, label_X2: Tensor) -> dict[str, Any]:
     """MAPE with its 95 % bootstrap interval over sets, 90th percentile, Kendall's tau; forward and backward."""
-    relative_X2 = ((predicted_X2 - label_X2) / label_X2).abs().numpy()
+    relative_X2 = relative_errors(predicted_X2, label_X2)
     interval_22 = mean_interval(relative_X2, np.random.default_rng(0), draws=2000)
     return {
         stage: {
@@ -148,7 +153,7 @@ def on_test_sets(
     for path in sorted(DATA.glob(f"{device}-test*.npz")):
         data = CostDataset.load(path)
         test = labelled(data, usual_ms)
-        relative_X2 = ((predict_ms(network, test) - test.labels_ms_X2) / test.labels_ms_X2).abs().numpy()
+        relative_X2 = relative_errors(predict_ms(network, test), test.labels_ms_X2)
         result[path.stem] = {
             "sets": len(data),
             "network": relative_X2.mean(0).tolist(),
@@ -206,7 +211,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
         "roofline": roofline_X2 * best_scale(roofline_X2, label_X2),
         "paper": predict_ms(resolve("auto", args.device, "paper").compute_cost(topology), test).double(),
     }
-    relative_X2 = ((predictions["network"] - label_X2) / label_X2).abs().numpy()
+    relative_X2 = relative_errors(predictions["network"], label_X2)
     result = {
         "sets": len(sets),
         "rounds": clean.repeats // REPEATS,

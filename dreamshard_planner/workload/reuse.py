@@ -134,15 +134,16 @@ def rescale_reuse(
     rows_T = torch.as_tensor(rows, dtype=torch.float64)
     lookups_T = torch.as_tensor(lookups, dtype=torch.float64)
     factor_T = torch.as_tensor(factor, dtype=torch.float64)
-    given_T = torch.tensor([math.nan if d is None else d for d in distinct or [None] * len(rows_T)]).double()
+    known = distinct or [None] * len(rows_T)
+    given_T = torch.tensor([math.nan if count is None else count for count in known], dtype=torch.float64)
     counted_T = ~given_T.isnan()
     distinct_T = torch.where(counted_T, given_T, lookups_T / mean_reuse(histogram_TK).clamp_min(1.0))
     distinct_T = torch.minimum(distinct_T, torch.minimum(rows_T, lookups_T))
     count_TK = histogram_TK * distinct_T[:, None]
     changed = ((factor_T != 1) & (factor_T > 0) & (lookups_T > 0)).nonzero()[:, 0]
     for part in changed.split(512):  # bounds memory
-        known = (histogram_TK, distinct_T, counted_T, rows_T, lookups_T, factor_T)
-        count_TK[part] = _rescaled_counts(*(value[part] for value in known))
+        given = (histogram_TK, distinct_T, counted_T, rows_T, lookups_T, factor_T)
+        count_TK[part] = _rescaled_counts(*(value[part] for value in given))
     new_TK, new_T = _normalise(count_TK, rows_T, lookups_T * factor_T)
     same_T = (factor_T == 1) & (lookups_T > 0)
     return torch.where(same_T[:, None], histogram_TK, new_TK), torch.where(same_T, distinct_T, new_T)
