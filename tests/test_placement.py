@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem, Preload
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.placement import search
@@ -105,6 +105,27 @@ def test_rating_is_the_formula(devices: int, groups: int) -> None:
     assignment_BS = torch.randint(devices, (6, 9), generator=torch.Generator().manual_seed(1))
     expected = [brute_force_ms(cost, row) for row in assignment_BS.tolist()]
     assert cost.rate(assignment_BS).overall_ms_B.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_preload_costs_what_its_shards_would() -> None:
+    """Some shards laid down beforehand, the others placed beside them: rated, searched and seen by the policy as one."""
+    whole = make_cost(9, 3, groups=2)
+    assignment_S = torch.tensor([0, 1, 2, 0, 1, 1, 2, 0, 0])
+    problem, laid = whole.problem, torch.arange(9) < 4
+    latent_DGH = torch.zeros(3, 2, whole.latent_SH.shape[1], dtype=torch.float64)
+    latent_DGH.index_put_((assignment_S[laid], problem.group_S[laid]), whole.latent_SH[laid], accumulate=True)
+    rest = replace(
+        problem,
+        **{name: getattr(problem, name)[~laid] for name in ("features_SF", "group_S", "output_bytes_S", "storage_SM")},
+    )
+    cost = PlacementCost(rest, ROOFLINE, CollectiveModel(3, 1e6), Preload(latent_DGH, 0.0, 0.0))
+    assert torch.allclose(cost.rate(assignment_S[None, ~laid]).device_ms_BD, whole.rate(assignment_S[None]).device_ms_BD)
+    environment = EstimatedMDP(TaskBatch.collate([cost]), 1)
+    for shard in environment.tasks.order_TS[0].tolist():
+        environment.observe()
+        environment.step(assignment_S[~laid][[shard]])
+    expected_D = whole.rate(assignment_S[None]).device_ms_BD[0]
+    assert torch.allclose(environment.device_ms_ED2[0].sum(-1).double(), expected_D, rtol=1e-4)
 
 
 def test_empty_devices_cost_nothing() -> None:
@@ -277,10 +298,20 @@ def test_search_finds_the_optimum_of_a_small_task() -> None:
     assert not result.cut_short
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_search_keeps_its_sums(groups: int) -> None:
+def preloaded(cost: PlacementCost, collectives: int) -> PlacementCost:
+    """The same shards, their outputs carried by several all-to-alls, on devices that hold something already."""
+    problem = replace(
+        cost.problem, num_collectives=collectives, collective_S=torch.arange(cost.problem.num_shards) % collectives
+    )
+    latent_DGH = cost.group_latents(torch.arange(problem.num_shards)[None] % 3)[0] / 2
+    return PlacementCost(problem, cost.compute, cost.collectives, Preload(latent_DGH, 0.3, 0.4))
+
+
+@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4)])
+def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
     cost = make_cost(12, 4, groups=groups)
+    cost = preloaded(cost, collectives) if collectives else cost
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
     states = search._States(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
@@ -299,9 +330,8 @@ def test_search_keeps_its_sums(groups: int) -> None:
     assert count >= 3 * 3 + 3 * 9  # moves and swaps
     leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in changes]).unbind(-1)
     candidates = search._Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
-    gained_BC = search._gained_bytes(cost.problem, leaving_BC, arrival_BC)
     rated = search._rate(states, bottlenecks, candidates)
-    overall_BC, _ = search._scores(states, bottlenecks, device_BC, gained_BC, *rated, 1.0)
+    overall_BC, _ = search._scores(states, bottlenecks, device_BC, leaving_BC, arrival_BC, *rated, 1.0)
     for index, row in enumerate(row_B.tolist()):
         for candidate in range(count):
             changed_S = assignment_BS[row].clone()
@@ -322,8 +352,10 @@ def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatc
     assert result.overall_ms < 0.5 * float(cost.rate(start_S[None]).overall_ms_B)
 
 
-def test_a_step_improves_every_placement_and_keeps_its_sums() -> None:
+@pytest.mark.parametrize("collectives", [0, 2])
+def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
     cost = make_cost(24, 4, groups=2)
+    cost = preloaded(cost, collectives) if collectives else cost
     states = search._States(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
     before_B, row_B = states.overall_ms_B(), torch.arange(2)
     budget = search._Budget(10_000, None)
@@ -331,7 +363,7 @@ def test_a_step_improves_every_placement_and_keeps_its_sums() -> None:
         search._improve(states, row_B, states.device_ms_BD.argmax(-1), SEARCH, budget, 1.0)
     afresh = search._States(cost, states.assignment_BS)
     assert (states.overall_ms_B() < 0.8 * before_B).all() and budget.used > 0
-    for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BD", "free_BDM"):
+    for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
         assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
             name
         )

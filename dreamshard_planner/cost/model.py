@@ -9,7 +9,8 @@ roofline) says what the *set* of shards costs. The overall cost of a placement i
 because between two all-to-all barriers of steady training a device runs the backward of one step and the
 forward of the next.
 
-Shapes: B placements, S shards, D devices, G fused groups, H latent channels, M kinds of memory, F features.
+Shapes: B placements, S shards, D devices, G fused groups, C all-to-alls, H latent channels, M kinds of memory,
+F features.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class PlacementProblem:
     capacity_DM: Tensor
     """Bytes that each device has left for shards, int64."""
     names: tuple[str, ...] = ()
+    collective_S: Tensor | None = None
+    """Which all-to-all carries the shard's output, int64 in [0, num_collectives): TorchRec makes one for each module and
+    sharding type, one after the other. None: all share one."""
+    num_collectives: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -96,6 +101,16 @@ class PlacementProblem:
         used_BDM = self.used_bytes(assignment_BS)
         # A device that nothing is placed on is fine even where the reservation left it less than nothing.
         return ((used_BDM <= self.capacity_DM) | (used_BDM == 0)).all(-1).all(-1)
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What lies on the devices before any shard of the problem is placed; its memory is off the capacity already."""
+
+    latent_DGH: Tensor
+    forward_collective_ms: float
+    backward_collective_ms: float
+    """Of collectives that no shard of the problem takes part in."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +135,41 @@ class PlacementCosts:
 
 
 class PlacementCost:
-    """The cost of placements of one problem: encodes its shards once, then rates any number of placements."""
+    """The cost of placements of one problem: encodes its shards once, then rates any number of placements.
 
-    def __init__(self, problem: PlacementProblem, compute: ComputeCost, collectives: CollectiveModel) -> None:
+    Args:
+        problem: the task.
+        compute: what sets of shards cost.
+        collectives: what the all-to-alls of their outputs cost.
+        preload: what lies on the devices already.
+        latent_SH: the shards' latents where they are known; encoded from the problem's features by default.
+    """
+
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        compute: ComputeCost,
+        collectives: CollectiveModel,
+        preload: Preload | None = None,
+        latent_SH: Tensor | None = None,
+    ) -> None:
         self.problem = problem
         self.compute = compute
         self.collectives = collectives
+        self.preload = preload
         # Sums are kept in double precision: search subtracts shards again, and a small rest of a large
         # sum must not drown in rounding.
-        self.latent_SH = compute.encode(problem.features_SF).double()
+        self.latent_SH = compute.encode(problem.features_SF).double() if latent_SH is None else latent_SH
 
     @cached_property
     def single_ms_S(self) -> Tensor:
         """Forward + backward of each shard alone on a device, [S]."""
         return self.compute.group_cost_ms(self.latent_SH).sum(-1)
+
+    @cached_property
+    def preload_ms_D(self) -> Tensor | None:
+        """Forward + backward of what lies on each device already, [D]; None for nothing."""
+        return None if self.preload is None else self.compute.group_cost_ms(self.preload.latent_DGH).sum((-2, -1))
 
     def group_latents(self, assignment_BS: Tensor) -> Tensor:
         """Summed latents of every fused group of every device, [B, D, G, H]."""
@@ -143,17 +179,29 @@ class PlacementCost:
         flat_X = (slot_BS + slots * torch.arange(num_placements)[:, None]).flatten()
         sums_XH = torch.zeros(num_placements * slots, self.latent_SH.shape[1], dtype=self.latent_SH.dtype)
         sums_XH.index_add_(0, flat_X, self.latent_SH.repeat(num_placements, 1))
-        return sums_XH.view(num_placements, problem.num_devices, problem.num_groups, -1)
+        sums_BDGH = sums_XH.view(num_placements, problem.num_devices, problem.num_groups, -1)
+        return sums_BDGH if self.preload is None else sums_BDGH + self.preload.latent_DGH
 
     def output_bytes(self, assignment_BS: Tensor) -> Tensor:
-        """Output bytes that each device sends to each peer, [B, D]."""
-        bytes_BD = torch.zeros(assignment_BS.shape[0], self.problem.num_devices, dtype=torch.float64)
-        return bytes_BD.scatter_add_(1, assignment_BS, self.problem.output_bytes_S.expand_as(assignment_BS))
+        """Output bytes that each device sends to each peer in each all-to-all, [B, C, D]."""
+        problem = self.problem
+        num_placements, slots = assignment_BS.shape[0], problem.num_collectives * problem.num_devices
+        first_S = 0 if problem.collective_S is None else problem.collective_S * problem.num_devices
+        bytes_BX = torch.zeros(num_placements, slots, dtype=torch.float64)
+        bytes_BX.scatter_add_(1, assignment_BS + first_S, problem.output_bytes_S.expand_as(assignment_BS))
+        return bytes_BX.view(num_placements, problem.num_collectives, problem.num_devices)
+
+    def collectives_ms(self, bytes_BCD: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward and backward milliseconds [B] of all collectives, one after the other."""
+        forward_B, backward_B = (ms_BC.sum(-1) for ms_BC in self.collectives.all_to_all_ms(bytes_BCD))
+        if self.preload is None:
+            return forward_B, backward_B
+        return forward_B + self.preload.forward_collective_ms, backward_B + self.preload.backward_collective_ms
 
     def rate(self, assignment_BS: Tensor) -> PlacementCosts:
         """Costs of placements [B, S] (device of each shard, int64)."""
         cost_BD2 = self.compute.group_cost_ms(self.group_latents(assignment_BS)).sum(-2)
-        forward_B, backward_B = self.collectives.all_to_all_ms(self.output_bytes(assignment_BS))
+        forward_B, backward_B = self.collectives_ms(self.output_bytes(assignment_BS))
         return PlacementCosts(cost_BD2[..., 0], cost_BD2[..., 1], forward_B, backward_B)
 
     def reward_ms(self, assignment_BS: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ class TaskBatch:
     storage_TSM: Tensor
     capacity_TDM: Tensor
     device_mask_TD: Tensor
+    preload_TDGH: Tensor | None
+    """Latents of what lies on the devices before the first step; None where that is nothing anywhere."""
     num_groups: int
 
     @classmethod
@@ -73,6 +75,7 @@ class TaskBatch:
 
         seen = costs[0].compute.glance_channels
         problems = [cost.problem for cost in costs]
+        num_groups = max(problem.num_groups for problem in problems)
         zipped = list(zip(problems, orders, strict=True))
         return cls(
             costs=tuple(costs),
@@ -85,7 +88,8 @@ class TaskBatch:
             storage_TSM=pad([problem.storage_SM[order] for problem, order in zipped]),
             capacity_TDM=pad([problem.capacity_DM for problem in problems], -1),
             device_mask_TD=pad([torch.ones(problem.num_devices, dtype=torch.bool) for problem in problems]),
-            num_groups=max(problem.num_groups for problem in problems),
+            preload_TDGH=_preloads(costs, num_groups, seen),
+            num_groups=num_groups,
         )
 
     @property
@@ -95,6 +99,19 @@ class TaskBatch:
     @property
     def step_mask_TS(self) -> Tensor:
         return self.order_TS >= 0
+
+
+def _preloads(costs: Sequence[PlacementCost], num_groups: int, seen: int | None) -> Tensor | None:
+    """Latents of preloads as a glance sees them, padded."""
+    if all(cost.preload is None for cost in costs):
+        return None
+    num_devices = max(cost.problem.num_devices for cost in costs)
+    preload_TDGH = torch.zeros(len(costs), num_devices, num_groups, costs[0].latent_SH[:, :seen].shape[1])
+    for task, cost in enumerate(costs):
+        if cost.preload is not None:
+            latent_DGH = cost.preload.latent_DGH[..., :seen]
+            preload_TDGH[task, : latent_DGH.shape[0], : latent_DGH.shape[1]] = latent_DGH.float()
+    return preload_TDGH
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,9 @@ class EstimatedMDP:
         self.step_index = 0
         self._by_step: dict[str, tuple[Tensor, ...]] = {}
         self._device_mask_ED = tasks.device_mask_TD[self.task_E]
+        self._common_E12 = torch.zeros(episodes, 1, 2)
+        if tasks.preload_TDGH is not None:
+            self._lay(tasks.preload_TDGH)
         self._devices_E = self._device_mask_ED.sum(-1).float()
         self._total_ms_E = tasks.single_ms_TS.sum(-1)[self.task_E].clamp_min(1e-9)
         self._ideal_ms_E = self._total_ms_E / self._devices_E
@@ -134,6 +154,18 @@ class EstimatedMDP:
         self._capacity_EDM = self.free_EDM.clamp_min(1).float()
         # Kinds of memory that no shard asks for bind nobody, however little of them there is.
         self._needed_EDM = (tasks.storage_TSM.sum(1) > 0)[self.task_E][:, None]
+
+    def _lay(self, preload_TDGH: Tensor) -> None:
+        """Start from a preload. What every device has of it is no difference between them: the policy, trained on
+        devices that start empty, sees loads above that of the least loaded device."""
+        group_ms_TDG2 = self.tasks.costs[0].compute.glance_ms(preload_TDGH)
+        device_ms_TD2 = group_ms_TDG2.sum(2)
+        least_TD = device_ms_TD2.sum(-1).masked_fill(~self.tasks.device_mask_TD, torch.inf).argmin(-1)
+        common_T12 = device_ms_TD2[torch.arange(len(least_TD)), least_TD][:, None]
+        self.latent_EDGH = preload_TDGH[self.task_E].clone()
+        self.group_ms_EDG2 = group_ms_TDG2[self.task_E].clone()
+        self.device_ms_ED2 = device_ms_TD2[self.task_E].clone()
+        self._common_E12 = common_T12[self.task_E]
 
     def _current(self, name: str) -> Tensor:
         """Values of the shard at hand, per episode; spread over episodes once for all steps."""
@@ -164,7 +196,8 @@ class EstimatedMDP:
 
     def _channels(self, legal_ED: Tensor, left_EDM: Tensor) -> Tensor:
         ideal_E1 = self._ideal_ms_E[:, None]
-        before_ED, after_ED = self.device_ms_ED2.sum(-1), self._after_ED2.sum(-1)
+        before_ED2, after_ED2 = self.device_ms_ED2 - self._common_E12, self._after_ED2 - self._common_E12
+        before_ED, after_ED = before_ED2.sum(-1), after_ED2.sum(-1)
         shard_E1 = self._current("single_ms_TS")[:, None]
         unit_E1 = shard_E1.clamp_min(1e-9)
         best_E1 = after_ED.masked_fill(~legal_ED, torch.inf).amin(-1, keepdim=True)
@@ -188,7 +221,7 @@ class EstimatedMDP:
             [
                 torch.stack(per_device, -1),
                 per_episode[:, None].expand(-1, before_ED.shape[1], -1),
-                self.device_ms_ED2 / ideal_E1[..., None],
+                before_ED2 / ideal_E1[..., None],
             ],
             dim=-1,
         )

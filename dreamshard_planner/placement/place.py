@@ -108,7 +108,7 @@ def place(
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
     for rule in RULES:
         starts[rule] = place_by_rule(problem, rule)
-    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S)
+    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S, cost.preload_ms_D)
     rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
     feasible = [rival for rival in rivals if rival.assignment_S is not None]
     if config is None and rivals[0].assignment_S is not None:

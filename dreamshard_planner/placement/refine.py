@@ -127,7 +127,7 @@ class MeasuredCosts:
         device_ms_D2 = torch.stack(
             [sum((self.set_ms[group] for group in device), nothing) for device in self.sets_of(assignment_S)]
         )
-        forward_B, backward_B = self.cost.collectives.all_to_all_ms(self.cost.output_bytes(assignment_S[None]))
+        forward_B, backward_B = self.cost.collectives_ms(self.cost.output_bytes(assignment_S[None]))
         return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], forward_B, backward_B)
 
     def overall_ms(self, assignment_S: Tensor) -> float:

@@ -35,8 +35,13 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {
 dim x pooling factor, and that times the logarithm of the rows."""
 
 
-def greedy_by_score(problem: PlacementProblem, score_S: Tensor) -> Tensor | None:
+def greedy_by_score(problem: PlacementProblem, score_S: Tensor, load_D: Tensor | None = None) -> Tensor | None:
     """Shards in descending order of score, each to the device with the smallest sum that can store it.
+
+    Args:
+        problem: the task.
+        score_S: of the shards.
+        load_D: sums to start from, in the unit of the scores; nothing by default.
 
     Returns:
         Device of each shard, int64 [S]; None where a shard fits on no device (a dead end). Ties go to the
@@ -44,7 +49,9 @@ def greedy_by_score(problem: PlacementProblem, score_S: Tensor) -> Tensor | None
     """
     free_DM = problem.capacity_DM.tolist()
     storage_SM, scores = problem.storage_SM.tolist(), score_S.tolist()
-    heap = [(0.0, device) for device in range(problem.num_devices)]
+    loads = [0.0] * problem.num_devices if load_D is None else load_D.tolist()
+    heap = [(load, device) for device, load in enumerate(loads)]
+    heapq.heapify(heap)
     assignment = [0] * problem.num_shards
     for shard in torch.argsort(-score_S, stable=True).tolist():
         full, need_M = [], storage_SM[shard]

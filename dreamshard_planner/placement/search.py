@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 
 DIGITS = 5
@@ -102,9 +103,14 @@ class _States:
         self.latent_BDGH = cost.group_latents(assignment_BS)
         self.group_ms_BDG = cost.compute.group_cost_ms(self.latent_BDGH).sum(-1)
         self.glance_ms_BDG = self.glance(self.latent_BDGH)
-        self.bytes_BD = cost.output_bytes(assignment_BS)
+        self.bytes_BCD = cost.output_bytes(assignment_BS)
         self.free_BDM = self.problem.capacity_DM - self.problem.used_bytes(assignment_BS)
         self._member_GS = self.problem.group_S == torch.arange(self.problem.num_groups)[:, None]
+        bytes_S, collective_S = self.problem.output_bytes_S, self.problem.collective_S
+        if collective_S is None:
+            self._bytes_SC = bytes_S[:, None]
+        else:
+            self._bytes_SC = bytes_S[:, None] * (collective_S[:, None] == torch.arange(self.problem.num_collectives))
 
     def glance(self, latent_XH: Tensor) -> Tensor:
         """Forward + backward at a glance, [...]."""
@@ -115,13 +121,13 @@ class _States:
         return self.group_ms_BDG.sum(-1)
 
     def overall_ms_B(self) -> Tensor:
-        collective_B, backward_B = self.cost.collectives.all_to_all_ms(self.bytes_BD)
+        collective_B, backward_B = self.cost.collectives_ms(self.bytes_BCD)
         return self.device_ms_BD.amax(-1) + collective_B + backward_B
 
     def replace(self, row_X: Tensor, assignment_XS: Tensor) -> None:
         """Let other placements take the place of some."""
         others = _States(self.cost, assignment_XS)
-        for name in ("assignment_BS", "latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BD", "free_BDM"):
+        for name in ("assignment_BS", "latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
             getattr(self, name)[row_X] = getattr(others, name)
 
     def refresh(self, row_X: Tensor, device_X: Tensor) -> None:
@@ -130,7 +136,9 @@ class _States:
         here_XS = self.assignment_BS[row_X] == device_X[:, None]
         here_XGS = here_XS[:, None] & self._member_GS
         self.latent_BDGH[row_X, device_X] = here_XGS.to(self.cost.latent_SH.dtype) @ self.cost.latent_SH
-        self.bytes_BD[row_X, device_X] = here_XS.to(problem.output_bytes_S.dtype) @ problem.output_bytes_S
+        if self.cost.preload is not None:
+            self.latent_BDGH[row_X, device_X] += self.cost.preload.latent_DGH[device_X]
+        self.bytes_BCD[row_X, :, device_X] = here_XS.to(problem.output_bytes_S.dtype) @ self._bytes_SC
         used_XM = torch.where(here_XS[..., None], problem.storage_SM, 0).sum(1)
         self.free_BDM[row_X, device_X] = problem.capacity_DM[device_X] - used_XM
         latent_XGH = self.latent_BDGH[row_X, device_X]
@@ -229,7 +237,7 @@ def _descend(
     fruitless = 0
     while len(row_B) and budget.left() and (kicked is None or fruitless < config.patience):
         slowest_B = _rounded(states.device_ms_BD[row_B], best.unit).argmax(-1)
-        busiest_B = states.bytes_BD[row_B].argmax(-1)
+        busiest_B = states.bytes_BCD[row_B].sum(1).argmax(-1)
         improved_B = _improve(states, row_B, torch.where(by_bytes_B, busiest_B, slowest_B), config, budget, best.unit)
         stuck_B = ~improved_B & (by_bytes_B | (slowest_B == busiest_B))
         by_bytes_B = ~improved_B & ~stuck_B
@@ -255,14 +263,14 @@ class _Bottlenecks:
     here_BS: Tensor
     """Which shards it holds."""
     device_ms_BD: Tensor
-    bytes_BD: Tensor
+    bytes_BCD: Tensor
 
     @classmethod
     def of(cls, states: _States, row_B: Tensor, device_B: Tensor) -> _Bottlenecks:
         """Those of the placements ``row_B``."""
         assignment_BS = states.assignment_BS[row_B]
         here_BS = assignment_BS == device_B[:, None]
-        return cls(row_B, device_B, assignment_BS, here_BS, states.device_ms_BD[row_B], states.bytes_BD[row_B])
+        return cls(row_B, device_B, assignment_BS, here_BS, states.device_ms_BD[row_B], states.bytes_BCD[row_B])
 
 
 @dataclass(frozen=True)
@@ -290,7 +298,8 @@ def _improve(
         states,
         bottlenecks,
         candidates.device_BC,
-        _gained_bytes(states.problem, candidates.leaving_BC, candidates.arrival_BC),
+        candidates.leaving_BC,
+        candidates.arrival_BC,
         *_rate(states, bottlenecks, candidates),
         unit,
     )
@@ -332,7 +341,8 @@ def _most_promising(
         states,
         bottlenecks,
         device_BA[:, None].expand_as(fits_BNA),
-        _gained_bytes(problem, leaving_BN[..., None], arrival_A),
+        leaving_BN[..., None],
+        arrival_A,
         *_glance(states, bottlenecks, leaving_BN),
         unit,
     )
@@ -348,12 +358,6 @@ def _most_promising(
         arrival_BC=arrival_BC,
         fits_BC=fits_BC,
     )
-
-
-def _gained_bytes(problem: PlacementProblem, leaving_X: Tensor, arrival_X: Tensor) -> Tensor:
-    """Output bytes that the device gains which the bottleneck exchanges shards with."""
-    bytes_S = problem.output_bytes_S
-    return bytes_S[leaving_X] - torch.where(arrival_X >= 0, bytes_S[arrival_X], 0.0)
 
 
 def _fits(
@@ -434,7 +438,8 @@ def _scores(
     states: _States,
     bottlenecks: _Bottlenecks,
     device_BX: Tensor,
-    gained_BX: Tensor,
+    leaving_BX: Tensor,
+    arrival_BX: Tensor,
     here_ms_BX: Tensor,
     device_ms_BX: Tensor,
     unit: float,
@@ -443,29 +448,72 @@ def _scores(
 
     Args:
         device_BX: the device that is not the bottleneck.
-        gained_BX: output bytes that it gains.
+        leaving_BX: the shard that goes there.
+        arrival_BX: the shard that comes back; -1 for a move.
         here_ms_BX: cost of the bottleneck device afterwards.
         device_ms_BX: cost of the other one afterwards.
     """
     own = (slice(None), *[None] * (device_BX.dim() - 1))
-    bytes_BD, before_BD, here_B1 = bottlenecks.bytes_BD, bottlenecks.device_ms_BD, bottlenecks.device_B[:, None]
+    before_BD, here_B1 = bottlenecks.device_ms_BD, bottlenecks.device_B[:, None]
+    rest_ms_BX = _largest_other(before_BD, here_B1, device_BX)
+    compute_BX = torch.maximum(rest_ms_BX, torch.maximum(here_ms_BX, device_ms_BX))
+    forward_BX, backward_BX = _collectives_after(states, bottlenecks, device_BX, leaving_BX, arrival_BX)
+    squared_BD = before_BD**2
+    before_BX = squared_BD.gather(1, here_B1)[:, 0][own] + squared_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
+    square_BX = here_ms_BX**2 + device_ms_BX**2 - before_BX
+    return _rounded(compute_BX + forward_BX + backward_BX, unit), _rounded(square_BX, unit**2)
+
+
+def _collectives_after(
+    states: _States, bottlenecks: _Bottlenecks, device_BX: Tensor, leaving_BX: Tensor, arrival_BX: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward milliseconds of all collectives after each candidate, both [B, ...]. Only those change that
+    carry what leaves and what arrives."""
+    problem, model = states.problem, states.cost.collectives
+    own = (slice(None), *[None] * (device_BX.dim() - 1))
+    here_B1, bytes_BCD = bottlenecks.device_B[:, None], bottlenecks.bytes_BCD
+    left_BX = problem.output_bytes_S[leaving_BX]
+    back_BX = torch.where(arrival_BX >= 0, problem.output_bytes_S[arrival_BX], 0.0)
+    if problem.num_collectives == 1:
+        after = _bounded(model, bytes_BCD[:, 0], here_B1, device_BX, left_BX - back_BX)
+        if states.cost.preload is None:
+            return after
+        preload = states.cost.preload
+        return after[0] + preload.forward_collective_ms, after[1] + preload.backward_collective_ms
+    together_BX = problem.collective_S[leaving_BX] == problem.collective_S[arrival_BX]
+    totals = [ms_B[own] for ms_B in states.cost.collectives_ms(bytes_BCD)]
+    for shard_BX, gained_BX in (
+        (leaving_BX, left_BX - torch.where(together_BX, back_BX, 0.0)),
+        (arrival_BX, -torch.where(together_BX, 0.0, back_BX)),
+    ):
+        gained_BX = gained_BX.expand_as(device_BX)
+        collective_BX = problem.collective_S[shard_BX].expand_as(device_BX)
+        for collective in range(problem.num_collectives):
+            here_BX = collective_BX == collective
+            bytes_BD = bytes_BCD[:, collective]
+            after = _bounded(model, bytes_BD, here_B1, device_BX, gained_BX)
+            before = model.all_to_all_ms(bytes_BD)
+            totals = [
+                total_BX + torch.where(here_BX, after_BX - before_B[own], 0.0)
+                for total_BX, after_BX, before_B in zip(totals, after, before, strict=True)
+            ]
+    return totals[0], totals[1]
+
+
+def _bounded(
+    model: CollectiveModel, bytes_BD: Tensor, here_B1: Tensor, device_BX: Tensor, gained_BX: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One all-to-all after the bottleneck has given so many bytes to the other device, both [B, ...]."""
+    own = (slice(None), *[None] * (device_BX.dim() - 1))
     here_bytes_BX = bytes_BD.gather(1, here_B1)[:, 0][own] - gained_BX
     device_bytes_BX = bytes_BD.gather(1, device_BX.flatten(1)).view(device_BX.shape) + gained_BX
-    rest_ms_BX = _largest_other(before_BD, here_B1, device_BX)
     largest_BX = torch.maximum(
         _largest_other(bytes_BD, here_B1, device_BX), torch.maximum(here_bytes_BX, device_bytes_BX)
     )
     smallest_BX = -torch.maximum(
         _largest_other(-bytes_BD, here_B1, device_BX), torch.maximum(-here_bytes_BX, -device_bytes_BX)
     )
-    forward_BX, backward_BX = states.cost.collectives.bounded_all_to_all_ms(
-        largest_BX, smallest_BX, bytes_BD.sum(-1)[own].expand_as(largest_BX)
-    )
-    compute_BX = torch.maximum(rest_ms_BX, torch.maximum(here_ms_BX, device_ms_BX))
-    squared_BD = before_BD**2
-    before_BX = squared_BD.gather(1, here_B1)[:, 0][own] + squared_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
-    square_BX = here_ms_BX**2 + device_ms_BX**2 - before_BX
-    return _rounded(compute_BX + forward_BX + backward_BX, unit), _rounded(square_BX, unit**2)
+    return model.bounded_all_to_all_ms(largest_BX, smallest_BX, bytes_BD.sum(-1)[own].expand_as(largest_BX))
 
 
 def _largest_other(values_BD: Tensor, first_B1: Tensor, second_BX: Tensor) -> Tensor:
