@@ -48,7 +48,8 @@ test: $(STAMP)
 test-matrix: $(MATRIX:%=.matrix/%/installed)
 	@set -e; for release in $(MATRIX); do \
 	    echo "== torchrec $$release"; \
-	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q tests/distributed/test_smoke.py tests/test_plugin.py; \
+	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q \
+	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_estimates.py; \
 	done
 
 clean:

@@ -35,17 +35,21 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
-from dreamshard_planner.plugin.estimator import TableWiseEnumerator, TorchRecEstimate
-from dreamshard_planner.plugin.options import OptionReader, table_wise_constraints
+from dreamshard_planner.plugin.constraints import planning_constraints
+from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext
+from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
+from dreamshard_planner.plugin.estimator import DreamShardEstimator
+from dreamshard_planner.plugin.joint_proposer import JointProposer
+from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
-from dreamshard_planner.plugin.proposer import TableWiseProposer
+from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.report import Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):
-    """TorchRec's planner with learned cost, a learned policy, and search; table-wise.
+    """TorchRec's planner with learned cost, a learned policy, and search over every sharding type.
 
     Every argument of ``torchrec.distributed.planner.EmbeddingShardingPlanner`` is honoured; a component that
     is given (enumerator, proposer, partitioner, performance model) is used instead of ours.
@@ -61,6 +65,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         refine: ``"measure"`` to time the fused kernels of the best plans on this machine's device, learn from
             them, search again, and choose by measurement. The plan then depends on what was measured.
         refine_seconds: time for that.
+        sharding_types: TorchRec's names of the sharding types to use; all by default. ``("table_wise",)`` is the
+            setting of the DreamShard paper, and implied by ``recipe="paper"``.
+        exact_training: leave out sharding types that change how a table is trained (data-parallel takes its in-backward
+            optimizer away; column slices keep row-wise optimizer states of their own), unless its constraint names
+            them.
+        cost_source: ``"auto"`` for the checkpoint's cost network, where it has one for this device, else bandwidths;
+            ``"roofline"`` for bandwidths; ``"torchrec"`` for the estimates of the TorchRec that is installed.
 
     Raises:
         CheckpointError: where the checkpoint can't be read.
@@ -96,6 +107,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         search_seconds: float | None = None,
         refine: str = "none",
         refine_seconds: float = 60.0,
+        sharding_types: Sequence[str] | None = None,
+        exact_training: bool = True,
+        cost_source: str = "auto",
     ) -> None:
         if refine not in ("none", "measure") or not refine_seconds > 0:
             raise ValueError(
@@ -107,6 +121,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise ValueError(f"search_seconds must be positive, got {search_seconds}")
         if statistics is not None and not isinstance(statistics, TableStatistics):
             raise TypeError(f"statistics must be TableStatistics, got {type(statistics).__name__}")
+        unknown = [kind for kind in sharding_types or () if kind not in SHARDING_TYPES]
+        if isinstance(sharding_types, str) or unknown or (sharding_types is not None and not sharding_types):
+            raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {sharding_types!r}")
+        if cost_source not in COST_SOURCES:
+            raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {cost_source!r}")
         if topology is None and not dist.is_initialized():
             raise DreamShardError(
                 "there is no process group to take the topology from: give topology=Topology(world_size=..., "
@@ -117,7 +136,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             batch_size=batch_size,
             enumerator=enumerator,
             storage_reservation=storage_reservation,
-            proposer=proposer or TableWiseProposer(),
+            proposer=proposer,
             partitioner=partitioner,
             performance_model=performance_model,
             stats=stats,
@@ -129,6 +148,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
         self._given_constraints = constraints
         self._given_enumerator = enumerator
+        self._given_proposer = proposer
         self._given_partitioner = partitioner
         self._given_perf_model = performance_model
         self._statistics = statistics
@@ -137,6 +157,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._seed = seed
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds if refine == "measure" else 0.0
+        self._sharding_types = (TW,) if sharding_types is None and recipe == "paper" else sharding_types
+        self._exact_training = exact_training
+        self._cost_source = cost_source
         self._report: Report | None = None
         self._rater: DreamShardPerfModel | None = None
 
@@ -144,46 +167,86 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """Plan for ``module``; needs no process group.
 
         Raises:
-            PlannerError: TorchRec's; where tables do not fit (naming table and bytes), or where constraints
-                exclude table-wise.
+            PlannerError: TorchRec's; where tables do not fit (naming table and bytes), or where constraints leave a
+                table without a sharding type.
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
         self._report = None
-        constraints = table_wise_constraints(
-            module, sharders, self._given_constraints, self._statistics, self._topology.compute_device
+        constraints = planning_constraints(
+            module,
+            sharders,
+            self._given_constraints,
+            self._statistics,
+            self._topology.compute_device,
+            self._sharding_types,
+            self._exact_training,
         )
-        reader = OptionReader(constraints, self._statistics, sharders)
         self._constraints = constraints
-        self._enumerator = self._given_enumerator or TableWiseEnumerator(
-            self._topology, self._batch_size, constraints, reader, self._checkpoint
+        reader = OptionReader(constraints, self._statistics, sharders)
+        context = PlanningContext(self._topology, reader, self._checkpoint, self._cost_source)
+        theirs = torchrec_estimators(self._topology, constraints)
+
+        def torchrec_estimate(options: list[ShardingOption]) -> None:
+            estimate_all(theirs[:1], options, sharders)
+
+        def prepare(option: ShardingOption) -> None:
+            option.input_lengths = reader.pooling_factors(option)
+
+        perf = theirs[0] if self._cost_source == "torchrec" else DreamShardEstimator(self._topology, context=context)
+        self._enumerator = self._given_enumerator or FastEnumerator(
+            self._topology, self._batch_size, constraints, [perf, theirs[1]], prepare=prepare
         )
-        self._rater = DreamShardPerfModel(self._topology, checkpoint=self._checkpoint, reader=reader)
+        self._rater = DreamShardPerfModel(self._topology, context=context)
         self._perf_model = self._given_perf_model or self._rater
+        left = self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=constraints,
+        )
+        proposer = JointProposer(
+            context,
+            left,
+            search=self._search or DEFAULT_SEARCH,
+            seed=self._seed,
+            torchrec_estimate=torchrec_estimate,
+        )
+        if self._given_proposer is None:
+            self._proposers = [proposer]
         self._partitioner = self._given_partitioner or DreamShardPartitioner(
-            checkpoint=self._checkpoint,
             search=self._search,
             seed=self._seed,
             search_seconds=self._search_seconds,
             refine_seconds=self._refine_seconds,
-            reader=reader,
-            torchrec_estimate=TorchRecEstimate(self._topology, constraints, sharders),
+            context=context,
+            torchrec_estimate=torchrec_estimate,
         )
         sharding_plan = super().plan(module, sharders)
         if isinstance(self._partitioner, DreamShardPartitioner):
-            self._report = self._reported(self._partitioner)
+            self._report = self._reported(self._partitioner, proposer)
         return sharding_plan
 
-    def _reported(self, partitioner: DreamShardPartitioner) -> Report | None:
+    def _reported(self, partitioner: DreamShardPartitioner, proposer: JointProposer) -> Report | None:
         """On the proposal that won, which need not be the last one; None where no proposal of ours did."""
         plan = self._best_plan or []
         outcome = partitioner.outcome(plan)
         if outcome is None:
             return None
-        placement, cost = outcome
-        report = Report.of(placement, cost)
-        chosen = dict(zip(cost.problem.names, placement.chosen.assignment_S.tolist(), strict=True))
-        if all(chosen[option.fqn.removeprefix(".")] == option.shards[0].rank for option in plan):
+        joint, notes = proposer.result, []
+        if proposer.torchrec is not None and not proposer.torchrec.finished:
+            notes.append(f"TorchRec's plan is the best of its first {proposer.torchrec.proposals} proposals")
+        report = Report.of(
+            outcome.cost,
+            outcome.sharding,
+            outcome.placement,
+            proposer.rivals or None,
+            candidates=joint.candidates if joint else 0,
+            reshards=joint.reshards if joint else 0,
+            notes=notes,
+        )
+        if outcome.read.sharding(plan) == outcome.sharding:
             return report
         notes = (*report.notes, "callbacks moved tables after they were placed; dreamshard is the plan that they made")
         return replace(report, chosen=self.predict(plan, report.chosen.name), notes=notes)
@@ -244,7 +307,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return self._report
 
     def predict(self, plan: Sequence[ShardingOption], name: str = "plan") -> ReportEntry:
-        """Predicted cost of any table-wise plan of the last planned module, whoever made it.
+        """Predicted cost of any plan of the last planned module, whoever made it.
 
         Args:
             plan: one option per table with ``shard.rank`` set.

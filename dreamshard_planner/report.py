@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
+from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.place import Contender, Placement
 
 MAX_RANKS_SHOWN = 8
+MEMORY_KINDS = ("HBM", "DDR", "SSD")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,33 @@ class ReportEntry:
 
 
 @dataclass(frozen=True)
+class TableEntry:
+    """How one table is sharded."""
+
+    name: str
+    sharding_type: str
+    kernel: str
+    ranks: tuple[int, ...]
+    """Of its shards, in order."""
+    alone_ms: float
+    """What its shards would cost alone on their ranks, summed."""
+
+    @property
+    def label(self) -> str:
+        return self.sharding_type if self.kernel in ("fused", "dense") else f"{self.sharding_type} {self.kernel}"
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """What tables take of one kind of memory, per rank."""
+
+    kind: str
+    used_bytes: tuple[int, ...]
+    limit_bytes: tuple[int, ...]
+    """What the storage reservation left."""
+
+
+@dataclass(frozen=True)
 class Report:
     """Predicted costs of the chosen plan and of the plans it was chosen from."""
 
@@ -54,6 +85,13 @@ class Report:
     collectives_source: str
     candidates: int
     """Moves and swaps that the search evaluated."""
+    reshards: int
+    """Changes of how a table is split that it evaluated."""
+    tables: tuple[TableEntry, ...]
+    memory: tuple[MemoryEntry, ...]
+    """Kinds that tables ask for."""
+    collectives: tuple[tuple[str, float], ...]
+    """Milliseconds of each collective, both passes together."""
     notes: tuple[str, ...] = ()
     measured: ReportEntry | None = None
     """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
@@ -61,25 +99,63 @@ class Report:
     """The plan that prediction would have chosen, measured beside it."""
 
     @classmethod
-    def of(cls, placement: Placement, cost: PlacementCost) -> Report:
-        """From a finished placement and the cost by which it was chosen."""
+    def of(
+        cls,
+        cost: ShardingCost,
+        sharding: Sharding,
+        placement: Placement,
+        rivals: Sequence[Contender] | None = None,
+        candidates: int = 0,
+        reshards: int = 0,
+        notes: Sequence[str] = (),
+    ) -> Report:
+        """From a finished sharding and the cost by which it was chosen.
+
+        Args:
+            cost: of shardings.
+            sharding: the chosen one.
+            placement: how its units of span 1 were placed.
+            rivals: what the sharding was compared with; the placement's own by default.
+            candidates: moves and swaps tried before that placement.
+            reshards: tried before that placement.
+            notes: beside those of cost and placement.
+        """
 
         def entry(contender: Contender) -> ReportEntry:
             return ReportEntry.of(contender.name, contender.costs)
 
-        notes = (*cost.notes(placement.chosen.assignment_S), *placement.notes)
+        notes = (*cost.notes(sharding), *placement.notes, *notes)
         if placement.cut_short:
             notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
-        rivals = tuple(sorted((entry(rival) for rival in placement.rivals), key=lambda rival: rival.total_ms))
-        chosen = ReportEntry.of("dreamshard", placement.chosen.costs)
-        sources = str(cost.compute.source), cost.collectives.source
+        if rivals is None:
+            rivals = placement.rivals
+        report = cls(
+            chosen=ReportEntry.of("dreamshard", placement.chosen.costs),
+            rivals=tuple(sorted((entry(rival) for rival in rivals), key=lambda rival: rival.total_ms)),
+            cost_source=str(cost.compute.source),
+            collectives_source=cost.problem.collectives.world.source,
+            candidates=placement.candidates + candidates,
+            reshards=reshards,
+            tables=_tables(cost, sharding),
+            memory=_memory(cost, sharding),
+            collectives=_collectives(cost, sharding),
+            notes=notes,
+        )
         if placement.refined is None:
-            return cls(chosen, rivals, *sources, placement.candidates, notes)
+            return report
         refined = placement.refined
-        notes = (*notes, f"chosen by measuring {refined.plans} plans, {refined.sets} fused groups, on this machine")
-        before = ReportEntry.of("before", refined.first)
-        measured = ReportEntry.of("dreamshard", refined.measured)
-        return cls(chosen, rivals, *sources, placement.candidates, notes, measured, before)
+        note = f"chosen by measuring {refined.plans} plans, {refined.sets} fused groups, on this machine"
+        return replace(
+            report,
+            notes=(*notes, note),
+            measured=ReportEntry.of("dreamshard", refined.measured),
+            measured_before=ReportEntry.of("before", refined.first),
+        )
+
+    @property
+    def sharding_types(self) -> dict[str, int]:
+        """Tables of each sharding type, with the kernel where that is not the usual one; most frequent first."""
+        return dict(Counter(table.label for table in self.tables).most_common())
 
     def rival(self, name: str) -> ReportEntry:
         """The rival of that name; KeyError lists the known ones."""
@@ -106,9 +182,58 @@ class Report:
         if self.measured is not None and self.measured_before is not None:
             lines.append("Measured on this machine instead of predicted:")
             lines += [_line(entry, self.measured.total_ms) for entry in (self.measured, self.measured_before)]
-        lines.append(f"The search evaluated {self.candidates:,} moves and swaps.")
+        reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
+        lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
+        lines.append(f"Tables: {', '.join(f'{count} {name}' for name, count in self.sharding_types.items())}.")
+        lines += [_memory_line(entry) for entry in self.memory]
+        if len(self.collectives) > 1:
+            each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
+            lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
         lines += [f"Note: {note}." for note in self.notes]
         return "\n".join(lines)
+
+
+def _tables(cost: ShardingCost, sharding: Sharding) -> tuple[TableEntry, ...]:
+    single, entries = cost.single_ms_P.tolist(), []
+    for name, options, index, positions in zip(
+        cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
+    ):
+        option = options[index]
+        ranks = tuple(
+            position * unit.span + offset
+            for unit, position in zip(option.units, positions, strict=True)
+            for offset in range(unit.span)
+        )
+        alone_ms = sum(single[part] for unit in option.units for part in unit.parts)
+        entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, alone_ms))
+    return tuple(entries)
+
+
+def _memory(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
+    used_DM, limit_DM = cost.used_bytes(*cost.laid(sharding)), cost.problem.capacity_DM
+    return tuple(
+        MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))
+        for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=True)
+        if bool(used_D.any())
+    )
+
+
+def _collectives(cost: ShardingCost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
+    collectives = cost.problem.collectives
+    each_ms = collectives.each_ms(cost.bytes_sent(*cost.laid(sharding)))
+    passes = [collective.forward + collective.backward for collective in collectives.collectives]
+    named = zip(collectives.collectives, (each_ms * each_ms.new_tensor(passes)).tolist(), strict=True)
+    return tuple((collective.name, ms) for collective, ms in named if ms > 0)
+
+
+def _memory_line(entry: MemoryEntry) -> str:
+    filled = [used / max(1, limit) for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)]
+    fullest = filled.index(max(filled))
+    used, limit = entry.used_bytes[fullest], entry.limit_bytes[fullest]
+    return (
+        f"{entry.kind}: rank {fullest} is the fullest, with {used / 2**30:.2f} of {limit / 2**30:.2f} GiB that the "
+        "storage reservation leaves."
+    )
 
 
 def _line(entry: ReportEntry, chosen_ms: float) -> str:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,12 +138,36 @@ def torchrec_plan(case: Case, planner: DreamShardPlanner, **arguments):
     return rival._best_plan
 
 
+STORED_PLANS = json.loads((Path(__file__).parent / "data/whole_table_plans.json").read_text())
+"""Ranks of whole tables as planned before tables could be split."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whole_tables_are_placed_as_before_tables_could_be_split(seed: int) -> None:
+    rng = random.Random(seed)
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{i}",
+            num_embeddings=int(10 ** rng.uniform(1, 6)),
+            embedding_dim=rng.choice([8, 16, 32, 64, 128]),
+            feature_names=[f"f{i}"],
+        )
+        for i in range(rng.randint(10, 40))
+    ]
+    devices = Topology((2, 4, 8, 16)[seed // 2], ("cpu", "cuda")[seed % 2])
+    planner = DreamShardPlanner(topology=devices, batch_size=256, stats=[], debug=False, sharding_types=("table_wise",))
+    model = nn.Module()
+    model.sparse = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    planned = ranks_of(planner.plan(model, SHARDERS))
+    assert [planned["sparse", table.name] for table in tables] == [[rank] for rank in STORED_PLANS[str(seed)]]
+
+
 @pytest.mark.parametrize("block", range(20))
-def test_random_models(block: int) -> None:
+def test_random_models_of_whole_tables(block: int) -> None:
     planned = 0
     for seed in range(block * 10, block * 10 + 10):
         case = random_case(seed)
-        planner = case.planner(seed=seed)
+        planner = case.planner(seed=seed, sharding_types=("table_wise",))
         try:
             plan = planner.plan(case.model, SHARDERS)
         except PlannerError as error:
@@ -185,7 +211,8 @@ def check_plan(case: Case, planner: DreamShardPlanner, plan, seed: int) -> None:
             )
             if ruled is not None:
                 assert planner.predict(ruled).total_ms * (1 + SLACK) + 1e-9 >= report.chosen.total_ms, (seed, rule)
-        assert ranks_of(case.planner(seed=seed).plan(case.model, SHARDERS)) == ranks, seed
+        again = case.planner(seed=seed, sharding_types=("table_wise",))
+        assert ranks_of(again.plan(case.model, SHARDERS)) == ranks, seed
 
 
 def small_model() -> nn.Module:

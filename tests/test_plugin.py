@@ -33,10 +33,13 @@ from dreamshard_planner.plugin import (
     DreamShardEstimator,
     DreamShardPartitioner,
     DreamShardPerfModel,
+    JointProposer,
     RulePartitioner,
     TableWiseProposer,
 )
-from dreamshard_planner.plugin.options import OptionReader, collective_model, table_wise_constraints
+from dreamshard_planner.plugin.constraints import planning_constraints
+from dreamshard_planner.plugin.context import PlanningContext, collective_model
+from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -77,7 +80,7 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     model.sparse = collection(table("a", features=3), table("b", features=2), table("c"))
     given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
     statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
-    expanded = table_wise_constraints(model, SHARDERS, given, statistics, "cpu")
+    expanded = planning_constraints(model, SHARDERS, given, statistics, "cpu", ("table_wise",))
     assert expanded["a"].pooling_factors == [2.0, 30.0, 4.0]
     assert expanded["b"].pooling_factors == [1.0, 1.0]
     assert expanded["c"].pooling_factors == [0.0]
@@ -92,7 +95,7 @@ def test_options_become_workloads() -> None:
     )
     model.weighted = collection(table("d", dim=32), weighted=True)
     constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
-    expanded = table_wise_constraints(model, SHARDERS, constraints, None, "cpu")
+    expanded = planning_constraints(model, SHARDERS, constraints, None, "cpu", ("table_wise",))
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
     reader = OptionReader(expanded, None, SHARDERS)
     by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
@@ -103,21 +106,26 @@ def test_options_become_workloads() -> None:
     assert shared.output_elements == pytest.approx(4 * 64 * 1.75 * 16)
     assert by_name["plain.b"].weight_bytes == 2 and by_name["plain.a"].weight_bytes == 4
     assert by_name["weighted.d"].weighted and not shared.weighted
-    problem = reader.problem(options, topology(4))
-    group = dict(zip(problem.names, problem.group_S.tolist(), strict=True))
+    problem = PlanningContext(topology(4), reader, resolve("auto", "cpu")).read(options).problem
+    group = dict(zip(problem.names, problem.group_P.tolist(), strict=True))
     # Precision, pooling and weightedness each make a kernel of their own.
     assert problem.num_groups == 4 and len(set(group.values())) == 4
-    row = problem.features_SF[problem.names.index("weighted.d")]
+    row = problem.features_PF[problem.names.index("weighted.d")]
     assert row[FEATURE_INDEX["dim"]] == 32 and row[FEATURE_INDEX["weighted"]] == 1
     # One rank's batch of pooled vectors of 16 floats.
-    assert problem.output_bytes_S[problem.names.index("plain.a")] == 64 * 1.75 * 16 * 4
+    assert problem.bytes_PC[problem.names.index("plain.a")].sum() == 64 * 1.75 * 16 * 4
+    # An all-to-all for each module.
+    assert [c.name for c in problem.collectives.collectives] == [
+        "weighted table_wise all-to-all",
+        "plain table_wise all-to-all",
+    ]
 
 
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
-    expanded = table_wise_constraints(model, sharders, constraints, None, "cpu")
+    expanded = planning_constraints(model, sharders, constraints, None, "cpu", ("table_wise",))
     options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
-    reader = OptionReader(expanded, None, sharders)
-    return reader.workloads(options, topology()), reader.problem(options, topology())
+    context = PlanningContext(topology(), OptionReader(expanded, None, sharders), resolve("auto", "cpu"))
+    return context.reader.workloads(options, topology()), context.read(options).problem
 
 
 def test_feature_processors_make_lookups_weighted() -> None:
@@ -140,7 +148,7 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
 
     def output_bytes(sharders, **constraint) -> float:
         _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
-        return float(problem.output_bytes_S)
+        return float(problem.bytes_PC)
 
     config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
     quantized = EmbeddingBagCollectionSharder(
@@ -193,10 +201,13 @@ def test_tables_of_one_name_in_two_modules() -> None:
     assert set(plan.plan) == {"one", "two"}
 
 
-def test_tables_that_exclude_table_wise_are_an_error() -> None:
-    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise", "column_wise"])}
-    with pytest.raises(PlannerError, match=r"'sparse.t1' .*column_wise.*row_wise.*table-wise only"):
+def test_tables_without_a_sharding_type_are_an_error() -> None:
+    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise"])}
+    with pytest.raises(PlannerError, match=r"no sharding type is left for table 'sparse.t1' .row_wise: the sharder"):
         planner(constraints=constraints).plan(small_model(), SHARDERS)
+    constraints = {"t1": ParameterConstraints(sharding_types=["column_wise"])}
+    with pytest.raises(PlannerError, match=r"'sparse.t1' .column_wise: the planner's sharding_types leave it out"):
+        planner(constraints=constraints, sharding_types=("table_wise",)).plan(small_model(), SHARDERS)
 
 
 def test_lengths_that_do_not_match_the_features_are_an_error() -> None:
@@ -216,7 +227,7 @@ def test_the_largest_tables_leave_device_memory_where_it_is_scarce() -> None:
     model = nn.Module()
     model.sparse = collection(table("large", 2_000_000, 64), *(table(f"t{i}", 1000) for i in range(5)))
     scarce = Topology(world_size=2, compute_device="cuda", hbm_cap=400 * 2**20, ddr_cap=2**36)
-    plan = planner(topology=scarce).plan(model, SHARDERS)
+    plan = planner(topology=scarce, sharding_types=("table_wise",)).plan(model, SHARDERS)
     kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["sparse"].items()}
     assert kernels["large"] != "fused" and all(kernels[f"t{i}"] == "fused" for i in range(5))
 
@@ -251,6 +262,11 @@ def test_wrong_arguments_are_errors(tmp_path) -> None:
         planner(recipe="papper")
     with pytest.raises(ValueError, match="search_seconds"):
         planner(search_seconds=0)
+    for kinds in ((), "table_wise", ("table_wise", "diagonal")):
+        with pytest.raises(ValueError, match="sharding_types must be some of table_wise, column_wise"):
+            planner(sharding_types=kinds)
+    with pytest.raises(ValueError, match="cost_source must be one of auto, roofline, torchrec, got 'guess'"):
+        planner(cost_source="guess")
     with pytest.raises(CheckpointError, match="gone.safetensors"):
         planner(checkpoint=tmp_path / "gone.safetensors")
     with pytest.raises(TypeError, match="TableStatistics, got dict"):
@@ -305,7 +321,7 @@ def test_search_that_is_cut_short_says_so() -> None:
     assert any("cut short" in note for note in chosen.report().notes)
 
 
-@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model", "rule", "proposer"])
+@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model", "rule", "proposer", "joint"])
 def test_each_seam_works_alone(seam: str) -> None:
     model, devices = small_model(), topology()
     constraints = {f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)}
@@ -314,6 +330,7 @@ def test_each_seam_works_alone(seam: str) -> None:
         "rule": lambda: {"partitioner": RulePartitioner("lookup_greedy")},
         "perf_model": lambda: {"performance_model": DreamShardPerfModel(devices)},
         "proposer": lambda: {"proposer": TableWiseProposer()},
+        "joint": lambda: {"proposer": JointProposer(PlanningContext.of(devices))},
         "estimator": lambda: {
             "enumerator": EmbeddingEnumerator(
                 devices,
@@ -445,8 +462,7 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     made._callbacks = [lambda plan: options.extend(plan) or plan]
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
-    problem = OptionReader(constraints).problem(options, topology(device="cuda"))
-    assert problem.num_groups == 1
+    assert PlanningContext.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
 
 
 def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ Shapes: D devices; leading dimensions are free.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,3 +91,81 @@ class CollectiveModel:
         time_X = self.latency_ms + slowest_X / self.bytes_per_ms + total_X * peers / self.shared_bytes_per_ms
         time_X = torch.where((slowest_X > 0) & (peers > 0), time_X, 0.0)
         return time_X, time_X
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a training step: which ranks exchange, how fast, and in which passes.
+
+    All are rated from the bytes that each rank sends to each *peer*. A reduce-scatter and the all-gather of its
+    backward move the same as an all-to-all of the same bytes to each peer; an all-reduce is a reduce-scatter and an
+    all-gather of an n-th of the tensor to each peer, so the reader of its cost gives it twice an n-th.
+    """
+
+    name: str
+    """Module, sharding type and kind; for reports."""
+    over: str
+    """``world``: all ranks; ``host``: the ranks of each host among themselves; ``across``: the ranks of the same place
+    on every host."""
+    model: CollectiveModel
+    """Of the ranks that exchange: its ``world_size`` is their number."""
+    forward: bool = True
+    backward: bool = True
+    """In which passes it runs."""
+
+
+class Collectives:
+    """All collectives of a training step, one after the other.
+
+    Args:
+        collectives: in the order of the columns of their bytes.
+        ranks_per_host: of the topology.
+        world: model of an all-to-all between all ranks, which carries the outputs of whole tables and column slices.
+    """
+
+    def __init__(self, collectives: Sequence[Collective], ranks_per_host: int, world: CollectiveModel) -> None:
+        self.collectives = tuple(collectives)
+        self.world = world
+        self._ranks_per_host = ranks_per_host
+        alike: dict[tuple[str, CollectiveModel], list[int]] = {}
+        for index, collective in enumerate(self.collectives):
+            alike.setdefault((collective.over, collective.model), []).append(index)
+        self._alike = alike
+        self._forward_C = torch.tensor([c.forward for c in self.collectives], dtype=torch.float64)
+        self._backward_C = torch.tensor([c.backward for c in self.collectives], dtype=torch.float64)
+
+    def level_ms_per_byte(self, num_ranks: int) -> Tensor:
+        """Milliseconds, summed over all ranks and both passes, that one byte to each peer costs where all ranks send
+        alike, [C]. Latencies are left out."""
+        each = []
+        for collective in self.collectives:
+            model, passes = collective.model, collective.forward + collective.backward
+            peers = model.world_size - 1
+            each.append(passes * peers * (1 / model.bytes_per_ms + num_ranks / model.shared_bytes_per_ms))
+        return torch.tensor(each, dtype=torch.float64)
+
+    def alone_ms_per_byte(self) -> tuple[Tensor, Tensor]:
+        """Milliseconds that one byte to each peer costs where a single rank sends, in the forward and in the backward,
+        both [C]. Latencies are left out."""
+        each = [(c.model.world_size - 1) * c.model.ms_per_byte for c in self.collectives]
+        each_C = torch.tensor(each, dtype=torch.float64)
+        return each_C * self._forward_C, each_C * self._backward_C
+
+    def each_ms(self, bytes_XCD: Tensor) -> Tensor:
+        """Milliseconds of one pass of each, [..., C]; those that move nothing take nothing."""
+        each_XC = bytes_XCD.new_zeros(bytes_XCD.shape[:-1])
+        for (over, model), columns in self._alike.items():
+            bytes_XKD = bytes_XCD[..., columns, :]
+            if over != "world":  # the slowest of several exchanges side by side
+                bytes_XKD = bytes_XKD.unflatten(-1, (-1, self._ranks_per_host))
+                if over == "across":
+                    bytes_XKD = bytes_XKD.transpose(-1, -2)
+            ms_XK, _ = model.all_to_all_ms(bytes_XKD)
+            each_XC[..., columns] = ms_XK if over == "world" else ms_XK.amax(-1)
+        return each_XC
+
+    def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward and backward milliseconds [...] of all of them, from the bytes [..., C, D] that each rank sends to
+        each peer."""
+        each_XC = self.each_ms(bytes_XCD)
+        return each_XC @ self._forward_C, each_XC @ self._backward_C

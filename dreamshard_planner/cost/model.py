@@ -81,8 +81,8 @@ class PlacementProblem:
     """Bytes that each device has left for shards, int64."""
     names: tuple[str, ...] = ()
     collective_S: Tensor | None = None
-    """Which all-to-all carries the shard's output, int64 in [0, num_collectives): TorchRec makes one for each module and
-    sharding type, one after the other. None: all share one."""
+    """Which all-to-all carries the shard's output, int64 in [0, num_collectives): TorchRec makes one for each module
+    and sharding type, one after the other. None: all share one."""
     num_collectives: int = 1
 
     @property

@@ -29,15 +29,17 @@ class Packing:
 
 
 def pack(problem: PlacementProblem, seconds: float = PACKING_SECONDS) -> Packing:
-    """Any placement within memory: best fit decreasing first, scipy's MILP where that fails."""
-    assignment_S = _best_fit(problem)
+    """Any placement within memory: best fit decreasing first, scipy's MILP for so many seconds where that fails."""
+    assignment_S = best_fit(problem)
     if assignment_S is not None:
         return Packing(assignment_S, True)
+    if not seconds > 0:
+        return Packing(None, False)
     exact = solve(problem, seconds)
     return Packing(exact.assignment_S, exact.assignment_S is not None or math.isinf(exact.bound_ms))
 
 
-def _best_fit(problem: PlacementProblem) -> Tensor | None:
+def best_fit(problem: PlacementProblem) -> Tensor | None:
     """Largest shards first, each where the least is left over."""
     free_DM = problem.capacity_DM.clone()
     need_SM = problem.storage_SM

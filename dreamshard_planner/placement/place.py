@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
 from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.packing import pack
+from dreamshard_planner.placement.packing import PACKING_SECONDS, pack
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.refine import RefineResult
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
@@ -83,6 +83,7 @@ def place(
     seed: int = 0,
     given: Mapping[str, Tensor] | None = None,
     seconds: float | None = None,
+    packing_seconds: float = PACKING_SECONDS,
 ) -> Placement:
     """Place the shards of one problem.
 
@@ -94,6 +95,7 @@ def place(
         seed: of the sampled roll-outs and the kicks of the search.
         given: further placements [S] to start from, by name.
         seconds: cap on the search, on top of its budget of candidates.
+        packing_seconds: limit of the exact packing, where all else finds no room; 0 for none.
 
     Returns:
         The cheapest placement found; with a ``config`` never dearer than any rival.
@@ -102,6 +104,8 @@ def place(
         InfeasibleError: where no method, exact packing included, fits the shards into memory.
     """
     problem = cost.problem
+    if not problem.num_shards:
+        return Placement(_contender(cost, "chosen", torch.zeros(0, dtype=torch.int64)), (), 0, False)
     generator = torch.Generator().manual_seed(seed)
     samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_devices)
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
@@ -116,7 +120,7 @@ def place(
 
     pool = [rival.assignment_S for rival in feasible] + sampled
     if not pool:
-        packing = pack(problem)
+        packing = pack(problem, packing_seconds)
         if packing.assignment_S is None:
             raise InfeasibleError(packing.proven)
         pool.append(packing.assignment_S)

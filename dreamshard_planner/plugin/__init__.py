@@ -2,6 +2,7 @@
 """TorchRec's seams, each usable alone with TorchRec's own planner."""
 
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
+from dreamshard_planner.plugin.joint_proposer import JointProposer
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, RulePartitioner
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.proposer import TableWiseProposer
@@ -10,6 +11,7 @@ __all__ = [
     "DreamShardEstimator",
     "DreamShardPartitioner",
     "DreamShardPerfModel",
+    "JointProposer",
     "RulePartitioner",
     "TableWiseProposer",
 ]

@@ -1,34 +1,28 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's ``ShardEstimator`` and ``EmbeddingEnumerator`` with learned costs of single shards."""
+"""TorchRec's ``ShardEstimator`` with learned costs of single shards."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardEstimator, ShardingOption, Topology
-from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
-from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.checkpoint import Checkpoint, resolve
-from dreamshard_planner.plugin.options import OptionReader, collective_model
+from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
 class DreamShardEstimator(ShardEstimator):
-    """Fills ``shard.perf`` with what each table-wise shard would cost alone, in milliseconds.
+    """Fills ``shard.perf`` with what each shard would cost alone on its rank, in milliseconds.
 
     Args:
-        topology: the devices.
+        topology: the ranks.
         constraints: per table, as TorchRec's estimators take them.
         statistics: per feature; precedence over the constraints' pooling factors.
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoint.Checkpoint`.
-        reader: shared by the seams of one planner; made from the other arguments by default.
+        context: shared by the seams of one planner; made from the other arguments by default.
     """
 
     def __init__(
@@ -38,13 +32,9 @@ class DreamShardEstimator(ShardEstimator):
         *,
         statistics: TableStatistics | None = None,
         checkpoint: str | Path | Checkpoint = "auto",
-        reader: OptionReader | None = None,
+        context: PlanningContext | None = None,
     ) -> None:
-        self._topology = topology
-        resolved = checkpoint if isinstance(checkpoint, Checkpoint) else resolve(checkpoint, topology.compute_device)
-        self._compute = resolved.compute_cost(topology)
-        self._collectives = collective_model(topology, resolved)
-        self._reader = reader or OptionReader(constraints, statistics)
+        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
 
     @torch.no_grad()
     def estimate(
@@ -53,68 +43,22 @@ class DreamShardEstimator(ShardEstimator):
         sharder_map: Mapping[str, object] | None = None,  # TorchRec 1.6
         sharder_data_map: Mapping[str, object] | None = None,  # TorchRec 1.7 and later
     ) -> None:
-        """Set the perf of every shard; raises ``PlannerError`` for options that are not table-wise."""
+        """Set the perf of every shard; raises ``PlannerError`` for options that can't be rated."""
         if not sharding_options:
             return
-        problem = self._reader.problem(sharding_options, self._topology, with_storage=False)
-        cost_S2 = self._compute.group_cost_ms(self._compute.encode(problem.features_SF).double())
-        wire_S = problem.output_bytes_S * (self._topology.world_size - 1)
-        comms_S = wire_S * self._collectives.ms_per_byte
-        for option, (forward, backward), comms in zip(
-            sharding_options, cost_S2.tolist(), comms_S.tolist(), strict=True
-        ):
-            option.shards[0].perf = Perf(fwd_compute=forward, fwd_comms=comms, bwd_compute=backward, bwd_comms=comms)
-
-
-class TableWiseEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator for constraints made by
-    :func:`~dreamshard_planner.plugin.options.table_wise_constraints`, with learned perf and TorchRec's storage.
-
-    It gives every option one pooling factor per feature before anything is estimated.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints],
-        reader: OptionReader,
-        checkpoint: Checkpoint,
-    ) -> None:
-        super().__init__(
-            topology=topology,
-            batch_size=batch_size,
-            constraints=constraints,
-            estimator=[
-                DreamShardEstimator(topology, constraints, checkpoint=checkpoint, reader=reader),
-                EmbeddingStorageEstimator(topology=topology, constraints=constraints),
-            ],
-        )
-        self._reader = reader
-
-    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """See ``torchrec.distributed.planner.types.Enumerator``."""
-        for option in sharding_options:
-            option.input_lengths = self._reader.pooling_factors(option)
-        super().populate_estimates(sharding_options)
-
-
-class TorchRecEstimate:
-    """TorchRec's own perf estimates for options, whatever version is installed."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints] | None,
-        sharders: Sequence[ModuleSharder[nn.Module]],
-    ) -> None:
-        self._estimator = EmbeddingPerfEstimator(topology=topology, constraints=constraints)
-        live = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        if "sharder_data_map" in inspect.signature(EmbeddingPerfEstimator.estimate).parameters:
-            self._arguments = {"sharder_data_map": build_sharder_data_map(live)}
-        else:
-            self._arguments = {"sharder_map": live}
-
-    def __call__(self, sharding_options: list[ShardingOption]) -> None:
-        """Set the perf of every shard, in place."""
-        self._estimator.estimate(sharding_options, **self._arguments)
+        read = self._context.read(sharding_options, with_storage=False)
+        cost, collectives = self._context.cost(read), read.problem.collectives
+        cost_P2 = cost.compute.group_cost_ms(cost.latent_PH)
+        forward_C, backward_C = collectives.alone_ms_per_byte()
+        comms_P2 = torch.stack([read.problem.bytes_PC @ forward_C, read.problem.bytes_PC @ backward_C], dim=-1)
+        perf_P = [
+            Perf(fwd_compute=forward, fwd_comms=forward_comms, bwd_compute=backward, bwd_comms=backward_comms)
+            for (forward, backward), (forward_comms, backward_comms) in zip(
+                cost_P2.tolist(), comms_P2.tolist(), strict=True
+            )
+        ]
+        for options, choices in zip(read.options, read.problem.tables, strict=True):
+            for option, choice in zip(options, choices, strict=True):
+                parts = (part for unit in choice.units for part in unit.parts)
+                for shard, part in zip(option.shards, parts, strict=True):
+                    shard.perf = perf_P[part]

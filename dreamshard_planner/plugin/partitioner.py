@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PartitionByType,
     Partitioner,
     PlannerError,
     PlannerErrorType,
@@ -22,22 +20,88 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from dreamshard_planner.checkpoint import Checkpoint, resolve
-from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost, ShardingProblem
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.packing import shortage
+from dreamshard_planner.placement.joint import lay_wide
+from dreamshard_planner.placement.packing import PACKING_SECONDS, shortage
 from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
 from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.plugin.options import MEMORY_KINDS, OptionReader, collective_model
+from dreamshard_planner.plugin.context import PlanningContext, identity
+from dreamshard_planner.plugin.reader import MEMORY_KINDS, ReadProblem
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a proposal was placed."""
+
+    read: ReadProblem
+    cost: ShardingCost
+    chosen: Chosen
+    """What spans hosts and world, and the placement problem of the rest."""
+    placement: Placement
+    """Of the rest."""
+    sharding: Sharding
+    """All together."""
+
+
+def place_proposal(
+    context: PlanningContext,
+    proposal: list[ShardingOption],
+    topology: Topology,
+    search: SearchConfig | None,
+    *,
+    seed: int,
+    seconds: float | None = None,
+    packing_seconds: float = PACKING_SECONDS,
+    torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
+) -> Outcome:
+    """Ranks for the shards of a proposal: positions that the context knows of are taken as a start; else what spans
+    hosts and world is laid down first, and TorchRec's ranks are a start where there is no such thing. No rank is set.
+
+    Raises:
+        PlannerError: where the tables do not fit, naming table and missing bytes.
+    """
+    read = context.read(proposal, topology)
+    cost = context.cost(read)
+    given: dict[str, Tensor] = {}
+    found = context.found.get(identity(proposal))
+    if found is not None:
+        places = tuple(found[choices[0].fqn] for choices in read.options)
+        chosen = cost.chosen(Sharding((0,) * len(places), places))
+        given["joint"] = chosen.assignment_S
+    else:
+        laid = lay_wide(cost, (0,) * read.problem.num_tables)
+        if laid is None:
+            raise infeasible_wide(read.problem)
+        chosen = cost.chosen(laid)
+        if all(option.num_shards == 1 for option in proposal):
+            ranks_S = torchrec_ranks(proposal, topology, torchrec_estimate)
+            given.update({} if ranks_S is None else {"torchrec": ranks_S})
+    try:
+        placement = place(
+            chosen.cost,
+            context.checkpoint.policy,
+            search,
+            seed=seed,
+            given=given,
+            seconds=seconds,
+            packing_seconds=packing_seconds,
+        )
+    except InfeasibleError as error:
+        raise infeasible(chosen.cost.problem, error.proven) from error
+    return Outcome(read, cost, chosen, placement, chosen.placed(placement.chosen.assignment_S))
+
+
 class DreamShardPartitioner(Partitioner):
-    """Places table-wise options with the policy network and search over the cost network.
+    """Places the shards of any proposal: what spans hosts or the world first, the rest on top with the policy network
+    and search over the cost network.
 
     Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
 
@@ -50,13 +114,9 @@ class DreamShardPartitioner(Partitioner):
         search_seconds: cap on the search, on top of its budget of candidates.
         refine_seconds: time for measuring plans on this machine's device, see
             :func:`~dreamshard_planner.placement.refine.refine`; 0 for none. Spent once, on the first plan.
-        reader: shared by the seams of one planner; made from the other arguments by default.
+        context: shared by the seams of one planner; made from the other arguments by default.
         torchrec_estimate: fills in TorchRec's own perf, for the rival that is TorchRec's plan; without it
             the options are taken to hold that already.
-
-    Attributes:
-        placement: what the last call chose, and from what.
-        cost: the problem of the last call, with its costs.
     """
 
     def __init__(
@@ -69,17 +129,17 @@ class DreamShardPartitioner(Partitioner):
         seed: int = 0,
         search_seconds: float | None = None,
         refine_seconds: float = 0.0,
-        reader: OptionReader | None = None,
+        context: PlanningContext | None = None,
         torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._arguments = (constraints, statistics, checkpoint)
         self._search = search
         self._seed = seed
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds
-        self._reader = reader or OptionReader(constraints, statistics)
+        self._context = context
         self._torchrec_estimate = torchrec_estimate
-        self._outcomes: dict[Hashable, tuple[Placement, PlacementCost]] = {}
+        self._outcomes: dict[Hashable, Outcome] = {}
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank`` of every shard of ``proposal`` and return it, as TorchRec's contract has it.
@@ -87,57 +147,55 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: where the tables do not fit, naming table and missing bytes.
         """
-        require_device_partition(proposal)
-        checkpoint = self._checkpoint
-        if not isinstance(checkpoint, Checkpoint):
-            checkpoint = resolve(checkpoint, storage_constraint.compute_device)
+        context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
         threads = torch.get_num_threads()
         with single_thread():
-            problem = self._reader.problem(proposal, storage_constraint)
-            compute = checkpoint.compute_cost(storage_constraint)
-            cost = PlacementCost(problem, compute, collective_model(storage_constraint, checkpoint))
-            ranks_S = torchrec_ranks(proposal, storage_constraint, self._torchrec_estimate)
-            try:
-                placement = place(
-                    cost,
-                    checkpoint.policy,
-                    self._search,
-                    seed=self._seed,
-                    given={"torchrec": ranks_S},
-                    seconds=self._search_seconds,
-                )
-            except InfeasibleError as error:
-                raise infeasible(problem, error.proven) from error
+            outcome = place_proposal(
+                context,
+                proposal,
+                storage_constraint,
+                self._search,
+                seed=self._seed,
+                seconds=self._search_seconds,
+                torchrec_estimate=self._torchrec_estimate,
+            )
             if self._refine_seconds > 0:
-                placement = self._refined(placement, proposal, cost, storage_constraint, threads)
-        self._outcomes[_identity(proposal)] = placement, cost
-        _assign(proposal, placement.chosen.assignment_S)
+                outcome = self._refined(context, outcome, proposal, storage_constraint, threads)
+        self._outcomes[identity(proposal)] = outcome
+        outcome.read.assign(outcome.sharding)
         return proposal
 
-    def outcome(self, options: Sequence[ShardingOption]) -> tuple[Placement, PlacementCost] | None:
-        """How a proposal with these tables and kernels was placed, of those that TorchRec's planner asked for; it takes
-        the one that its perf model rates best. None where there was no such proposal."""
-        return self._outcomes.get(_identity(options))
+    def outcome(self, options: Sequence[ShardingOption]) -> Outcome | None:
+        """How a proposal with these tables, sharding types and kernels was placed, of those that TorchRec's planner
+        asked for; it takes the one that its perf model rates best. None where there was no such proposal."""
+        return self._outcomes.get(identity(options))
 
     def _refined(
         self,
-        placement: Placement,
+        context: PlanningContext,
+        outcome: Outcome,
         proposal: Sequence[ShardingOption],
-        cost: PlacementCost,
         topology: Topology,
         threads: int,
-    ) -> Placement:
-        """The placement that measuring chooses; kernels run with ``threads`` intra-op threads."""
-        device = topology.compute_device
+    ) -> Outcome:
+        """The sharding that measuring chooses; kernels run with ``threads`` intra-op threads."""
+        device, placement, cost = topology.compute_device, outcome.placement, outcome.chosen.cost
         if device == "cuda" and not torch.cuda.is_available():
             raise DreamShardError("refine measures fused kernels on this machine, which has no CUDA device")
-        workloads = self._reader.workloads(proposal, topology)
+        workloads = [
+            workload.part(*shard.size)
+            for option, workload in zip(proposal, context.reader.workloads(proposal, topology), strict=True)
+            for shard in option.shards
+        ]
         elsewhere = [workload.name for workload in workloads if workload.memory != "device"]
-        if elsewhere:
-            note = (
-                f"nothing was measured: {len(elsewhere)} table(s) outside of device memory, {elsewhere[0]!r} the first"
-            )
-            return replace(placement, notes=(*placement.notes, note))
+        reason = None
+        if cost.preload is not None:
+            reason = "some tables span hosts or all ranks"
+        elif elsewhere:
+            reason = f"{len(elsewhere)} table(s) outside of device memory, {elsewhere[0]!r} the first"
+        if reason is not None:
+            notes = (*placement.notes, f"nothing was measured: {reason}")
+            return replace(outcome, placement=replace(placement, notes=notes))
         clock = SetClock(workloads, device, seed=self._seed)
 
         def measure(sets: Sequence[ShardSet], repeats: int) -> Tensor:
@@ -152,11 +210,12 @@ class DreamShardPartitioner(Partitioner):
         notes = placement.notes
         if device == "cpu":
             notes = (*notes, f"kernels were measured with {threads} thread(s)")
-        return replace(placement, chosen=chosen, refined=result, notes=notes)
+        refined = replace(placement, chosen=chosen, refined=result, notes=notes)
+        return replace(outcome, placement=refined, sharding=outcome.chosen.placed(result.assignment_S))
 
 
 class RulePartitioner(Partitioner):
-    """Places table-wise options by one of the greedy rules of :mod:`dreamshard_planner.placement.rules`.
+    """Places shards by one of the greedy rules of :mod:`dreamshard_planner.placement.rules`.
 
     Args:
         rule: ``size_greedy``, ``dim_greedy``, ``lookup_greedy`` or ``size_lookup_greedy``.
@@ -174,33 +233,22 @@ class RulePartitioner(Partitioner):
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
         self._rule = rule
-        self._reader = OptionReader(constraints, statistics)
+        self._arguments = (constraints, statistics)
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
-        require_device_partition(proposal)
-        problem = self._reader.problem(proposal, storage_constraint)
-        assignment_S = place_by_rule(problem, self._rule)
+        context = PlanningContext.of(storage_constraint, *self._arguments)
+        read = context.read(proposal, storage_constraint)
+        cost = context.cost(read)
+        laid = lay_wide(cost, (0,) * read.problem.num_tables)
+        if laid is None:
+            raise infeasible_wide(read.problem)
+        chosen = cost.chosen(laid)
+        assignment_S = place_by_rule(chosen.cost.problem, self._rule)
         if assignment_S is None:
-            raise infeasible(problem, proven=False)
-        _assign(proposal, assignment_S)
+            raise infeasible(chosen.cost.problem, proven=False)
+        read.assign(chosen.placed(assignment_S))
         return proposal
-
-
-def _identity(options: Sequence[ShardingOption]) -> Hashable:
-    return frozenset((option.fqn, option.sharding_type, option.compute_kernel) for option in options)
-
-
-def require_device_partition(proposal: Sequence[ShardingOption]) -> None:
-    """Options that TorchRec spreads over hosts or all ranks are not ours to place alone."""
-    for option in proposal:
-        if get_partition_by_type(option.sharding_type) != PartitionByType.DEVICE.value or option.dependency:
-            raise PlannerError(
-                f"table {option.fqn.removeprefix('.')!r} is to be sharded {option.sharding_type}"
-                f"{' together with ' + option.dependency if option.dependency else ''}; only independent table-wise "
-                "shards can be placed so far",
-                PlannerErrorType.STRICT_CONSTRAINTS,
-            )
 
 
 def torchrec_ranks(
@@ -247,6 +295,37 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
     )
 
 
+def infeasible_wide(problem: ShardingProblem) -> PlannerError:
+    """The same for tables that span hosts or the world."""
+    capacity_DM, reasons = problem.capacity_DM, []
+    for name, options in zip(problem.names, problem.tables, strict=True):
+        for unit in options[0].units:
+            need_M = problem.storage_PM[list(unit.parts)].amax(0)
+            for kind, memory in enumerate(MEMORY_KINDS):
+                need, room = int(need_M[kind]), max(0, int(capacity_DM[:, kind].max()))
+                if unit.span > 1 and need > room:
+                    reasons.append(
+                        f"table {name!r} needs {need:,} bytes of {memory} on each of {unit.span} ranks "
+                        f"({options[0].sharding_type}), the roomiest rank has {room:,}: {need - room:,} bytes are "
+                        "missing"
+                    )
+    if not reasons:
+        wide = [unit for options in problem.tables for unit in options[0].units if unit.span > 1]
+        need_M = torch.stack([problem.storage_PM[list(unit.parts)].sum(0) for unit in wide]).sum(0)
+        room_M = capacity_DM.clamp_min(0).sum(0)
+        asked = [
+            f"{int(need):,} bytes of {memory}, of {int(room):,}"
+            for need, room, memory in zip(need_M, room_M, MEMORY_KINDS, strict=True)
+            if need > 0
+        ]
+        reasons.append(f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little")
+    return PlannerError(
+        f"Tables do not fit: {'; '.join(reasons[:5])}. More or larger devices, a smaller storage reservation, or "
+        "smaller tables would help.",
+        PlannerErrorType.INSUFFICIENT_STORAGE,
+    )
+
+
 @contextmanager
 def single_thread() -> Iterator[None]:
     """One intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
@@ -256,8 +335,3 @@ def single_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _assign(proposal: Sequence[ShardingOption], assignment_S: Tensor) -> None:
-    for option, rank in zip(proposal, assignment_S.tolist(), strict=True):
-        option.shards[0].rank = rank

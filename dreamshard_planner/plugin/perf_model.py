@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, PerfModel, ShardingOption, Topology
 
-from dreamshard_planner.checkpoint import Checkpoint, resolve
-from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
-from dreamshard_planner.plugin.options import OptionReader, collective_model
+from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.partitioner import single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -24,11 +24,11 @@ class DreamShardPerfModel(PerfModel):
     """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds.
 
     Args:
-        topology: the devices.
+        topology: the ranks.
         constraints: per table, as in :class:`~dreamshard_planner.plugin.partitioner.DreamShardPartitioner`.
         statistics: workload statistics per feature.
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoint.Checkpoint`.
-        reader: shared by the seams of one planner; made from the other arguments by default.
+        context: shared by the seams of one planner; made from the other arguments by default.
     """
 
     def __init__(
@@ -38,21 +38,20 @@ class DreamShardPerfModel(PerfModel):
         *,
         statistics: TableStatistics | None = None,
         checkpoint: str | Path | Checkpoint = "auto",
-        reader: OptionReader | None = None,
+        context: PlanningContext | None = None,
     ) -> None:
-        self._topology = topology
-        resolved = checkpoint if isinstance(checkpoint, Checkpoint) else resolve(checkpoint, topology.compute_device)
-        self._compute = resolved.compute_cost(topology)
-        self._collectives = collective_model(topology, resolved)
-        self._reader = reader or OptionReader(constraints, statistics)
+        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
 
     @torch.no_grad()
     def costs(self, plan: Sequence[ShardingOption]) -> PlacementCosts:
-        """Costs of one plan (B = 1) whose shards have ranks; ``PlannerError`` unless all are table-wise."""
+        """Costs of one plan (B = 1) whose shards have ranks.
+
+        Raises:
+            PlannerError: where it can't be rated: an unknown kernel, tables that depend on others, impossible ranks.
+        """
         with single_thread():
-            problem = self._reader.problem(plan, self._topology, with_storage=False)
-            ranks_BS = torch.tensor([[option.shards[0].rank for option in plan]], dtype=torch.int64)
-            return PlacementCost(problem, self._compute, self._collectives).rate(ranks_BS)
+            read = self._context.read(plan, with_storage=False)
+            return self._context.cost(read).rate(read.sharding(plan))
 
     def rate(self, plan: list[ShardingOption]) -> float:
         """Predicted overall cost in milliseconds, and a millionth of what all ranks compute; lower is better."""

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from dreamshard_planner.plugin.options import KERNEL_MEMORY, require_table_wise
+from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
 
 PROBES = 16
 """Numbers of tables outside of device memory that are tried where neither none nor all of them fit."""
@@ -47,7 +47,12 @@ class TableWiseProposer(Proposer):
         for options in by_table.values():
             table_wise = [o for o in options if o.sharding_type == ShardingType.TABLE_WISE.value]
             if not table_wise:
-                require_table_wise(options[0])
+                raise PlannerError(
+                    f"table {options[0].fqn.removeprefix('.')!r} may only be sharded "
+                    f"{sorted({option.sharding_type for option in options})}, and TableWiseProposer proposes "
+                    "table-wise options only",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
             table_wise = [option for option in table_wise if option.compute_kernel in KERNEL_MEMORY]
             if not table_wise:
                 kernels = sorted({option.compute_kernel for option in options})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse
@@ -131,6 +131,20 @@ class Workload:
     memory: str = "device"
     output_share: float = field(default=1.0, metadata={"measured": False})
     """As in :class:`Table`. Kernels are measured with one."""
+
+    def part(self, rows: int, dim: int) -> Workload:
+        """What a block of so many rows and columns of this table asks for. Columns repeat every lookup; rows have their
+        share of the lookups and of the distinct rows, taken to be spread evenly."""
+        if (rows, dim) == (self.rows, self.dim):
+            return self
+        share = rows / self.rows
+        return replace(
+            self,
+            rows=max(1, rows),
+            dim=max(1, dim),
+            pooling_factor=self.pooling_factor * share,
+            distinct_rows=self.distinct_rows * share,
+        )
 
     @property
     def lookups(self) -> float:

@@ -1,0 +1,137 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's constraints as the planner uses them: one value per feature, and the sharding types that may be used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torchrec.distributed.planner.enumerators import GUARDED_SHARDING_TYPES_FOR_FP_MODULES
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
+from dreamshard_planner.plugin.legal import CW, GRID, TWCW, Situation, broken, inexact, optimizer_name
+from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables
+from dreamshard_planner.workload.statistics import TableStatistics
+
+
+def planning_constraints(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: TableStatistics | None,
+    compute_device: str,
+    sharding_types: Sequence[str] | None = None,
+    exact_training: bool = True,
+) -> dict[str, ParameterConstraints]:
+    """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
+    ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
+
+    A feature's pooling factor comes from ``statistics``, else from the table's constraint, else from TorchRec's
+    default.
+
+    Args:
+        module: the model.
+        sharders: its sharders.
+        constraints: the user's, by table name.
+        statistics: per feature.
+        compute_device: of the topology.
+        sharding_types: TorchRec's names of the types to use; None for all.
+        exact_training: leave out types that change how a table is trained, unless its constraint names them.
+
+    Raises:
+        PlannerError: where no type is left for a table, or lengths don't match the features.
+        StatisticsError: where ``statistics`` names a feature that no table of the module serves.
+    """
+    tables = shardable_tables(module, sharders)
+    if statistics is not None:
+        statistics.check_features(feature for table in tables for feature in table.feature_names)
+    expanded: dict[str, ParameterConstraints] = dict(constraints or {})
+    for table in tables:
+        name = table.name
+        constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
+        if constraint.device_group and constraint.device_group != compute_device:
+            continue
+        constraint.sharding_types = allowed_types(table, constraint, compute_device, sharding_types, exact_training)
+        if constraint.compute_kernels:
+            constraint.compute_kernels = known_kernels(table.fqn, constraint.compute_kernels)
+        features = table.feature_names
+        if features:
+            pooling_factors = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
+            constraint.pooling_factors = [
+                statistics[feature].pooling_factor if statistics is not None and feature in statistics else given
+                for feature, given in zip(features, pooling_factors, strict=True)
+            ]
+            for what in ("num_poolings", "batch_sizes"):
+                values = getattr(constraint, what)
+                if values:
+                    setattr(constraint, what, per_feature(values, len(features), name, what))
+        expanded[name] = constraint
+    return expanded
+
+
+def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
+    """Those among some compute kernels of a table whose cost is known.
+
+    Raises:
+        PlannerError: none is.
+    """
+    known = [kernel for kernel in kernels if kernel in KERNEL_MEMORY]
+    if not known:
+        raise PlannerError(
+            f"table {fqn.removeprefix('.')!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
+            f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
+            "ParameterConstraints.compute_kernels.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return known
+
+
+def allowed_types(
+    table: ShardableTable,
+    constraint: ParameterConstraints,
+    compute_device: str,
+    sharding_types: Sequence[str] | None,
+    exact_training: bool,
+) -> list[str]:
+    """Sharding types that may be used for a table, sorted.
+
+    Raises:
+        PlannerError: none is left; says why each was left out.
+    """
+    supported = table.sharder.sharding_types(compute_device)
+    named = constraint.sharding_types
+    wanted = set(supported) if named is None else set(named) & set(supported)
+    left_out: dict[str, str] = {kind: "the sharder does not offer it" for kind in named or () if kind not in supported}
+    if sharding_types is not None:
+        left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
+    situation = Situation(
+        table.module,
+        table.config,
+        compute_device,
+        optimizer_name(table.parameter, getattr(table.sharder, "fused_params", None)),
+    )
+    processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
+    for kind in sorted(wanted - left_out.keys()):
+        if reason := broken(kind, situation):
+            left_out[kind] = reason
+        elif named is None and kind == GRID and GRID not in (sharding_types or ()):
+            left_out[kind] = "TorchRec wants it named"
+        elif named is None and processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
+            left_out[kind] = "TorchRec wants it named for feature processors"
+        elif named is None and exact_training and (reason := inexact(kind, situation)):
+            left_out[kind] = f"{reason} (name it in the table's constraint, or plan with exact_training=False)"
+    allowed = wanted - left_out.keys()
+    if CW in allowed:
+        allowed.discard(TWCW)  # at run time the same, with less freedom
+    if not allowed:
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in sorted(left_out.items()))
+        raise PlannerError(
+            f"no sharding type is left for table {table.fqn!r} ({reasons or 'the sharder offers none'}). Allow another "
+            "one in its ParameterConstraints.sharding_types.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return sorted(allowed)

@@ -1,0 +1,150 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What all seams of one planner share, resolved once: checkpoint, cost source, exchanges, and the reader of options."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchrec.distributed.planner.types import CollectiveType, ParameterConstraints, ShardingOption, Topology
+
+from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.model import ComputeCost, CostSource
+from dreamshard_planner.cost.roofline import RooflineCost, dense_ms_per_element
+from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
+from dreamshard_planner.plugin.reader import Links, OptionReader, ReadProblem
+from dreamshard_planner.workload.statistics import TableStatistics
+
+COST_SOURCES = ("auto", "roofline", "torchrec")
+"""``auto``: the checkpoint's network, where it has one, else the roofline model; ``torchrec``: the estimates that the
+options come with."""
+
+FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
+"""Exchanges that cost nothing of their own."""
+
+
+@dataclass
+class PlanningContext:
+    """How the plans of one topology are read and rated.
+
+    Args:
+        topology: the ranks, before any reservation.
+        reader: of options.
+        checkpoint: policy, and the cost network where it has one.
+        cost_source: one of :data:`COST_SOURCES`.
+    """
+
+    topology: Topology
+    reader: OptionReader
+    checkpoint: Checkpoint
+    cost_source: str = "auto"
+    found: dict[Hashable, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Positions of each table's units that a proposer has found already, by :func:`identity` of the proposal; a
+    partitioner starts from them."""
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        statistics: TableStatistics | None = None,
+        checkpoint: str | Path | Checkpoint = "auto",
+        cost_source: str = "auto",
+    ) -> PlanningContext:
+        """For a seam that is used alone."""
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = resolve(checkpoint, topology.compute_device)
+        return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
+
+    def __post_init__(self) -> None:
+        if self.cost_source not in COST_SOURCES:
+            raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
+        self.compute: ComputeCost = self._compute()
+        if self.cost_source == "torchrec":
+            self.links = Links(FREE, FREE, FREE)
+        else:
+            self.links = links_of(self.topology, self.checkpoint)
+
+    def _compute(self) -> ComputeCost:
+        if self.cost_source == "torchrec":
+            return GivenCost(CostSource("torchrec", "TorchRec's estimates, nothing measured"))
+        if self.cost_source == "roofline":
+            return RooflineCost.of_topology(self.topology)
+        return self.checkpoint.compute_cost(self.topology)
+
+    def read(
+        self, options: Sequence[ShardingOption], topology: Topology | None = None, with_storage: bool = True
+    ) -> ReadProblem:
+        """The sharding problem of some options; ``topology`` is what the storage reservation left."""
+        return self.reader.read(options, topology or self.topology, self.links, with_storage)
+
+    def cost(self, read: ReadProblem) -> ShardingCost:
+        """The cost of its shardings."""
+        problem = read.problem
+        if self.cost_source == "torchrec":
+            return ShardingCost(problem, self.compute, estimates(read))
+        if not bool(read.dense_elements_P.any()):
+            return ShardingCost(problem, self.compute)
+        extra_ms_P = read.dense_elements_P * dense_ms_per_element(self.topology)
+        with_dense = WithExtras(self.compute)
+        latent_PH = with_dense.latents(problem.features_PF, torch.stack([torch.zeros_like(extra_ms_P), extra_ms_P], -1))
+        return ShardingCost(problem, with_dense, latent_PH)
+
+
+def identity(options: Sequence[ShardingOption]) -> Hashable:
+    """What tells one proposal from another: its tables, how each is sharded, and by which kernel."""
+    return frozenset((option.fqn, option.sharding_type, option.compute_kernel, option.num_shards) for option in options)
+
+
+def estimates(read: ReadProblem) -> Tensor:
+    """TorchRec's estimate of each part as latents of a :class:`GivenCost`, [P, 3]: one, and milliseconds of forward
+    (everything but the backward) and backward."""
+    perfs = [shard.perf for shard in read.shard_P]
+    backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
+    return torch.tensor(
+        [[1.0, perf.total - later, later] for perf, later in zip(perfs, backward, strict=True)], dtype=torch.float64
+    ).view(-1, 3)
+
+
+def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
+    """Exchanges as the checkpoint measured them, for ranks of one host of that kind; else over the topology's
+    bandwidths, within hosts and between them."""
+    world_size, host = topology.world_size, topology.intra_group_size
+    bandwidths = topology.comms_bandwidths
+    inside, between = bandwidths.intra_host_bw, bandwidths.inter_host_bw
+    return Links(
+        world=collective_model(topology, checkpoint),
+        host=CollectiveModel(min(host, world_size), inside, source=_given(inside)),
+        across=CollectiveModel(max(1, world_size // host), between, source=_given(between)),
+    )
+
+
+def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveModel:
+    """All-to-all between all ranks as the checkpoint measured it, for ranks of one host of that kind; else over the
+    topology's bandwidth: on several hosts what goes to the other hosts' ranks passes between hosts, the rest inside."""
+    measured = checkpoint.metadata.get("collectives")
+    one_host = topology.world_size <= topology.local_world_size
+    if measured is not None and one_host and measured["hardware"]["device"] == topology.compute_device:
+        fit = CollectiveFit(**measured["fits"]["all_to_all"])
+        ranks = f"{measured['world_size']} ranks of one {measured['hardware']['name']}"
+        source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
+        return fit.model(topology.world_size, source)
+    bytes_per_ms = topology.comms_bandwidths.get_bw(
+        local_world_size=topology.intra_group_size,
+        world_size=topology.world_size,
+        collective_type=CollectiveType.ALL_TO_ALL,
+    )
+    model = CollectiveModel(topology.world_size, bytes_per_ms, source=_given(bytes_per_ms))
+    others = topology.world_size - topology.intra_group_size
+    if others <= 0:
+        return model
+    # As if all peers were alike, and the exchange as long as what passes between hosts.
+    return replace(model, bytes_per_ms=bytes_per_ms * (topology.world_size - 1) / others)
+
+
+def _given(bytes_per_ms: float) -> str:
+    return f"topology's {bytes_per_ms * 1e3 / 1e9:.0f} GB/s, nothing measured"

@@ -1,0 +1,43 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Which shards of a rank TorchRec fuses into one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from torchrec.distributed.planner.types import ShardingOption
+
+from dreamshard_planner.workload.tables import Table
+
+KERNEL_MEMORY = {"fused": "device", "fused_uvm": "uvm", "fused_uvm_caching": "uvm_caching", "dense": "device"}
+"""Where FBGEMM's training kernels keep their weights. For others, such as ``key_value`` on SSDs, there is no cost."""
+
+
+def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
+    """What must agree for TorchRec to fuse two shards of a rank into one kernel
+    (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
+    tensor, cache = option.tensor, option.cache_params
+    cached_ahead = option.compute_kernel == "fused_uvm_caching" and bool(cache and cache.prefetch_pipeline)
+    return (
+        option.path,
+        option.sharding_type,
+        "dense" if option.compute_kernel == "dense" else "fused",
+        str(tensor.dtype),
+        str(getattr(config, "data_type", None)),
+        str(getattr(config, "pooling", None)),
+        table.weighted,
+        getattr(option, "has_feature_processor", False),
+        table.optimizer,
+        repr(getattr(tensor, "_optimizer_classes", None)),
+        repr(getattr(tensor, "_optimizer_kwargs", None)),
+        table.pooled,
+        option.name if fused_params.get("use_one_tbe_per_table") else None,
+        option.output_dtype,
+        option.stochastic_rounding,
+        option.bounds_check_mode,
+        option.enforce_hbm,
+        repr(cache and replace(cache, load_factor=None, stats=None)),
+        option.shards[0].size[1] if cached_ahead else None,
+    )

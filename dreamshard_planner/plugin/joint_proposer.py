@@ -1,0 +1,229 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's ``Proposer`` for all sharding types: how tables are split, searched together with where shards go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.planner.utils import reset_shard_rank
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.placement.joint import DEFAULT_JOINT, JointConfig, JointResult, joint_search
+from dreamshard_planner.placement.place import Contender
+from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.plugin.baseline import TorchRecPlan, torchrec_plan
+from dreamshard_planner.plugin.constraints import known_kernels
+from dreamshard_planner.plugin.context import PlanningContext, identity
+from dreamshard_planner.plugin.legal import CW, TW
+from dreamshard_planner.plugin.partitioner import place_proposal, single_thread
+from dreamshard_planner.plugin.proposer import TableWiseProposer
+from dreamshard_planner.plugin.reader import ReadProblem
+
+
+class JointProposer(Proposer):
+    """Proposes what the joint search makes of all options.
+
+    TorchRec tells a proposer what the storage reservation left only with the feedback on its first proposal. Where that
+    is not given beforehand, whole tables are proposed first, and the search follows. Where every table can only be
+    placed whole, this is :class:`~dreamshard_planner.plugin.proposer.TableWiseProposer`.
+
+    Args:
+        context: shared with the partitioner, which takes the positions found here.
+        topology: what the storage reservation leaves, where that is known.
+        config: of the joint search.
+        search: of its moves and swaps.
+        seed: of the search.
+        torchrec_estimate: fills in TorchRec's own perf, for the rival that is TorchRec's plan; without it the options
+            are taken to hold that already.
+
+    Attributes:
+        rivals: what the sharding found was compared with.
+        result: of the last search; None where there was none.
+        torchrec: TorchRec's plan over the same options; None where it found none.
+    """
+
+    def __init__(
+        self,
+        context: PlanningContext,
+        topology: Topology | None = None,
+        config: JointConfig = DEFAULT_JOINT,
+        search: SearchConfig = DEFAULT_SEARCH,
+        seed: int = 0,
+        torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
+    ) -> None:
+        self._context = context
+        self._topology = topology
+        self._config = config
+        self._search = search
+        self._seed = seed
+        self._torchrec_estimate = torchrec_estimate
+        self._table_wise = TableWiseProposer()
+        self._only_whole = False
+        self._searched = False
+        self._pending: list[ShardingOption] | None = None
+        self._options: list[ShardingOption] = []
+        self.rivals: list[Contender] = []
+        self.result: JointResult | None = None
+        self.torchrec: TorchRecPlan | None = None
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel."""
+        self.rivals, self.result, self.torchrec = [], None, None
+        self._options = usable_options(search_space)
+        self._only_whole = all(option.sharding_type == TW for option in self._options)
+        if self._only_whole:
+            self._table_wise.load(self._options, enumerator)
+            return
+        self._searched = self._topology is not None
+        self._pending = self._search_all(self._topology) if self._searched else self._whole()
+
+    def _whole(self) -> list[ShardingOption]:
+        """Every table whole where it may be, by its fastest kernel; else its fastest option."""
+        best: dict[str, ShardingOption] = {}
+        for option in self._options:
+            known = best.get(option.fqn)
+            key = (option.sharding_type != TW, option.total_perf)
+            if known is None or key < (known.sharding_type != TW, known.total_perf):
+                best[option.fqn] = option
+        return list(best.values())
+
+    def propose(self) -> list[ShardingOption] | None:
+        """See ``Proposer.propose``; None when done."""
+        return self._table_wise.propose() if self._only_whole else self._pending
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """See ``Proposer.feedback``: the joint search, where it has not been."""
+        if self._only_whole:
+            self._table_wise.feedback(partitionable, plan, perf_rating, storage_constraint)
+            return
+        self._pending = None
+        if not self._searched and storage_constraint is not None:
+            self._searched = True
+            self._pending = self._search_all(storage_constraint)
+
+    @torch.no_grad()
+    def _search_all(self, topology: Topology) -> list[ShardingOption]:
+        """The options that the joint search chooses; those that ask least of any rank where it finds no room."""
+        with single_thread():
+            read = self._context.read(self._options, topology)
+            cost = self._context.cost(read)
+            starts = [self._start(cost, name, sharding) for name, sharding in self._known_plans(read, topology)]
+            self.result = joint_search(cost, starts, self._config, self._search, self._seed)
+        if self.result is None:
+            return _smallest(read)
+        chosen = self.result.sharding
+        proposal = [options[option] for options, option in zip(read.options, chosen.options, strict=True)]
+        places = zip(proposal, chosen.positions, strict=True)
+        self._context.found[identity(proposal)] = {option.fqn: positions for option, positions in places}
+        return proposal
+
+    def _known_plans(self, read: ReadProblem, topology: Topology) -> Iterator[tuple[str, Sharding]]:
+        """Ours of whole tables, whose own rivals are rivals as well, and TorchRec's of all options."""
+        whole = self._whole()
+        try:
+            outcome = place_proposal(
+                self._context,
+                whole,
+                topology,
+                self._search,
+                seed=self._seed,
+                packing_seconds=0.0,
+                torchrec_estimate=self._torchrec_estimate,
+            )
+        except PlannerError:
+            pass  # no room for whole tables: others may have some
+        else:
+            outcome.read.assign(outcome.sharding)
+            yield "whole_tables", read.sharding(whole)
+            reset_shard_rank(whole)
+            if all(option.sharding_type == TW for option in whole):
+                named = {"torchrec": "torchrec_whole"}
+                self.rivals += [replace(r, name=named.get(r.name, r.name)) for r in outcome.placement.rivals]
+        self.torchrec = torchrec_plan(self._options, topology, self._torchrec_estimate)
+        if self.torchrec is not None:
+            yield "torchrec", read.sharding(self.torchrec.options)
+
+    def _start(self, cost: ShardingCost, name: str, sharding: Sharding) -> Sharding:
+        self.rivals.append(Contender(name, None, cost.rate(sharding)))
+        return sharding
+
+
+def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Options whose cost is known, and of those that amount to the same only one.
+
+    Raises:
+        PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
+    """
+    by_table: dict[str, list[ShardingOption]] = {}
+    for option in search_space:
+        by_table.setdefault(option.fqn, []).append(option)
+    for fqn, options in by_table.items():
+        kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
+        known = [option for option in options if option.compute_kernel in kernels]
+        # One column slice is the whole table, in a kernel and an exchange of its own.
+        whole = any(option.sharding_type == TW for option in known)
+        by_table[fqn] = [o for o in known if not (whole and o.sharding_type == CW and o.num_shards == 1)]
+    return _one_width_per_collection(by_table)
+
+
+def _one_width_per_collection(by_table: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
+    """TorchRec wants all column slices of one EmbeddingCollection of one width: the one that splits most bytes."""
+    widths: dict[str, Counter[int]] = {}
+    for options in by_table.values():
+        for option in options:
+            if option.sharding_type == CW and isinstance(option.module[1], EmbeddingCollection):
+                width = option.shards[0].size[1]
+                widths.setdefault(option.path, Counter())[width] += option.tensor.numel()
+    kept = []
+    for fqn, options in by_table.items():
+        fitting = [
+            option
+            for option in options
+            if option.sharding_type != CW
+            or option.path not in widths
+            or {shard.size[1] for shard in option.shards} == {_common(widths[option.path])}
+        ]
+        if not fitting:
+            raise PlannerError(
+                f"table {fqn.removeprefix('.')!r} may only be sharded column_wise, in slices of another width than "
+                f"the {_common(widths[options[0].path])} of other tables of its EmbeddingCollection, which TorchRec "
+                "can't mix: give them the same min_partition, or allow another sharding type.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        kept += fitting
+    return kept
+
+
+def _common(widths: Counter[int]) -> int:
+    return max(widths, key=lambda width: (widths[width], -width))
+
+
+def _smallest(read: ReadProblem) -> list[ShardingOption]:
+    """Every table as the option that asks least of any rank: where not even that fits, the partitioner says what is
+    missing."""
+    storage_PM = read.problem.storage_PM
+    proposal = []
+    for options, choices in zip(read.options, read.problem.tables, strict=True):
+        largest = [
+            max(int(storage_PM[part].sum()) for unit in choice.units for part in unit.parts) for choice in choices
+        ]
+        proposal.append(options[largest.index(min(largest))])
+    return proposal

@@ -1,0 +1,203 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Sharding problems of tables, options and units: cost, starts, re-shards, and the joint search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
+from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
+from dreamshard_planner.placement import joint
+from dreamshard_planner.placement.joint import JointConfig, JointOptions, joint_search, lay, level_starts
+from dreamshard_planner.placement.search import SearchConfig
+
+RANKS, HOST = 4, 2
+SEARCH = SearchConfig(samples=0, candidates=2000)
+MEMORY = 1000
+
+
+def problem_of(num_tables: int, seed: int = 0, memory: int = MEMORY, latency_ms: float = 0.0) -> ShardingCost:
+    """Random tables on two hosts of two ranks, each whole, in two slices, over a host, over the world, or replicated;
+    costs are given, and add up."""
+    rng = random.Random(seed)
+    world = CollectiveModel(RANKS, 1e3, latency_ms)
+    host, across = CollectiveModel(HOST, 1e4, latency_ms), CollectiveModel(RANKS // HOST, 1e2, latency_ms)
+    collectives = [
+        Collective("table_wise", "world", world),
+        Collective("column_wise", "world", world),
+        Collective("row_wise", "world", world),
+        Collective("table_row_wise inside", "host", host),
+        Collective("table_row_wise across", "across", across),
+        Collective("data_parallel", "world", world, forward=False),
+    ]
+    parts: list[tuple[int, float, int, dict[int, float]]] = []
+
+    def part(group: int, ms: float, size: int, sent: dict[int, float]) -> int:
+        parts.append((group, ms, size, sent))
+        return len(parts) - 1
+
+    tables = []
+    for _ in range(num_tables):
+        ms, size, sent = rng.uniform(0.2, 4), rng.randint(20, 200), rng.uniform(1, 50)
+        whole = part(0, ms, size, {0: sent})
+        slices = [part(1, 0.6 * ms, size // 2, {1: sent / 2}) for _ in range(2)]
+        host_blocks = [part(2, 0.6 * ms, size // 2, {3: sent, 4: sent / 2}) for _ in range(HOST)]
+        blocks = [part(3, 0.35 * ms, size // 4, {2: sent / 4}) for _ in range(RANKS)]
+        replica = part(4, 0.4 * ms, size, {5: size / 2})
+        tables.append(
+            (
+                Option((Unit((whole,)),), "table_wise"),
+                Option(tuple(Unit((one,)) for one in slices), "column_wise"),
+                Option((Unit(tuple(host_blocks)),), "table_row_wise"),
+                Option((Unit(tuple(blocks)),), "row_wise"),
+                Option((Unit((replica,) * RANKS),), "data_parallel", "dense"),
+            )
+        )
+    bytes_PC = torch.zeros(len(parts), len(collectives), dtype=torch.float64)
+    for row, (*_, sent_of) in enumerate(parts):
+        for column, sent in sent_of.items():
+            bytes_PC[row, column] = sent
+    problem = ShardingProblem(
+        num_ranks=RANKS,
+        tables=tuple(tables),
+        names=tuple(f"t{i}" for i in range(num_tables)),
+        features_PF=torch.zeros(len(parts), 1),
+        group_P=torch.tensor([group for group, *_ in parts]),
+        num_groups=5,
+        storage_PM=torch.tensor([[size] for _, _, size, _ in parts]),
+        capacity_DM=torch.full((RANKS, 1), memory),
+        bytes_PC=bytes_PC,
+        collectives=Collectives(collectives, HOST, world),
+    )
+    latent_PH = torch.tensor([[1.0, ms / 3, 2 * ms / 3] for _, ms, _, _ in parts], dtype=torch.float64)
+    return ShardingCost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
+
+
+def shardings(cost: ShardingCost) -> list[Sharding]:
+    """Every sharding that there is."""
+    per_table = []
+    for options in cost.problem.tables:
+        choices = []
+        for index, option in enumerate(options):
+            positions = [range(RANKS // unit.span) for unit in option.units]
+            choices += [(index, places) for places in itertools.product(*positions)]
+        per_table.append(choices)
+    return [
+        Sharding(tuple(option for option, _ in chosen), tuple(places for _, places in chosen))
+        for chosen in itertools.product(*per_table)
+    ]
+
+
+def formula_ms(cost: ShardingCost, sharding: Sharding) -> float:
+    """The formula, spelled out with loops."""
+    problem = cost.problem
+    load = [0.0] * RANKS
+    sent = [[0.0] * RANKS for _ in problem.collectives.collectives]
+    for options, option, places in zip(problem.tables, sharding.options, sharding.positions, strict=True):
+        for unit, place in zip(options[option].units, places, strict=True):
+            for offset, row in enumerate(unit.parts):
+                rank = place * unit.span + offset
+                load[rank] += float(cost.latent_PH[row, 1:].sum())
+                for column, count in enumerate(problem.bytes_PC[row].tolist()):
+                    sent[column][rank] += count
+    total = max(load)
+    for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
+        model = collective.model
+        if collective.over == "world":
+            exchanges = [bytes_D]
+        elif collective.over == "host":
+            exchanges = [bytes_D[:2], bytes_D[2:]]
+        else:
+            exchanges = [bytes_D[0::2], bytes_D[1::2]]
+        slowest = max(
+            max(max(b * (len(group) - 1), sum(group) - b) for b in group) if sum(group) else 0.0 for group in exchanges
+        )
+        if slowest > 0:
+            passes = collective.forward + collective.backward
+            total += passes * (model.latency_ms + slowest / model.bytes_per_ms)
+    return total
+
+
+def test_rating_is_the_formula() -> None:
+    cost = problem_of(2, latency_ms=0.05)
+    for sharding in shardings(cost):
+        assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, sharding), rel=1e-9)
+
+
+def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
+    """The placement problem of a sharding rates it as the sharding's own cost does, wherever its free units go."""
+    cost, rng = problem_of(4, latency_ms=0.05), random.Random(3)
+    for sharding in rng.sample(shardings(problem_of(2)), 40):
+        doubled = Sharding(sharding.options * 2, sharding.positions * 2)
+        chosen = cost.chosen(doubled)
+        assert chosen.placed(chosen.assignment_S) == doubled
+        rated = float(chosen.cost.rate(chosen.assignment_S[None]).overall_ms_B)
+        assert rated == pytest.approx(cost.overall_ms(doubled), rel=1e-9)
+        moved = torch.randint(RANKS, chosen.assignment_S.shape, generator=torch.Generator().manual_seed(1))
+        rated = float(chosen.cost.rate(moved[None]).overall_ms_B)
+        assert rated == pytest.approx(cost.overall_ms(chosen.placed(moved)), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_joint_search_finds_the_optimum_of_small_problems(seed: int) -> None:
+    cost = problem_of(3, seed)
+    best_ms = min(cost.overall_ms(sharding) for sharding in shardings(cost))
+    result = joint_search(cost, [], JointConfig(), SEARCH)
+    assert result.overall_ms == pytest.approx(cost.overall_ms(result.sharding), rel=1e-9)
+    assert result.overall_ms <= best_ms * 1.03
+
+
+@pytest.mark.parametrize("memory", [MEMORY, 400, 300])
+def test_joint_search_keeps_memory_and_beats_every_start(memory: int) -> None:
+    cost = problem_of(9, 5, memory)
+    starts = level_starts(cost)
+    assert starts and all(cost.fits(start) for start in starts)
+    result = joint_search(cost, [], JointConfig(), SEARCH)
+    assert cost.fits(result.sharding)
+    assert result.overall_ms <= min(cost.overall_ms(start) for start in starts) * (1 + 1e-5)
+    again = joint_search(cost, [], JointConfig(), SEARCH)
+    assert again == result
+
+
+def test_where_nothing_fits_there_is_no_sharding() -> None:
+    cost = problem_of(9, 5, 40)
+    assert joint_search(cost, [], JointConfig(), SEARCH) is None
+
+
+def test_a_start_is_never_lost() -> None:
+    cost = problem_of(5, 7)
+    start = lay(cost, (0,) * 5)
+    alone = joint_search(cost, [start], JointConfig(starts=1, reshards=1), SEARCH)
+    assert alone.overall_ms <= cost.overall_ms(start)
+
+
+def test_reshards_keep_their_sums() -> None:
+    """Sums kept through many changes are those taken afresh, and what was glanced at is what was got."""
+    cost = problem_of(12, 2, latency_ms=0.02)
+    state = joint._State(cost, lay(cost, (3,) * 12), JointConfig(), 1.0)
+    before_ms = state.overall_ms()
+    tried = state.improve(10_000, lambda: True)
+    assert tried > 100 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.9 * before_ms
+    assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
+    afresh = joint._State(cost, state.sharding, JointConfig(), 1.0)
+    for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
+        assert torch.allclose(getattr(state, name).double(), getattr(afresh, name).double(), atol=1e-9), name
+
+
+def test_a_level_start_splits_what_would_stick_out() -> None:
+    """One table as heavy as all others together: split, and the others whole."""
+    cost = problem_of(9, 1)
+    parts = [part for option in cost.problem.tables[0] for unit in option.units for part in unit.parts]
+    cost.latent_PH[parts, 1:] *= 8
+    asked = JointOptions(cost)
+    every = [range(5)] * 9
+    chosen = joint.level_choice(cost.problem, asked, every, 1.0, torch.zeros(1, dtype=torch.float64))
+    assert chosen[0] != 0
+    heights = [asked.largest_ms[table][option] for table, option in enumerate(chosen)]
+    level = sum(asked.total_ms[table][option] for table, option in enumerate(chosen)) / RANKS
+    assert max(heights) <= level * (1 + 1e-6)
