@@ -182,7 +182,7 @@ def test_reshards_keep_their_sums() -> None:
     state = joint._State(cost, lay(cost, (3,) * 12), JointConfig(), 1.0)
     before_ms = state.overall_ms()
     tried = state.improve(10_000, lambda: True)
-    assert tried > 100 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.9 * before_ms
+    assert tried > 50 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.9 * before_ms
     assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
     afresh = joint._State(cost, state.sharding, JointConfig(), 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
