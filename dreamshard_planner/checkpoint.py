@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
@@ -59,6 +60,7 @@ class Checkpoint:
     def recipe(self) -> str:
         return self.metadata.get("recipe", "default")
 
+    @neutral()
     def save(self, path: str | Path) -> None:
         """Write the file; an existing one is replaced as a whole."""
         path = Path(path)
@@ -75,6 +77,7 @@ class Checkpoint:
         partial.replace(path)
 
     @classmethod
+    @neutral()
     def load(cls, path: str | Path) -> Checkpoint:
         """Read a checkpoint.
 

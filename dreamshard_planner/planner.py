@@ -32,6 +32,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
@@ -73,6 +74,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         print(planner.report())
     """
 
+    @neutral()
     def __init__(
         self,
         topology: Topology | None = None,
@@ -140,6 +142,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._report: Report | None = None
         self._rater: DreamShardPerfModel | None = None
 
+    @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan for ``module``; needs no process group.
 
@@ -188,6 +191,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         notes = (*report.notes, "callbacks moved tables after they were placed; dreamshard is the plan that they made")
         return replace(report, chosen=self.predict(plan, report.chosen.name), notes=notes)
 
+    @neutral()
     def collective_plan(
         self,
         module: nn.Module,
@@ -243,6 +247,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             )
         return self._report
 
+    @neutral()
     def predict(self, plan: Sequence[ShardingOption], name: str = "plan") -> ReportEntry:
         """Predicted cost of any table-wise plan of the last planned module, whoever made it.
 

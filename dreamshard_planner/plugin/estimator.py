@@ -15,6 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Perf, Shard
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.plugin.options import OptionReader, collective_model
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -31,6 +32,7 @@ class DreamShardEstimator(ShardEstimator):
         reader: shared by the seams of one planner; made from the other arguments by default.
     """
 
+    @neutral()
     def __init__(
         self,
         topology: Topology,
@@ -46,6 +48,7 @@ class DreamShardEstimator(ShardEstimator):
         self._collectives = collective_model(topology, resolved)
         self._reader = reader or OptionReader(constraints, statistics)
 
+    @neutral()
     @torch.no_grad()
     def estimate(
         self,

@@ -22,6 +22,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.errors import DreamShardError
@@ -81,6 +82,7 @@ class DreamShardPartitioner(Partitioner):
         self._torchrec_estimate = torchrec_estimate
         self._outcomes: dict[Hashable, tuple[Placement, PlacementCost]] = {}
 
+    @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank`` of every shard of ``proposal`` and return it, as TorchRec's contract has it.
 
@@ -176,6 +178,7 @@ class RulePartitioner(Partitioner):
         self._rule = rule
         self._reader = OptionReader(constraints, statistics)
 
+    @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
         require_device_partition(proposal)

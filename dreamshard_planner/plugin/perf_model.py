@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, PerfModel, ShardingOption, Topology
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
 from dreamshard_planner.plugin.options import OptionReader, collective_model
@@ -31,6 +32,7 @@ class DreamShardPerfModel(PerfModel):
         reader: shared by the seams of one planner; made from the other arguments by default.
     """
 
+    @neutral()
     def __init__(
         self,
         topology: Topology,
@@ -46,6 +48,7 @@ class DreamShardPerfModel(PerfModel):
         self._collectives = collective_model(topology, resolved)
         self._reader = reader or OptionReader(constraints, statistics)
 
+    @neutral()
     @torch.no_grad()
     def costs(self, plan: Sequence[ShardingOption]) -> PlacementCosts:
         """Costs of one plan (B = 1) whose shards have ranks; ``PlannerError`` unless all are table-wise."""
@@ -54,6 +57,7 @@ class DreamShardPerfModel(PerfModel):
             ranks_BS = torch.tensor([[option.shards[0].rank for option in plan]], dtype=torch.int64)
             return PlacementCost(problem, self._compute, self._collectives).rate(ranks_BS)
 
+    @neutral()
     def rate(self, plan: list[ShardingOption]) -> float:
         """Predicted overall cost in milliseconds, and a millionth of what all ranks compute; lower is better."""
         costs = self.costs(plan)
