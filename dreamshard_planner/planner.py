@@ -34,6 +34,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
+from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.plugin.estimator import TableWiseEnumerator, TorchRecEstimate
@@ -43,6 +44,9 @@ from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.report import Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
+
+MAX_SHARE_OF_TIMEOUT = 0.75
+"""Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):
@@ -191,18 +195,21 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         notes = (*report.notes, "callbacks moved tables after they were placed; dreamshard is the plan that they made")
         return replace(report, chosen=self.predict(plan, report.chosen.name), notes=notes)
 
-    @neutral()
     def collective_plan(
         self,
         module: nn.Module,
         sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0 and broadcast. An error there is raised on every rank, so that none waits for ever.
+        """Plan on rank 0 and broadcast. As in TorchRec, what the other ranks were given does not matter. An error on
+        rank 0 is raised on every rank, so that none waits for ever, as
+        :func:`~dreamshard_planner.collective.plan_on_rank_0` says.
 
         Raises:
-            DreamShardError: where there is no process group, or its size is not that of the topology or a multiple of
-                it (in 2D parallelism every sharding group of ranks follows the same plan).
+            DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
+                of it (in 2D parallelism every sharding group of ranks follows the same plan); or where the other ranks
+                would give up waiting before ``search_seconds`` and ``refine_seconds`` are over. How long they wait is
+                unknown for backends that don't say.
         """
         if pg is None:
             if not dist.is_initialized():
@@ -211,27 +218,31 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                     "use plan(), which needs none"
                 )
             pg = dist.group.WORLD
-        if pg.size() % self._topology.world_size:
+        ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
+
+        def make() -> ShardingPlan:
+            self._check_group(ranks, patience_seconds)
+            return self.plan(module, get_default_sharders() if sharders is None else sharders)
+
+        try:
+            return plan_on_rank_0(make, pg)
+        finally:
+            del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
+
+    def _check_group(self, ranks: int, patience_seconds: float | None) -> None:
+        """DreamShardError unless a plan for this topology, made in this time, serves a group of so many ranks."""
+        if ranks % self._topology.world_size:
             raise DreamShardError(
-                f"the process group has {pg.size()} ranks, which are no whole number of sharding groups of the "
+                f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
                 f"{self._topology.world_size} ranks that the planner's topology has"
             )
-        outcome: list[Any] = [None]
-        if pg.rank() == 0:
-            try:
-                outcome[0] = self.plan(module, get_default_sharders() if sharders is None else sharders)
-            except Exception as error:  # broadcast first: the other ranks are waiting
-                outcome[0] = error
-        if pg.size() > 1:
-            dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0), group=pg)
-        result = outcome.pop()
-        try:
-            if isinstance(result, Exception):
-                raise result
-            return result
-        finally:
-            # An error holds this frame: without this it would keep the group, whose threads must not outlive Python.
-            del result, pg
+        seconds = self._refine_seconds + (self._search_seconds or 0.0)
+        if ranks > 1 and patience_seconds is not None and seconds > MAX_SHARE_OF_TIMEOUT * patience_seconds:
+            raise DreamShardError(
+                f"rank 0 may plan for {seconds:g} s (refine_seconds and search_seconds), but the other ranks wait for "
+                f"{patience_seconds:g} s, the process group's timeout: give less than "
+                f"{MAX_SHARE_OF_TIMEOUT * patience_seconds:g} s, or init_process_group(timeout=...) more"
+            )
 
     def report(self) -> Report:
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
