@@ -19,6 +19,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from dreamshard_planner.ambient import neutral
+from dreamshard_planner.context import digest
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
@@ -59,6 +60,14 @@ class Checkpoint:
     @property
     def recipe(self) -> str:
         return self.metadata.get("recipe", "default")
+
+    @neutral()
+    def digest(self) -> str:
+        """SHA-256 of networks and metadata, in hexadecimal; the name does not count."""
+        networks = [
+            None if network is None else (network.config, network.state_dict()) for network in (self.policy, self.cost)
+        ]
+        return digest((networks, self.metadata))
 
     @neutral()
     def save(self, path: str | Path) -> None:

@@ -35,6 +35,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.context import canonical, digest
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.plugin.estimator import TableWiseEnumerator, TorchRecEstimate
@@ -145,6 +146,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._refine_seconds = refine_seconds if refine == "measure" else 0.0
         self._report: Report | None = None
         self._rater: DreamShardPerfModel | None = None
+        self._reader: OptionReader | None = None
 
     @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
@@ -160,7 +162,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         constraints = table_wise_constraints(
             module, sharders, self._given_constraints, self._statistics, self._topology.compute_device
         )
-        reader = OptionReader(constraints, self._statistics, sharders)
+        self._reader = reader = OptionReader(constraints, self._statistics, sharders)
         self._constraints = constraints
         self._enumerator = self._given_enumerator or TableWiseEnumerator(
             self._topology, self._batch_size, constraints, reader, self._checkpoint
@@ -243,6 +245,49 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 f"{patience_seconds:g} s, the process group's timeout: give less than "
                 f"{MAX_SHARE_OF_TIMEOUT * patience_seconds:g} s, or init_process_group(timeout=...) more"
             )
+
+    @neutral()
+    def hash_planner_context_inputs_str(self) -> str:
+        """Digest, in hexadecimal, of all that the last plan was made from, the same in every process: what TorchRec's
+        covers, with memory to the byte, and tables with their statistics, checkpoint, recipe, seed, limits of search
+        and refinement, and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
+
+        Raises:
+            DreamShardError: before any plan, on this rank.
+        """
+        if self._reader is None or not hasattr(self._enumerator, "last_stored_search_space"):
+            raise DreamShardError(
+                "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
+            )
+        reserved = self._storage_reservation.last_reserved_topology
+        tables = [
+            {
+                "option": (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
+                "shards": [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
+                "table": self._reader.table(option, self._topology),
+            }
+            for option in self._enumerator.last_stored_search_space or []
+        ]
+        parts = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
+        return digest(
+            {
+                "topology": self._topology,
+                "reserved": [device.storage for device in reserved.devices],
+                "batch_size": self._batch_size,
+                "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
+                "constraints": self._constraints,
+                "statistics": self._statistics,
+                "checkpoint": self._checkpoint.digest(),
+                "recipe": self._checkpoint.recipe,
+                "seed": self._seed,
+                "search": (self._search, self._search_seconds, self._refine_seconds, self._timeout_seconds),
+                "parts": [type(part) for part in parts],
+            }
+        )
+
+    def hash_planner_context_inputs(self) -> int:
+        """:meth:`hash_planner_context_inputs_str` as a number."""
+        return int(self.hash_planner_context_inputs_str(), 16)
 
     def report(self) -> Report:
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).

@@ -77,7 +77,7 @@ class OptionReader:
         """
         for option in options:
             require_table_wise(option)
-        keys = [(self._table(option, topology), option.batch_size * topology.world_size) for option in options]
+        keys = [(self.table(option, topology), option.batch_size * topology.world_size) for option in options]
         new: dict[int, list[Table]] = {}
         for table, batch_size in dict.fromkeys(keys):
             if (table, batch_size) not in self._workloads:
@@ -142,7 +142,8 @@ class OptionReader:
             return list(config.feature_names)
         return option.feature_names or [""] * len(option.input_lengths)
 
-    def _table(self, option: ShardingOption, topology: Topology) -> Table:
+    def table(self, option: ShardingOption, topology: Topology) -> Table:
+        """The option's table with what is known of its data, whatever its sharding."""
         constraint = self._constraints.get(option.name)
         names, pooling_factors = self._feature_names(option), self.pooling_factors(option)
         count = len(names)
