@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torchrec.distributed.planner.types import (
     Partitioner,
     PerfModel,
     PlanLoader,
+    PlannerError,
     Proposer,
     ShardingOption,
     Stats,
@@ -39,8 +40,9 @@ from dreamshard_planner.context import canonical, digest
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.plugin.estimator import TableWiseEnumerator, TorchRecEstimate
+from dreamshard_planner.plugin.limits import check_topology, checked_seed
 from dreamshard_planner.plugin.options import OptionReader, table_wise_constraints
-from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
+from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, ranks_by_choice
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.report import Report, ReportEntry
@@ -62,7 +64,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         checkpoint: ``"auto"`` (by type of device), a path, or a loaded checkpoint.
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
-        seed: the same inputs, versions and seed give the same plan.
+        seed: a whole number; the same inputs, versions and seed give the same plan.
         search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so.
         refine: ``"measure"`` to time the fused kernels of the best plans on this machine's device, learn from
             them, search again, and choose by measurement. The plan then depends on what was measured.
@@ -130,7 +132,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=callbacks,
+            callbacks=[self._remember, *(callbacks or [])],
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
@@ -141,10 +143,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._statistics = statistics
         self._checkpoint = resolve(checkpoint, self._topology.compute_device, recipe)
         self._search = DEFAULT_SEARCH if recipe == "default" else None
-        self._seed = seed
+        self._seed = checked_seed(seed)
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds if refine == "measure" else 0.0
-        self._report: Report | None = None
+        self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
+        self._before_callbacks: dict[Hashable, list[int | None]] = {}
         self._rater: DreamShardPerfModel | None = None
         self._reader: OptionReader | None = None
 
@@ -158,7 +161,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._report = None
+        self._best_plan = None
+        try:
+            sharding_plan = self._plan(module, sharders)
+        except BaseException as error:
+            self._report = f"the last plan failed, {type(error).__name__}: {error}"
+            raise
+        self._report = self._reported()
+        return sharding_plan
+
+    def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """TorchRec's planning with our parts, made for this module."""
+        check_topology(self._topology)
         constraints = table_wise_constraints(
             module, sharders, self._given_constraints, self._statistics, self._topology.compute_device
         )
@@ -178,24 +192,33 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             reader=reader,
             torchrec_estimate=TorchRecEstimate(self._topology, constraints, sharders),
         )
-        sharding_plan = super().plan(module, sharders)
-        if isinstance(self._partitioner, DreamShardPartitioner):
-            self._report = self._reported(self._partitioner)
-        return sharding_plan
+        return super().plan(module, sharders)
 
-    def _reported(self, partitioner: DreamShardPartitioner) -> Report | None:
-        """On the proposal that won, which need not be the last one; None where no proposal of ours did."""
-        plan = self._best_plan or []
-        outcome = partitioner.outcome(plan)
+    def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """The first callback: what was chosen, before others change it."""
+        self._before_callbacks = ranks_by_choice(plan)
+        return plan
+
+    def _reported(self) -> Report | str:
+        """On the proposal that won, which need not be the last one; or why there is no report."""
+        plan = self._best_plan
+        if plan is None:
+            return "the last planned module has no table that its sharders shard"
+        if not isinstance(self._partitioner, DreamShardPartitioner):
+            return f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
+        outcome = self._partitioner.outcome(self._before_callbacks)
         if outcome is None:
-            return None
-        placement, cost = outcome
-        report = Report.of(placement, cost)
-        chosen = dict(zip(cost.problem.names, placement.chosen.assignment_S.tolist(), strict=True))
-        if all(chosen[option.fqn.removeprefix(".")] == option.shards[0].rank for option in plan):
+            return "the last plan was loaded by plan_loader"
+        report = Report.of(*outcome)
+        if ranks_by_choice(plan) == self._before_callbacks:
             return report
-        notes = (*report.notes, "callbacks moved tables after they were placed; dreamshard is the plan that they made")
-        return replace(report, chosen=self.predict(plan, report.chosen.name), notes=notes)
+        try:
+            chosen = self.predict(plan, report.chosen.name)
+        except PlannerError as error:
+            return f"callbacks changed the last plan to one whose cost is not known: {error}"
+        moved = "moved tables" if ranks_by_choice(plan).keys() == self._before_callbacks.keys() else "changed options"
+        note = f"callbacks {moved} after they were placed; dreamshard is the plan that they made"
+        return replace(report, chosen=chosen, notes=(*report.notes, note))
 
     def collective_plan(
         self,
@@ -293,14 +316,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
 
         Raises:
-            DreamShardError: before any plan, on other ranks, with a partitioner that is not ours, or of a plan
-                that a plan loader brought.
+            DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
+                module without tables, with a partitioner that is not ours, of a plan that a plan loader brought, or
+                that callbacks changed to one whose cost is not known.
         """
-        if self._report is None:
-            raise DreamShardError(
-                "there is no report: plan first, on this rank (collective_plan plans on rank 0), with "
-                "DreamShardPlanner's own partitioner and no plan loaded by plan_loader"
-            )
+        if isinstance(self._report, str):
+            raise DreamShardError(f"there is no report: {self._report}")
         return self._report
 
     @neutral()

@@ -398,7 +398,7 @@ def scarce_planner(**arguments) -> tuple[DreamShardPlanner, EmbeddingBagCollecti
 def test_report_is_of_the_plan_that_won() -> None:
     made, model = scarce_planner()
     options: list = []
-    made._callbacks = [lambda plan: options.extend(plan) or plan]
+    made._callbacks.append(lambda plan: options.extend(plan) or plan)
     made.plan(model, SHARDERS)
     kernels = {option.name: option.compute_kernel for option in options}
     assert set(kernels.values()) == {"fused", "fused_uvm_caching"}  # several proposals were rated
@@ -416,6 +416,59 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
     report = made.report()
     assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
     assert any("callbacks moved tables" in note for note in report.notes)
+
+
+def test_report_says_why_there_is_none() -> None:
+    made = planner(topology=topology(memory=1000))
+    with pytest.raises(DreamShardError, match="no report: plan first, on this rank"):
+        made.report()
+    with pytest.raises(PlannerError):
+        made.plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="(?s)no report: the last plan failed, PlannerError: .*bytes are missing"):
+        made.report()
+    made = planner()
+    made.plan(small_model(), SHARDERS)
+    assert made.report().chosen.feasible
+    assert made.plan(nn.Linear(2, 2), SHARDERS).plan == {}  # as TorchRec plans a model without tables
+    with pytest.raises(DreamShardError, match="no report: the last planned module has no table"):
+        made.report()
+    with pytest.raises(StatisticsError):
+        failing = planner(statistics=TableStatistics({"nobody": FeatureStatistics(1.0)}))
+        failing.plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="the last plan failed, StatisticsError: .*'nobody'"):
+        failing.report()
+
+
+def test_report_after_callbacks_changed_kernels() -> None:
+    def to_host(plan: list) -> list:
+        for option in plan:
+            option.compute_kernel = "fused_uvm"
+        return plan
+
+    kept, changed = (planner(topology=topology(device="cuda"), callbacks=given) for given in (None, [to_host]))
+    for made in (kept, changed):
+        made.plan(small_model(), SHARDERS)
+    report = changed.report()
+    assert report.chosen.total_ms > kept.report().chosen.total_ms and report.rivals == kept.report().rivals
+    assert any("callbacks changed options after they were placed" in note for note in report.notes)
+
+    def split(plan: list) -> list:
+        plan[0].sharding_type = "row_wise"
+        return plan
+
+    made = planner(callbacks=[split])
+    assert made.plan(small_model(), SHARDERS).plan["sparse"]["t0"].sharding_type == "row_wise"
+    with pytest.raises(DreamShardError, match="(?s)callbacks changed .* cost is not known: table 'sparse.t0'"):
+        made.report()
+
+
+@pytest.mark.parametrize("part", [planner, DreamShardPartitioner])
+@pytest.mark.parametrize("seed", [None, "7", 1.5, True])
+def test_seeds_are_whole_numbers(part, seed) -> None:
+    with pytest.raises(TypeError, match=f"seed must be a whole number, .* got {seed!r}"):
+        part(seed=seed)
+    with pytest.raises(ValueError, match="seed must be from"):
+        part(seed=2**64)
 
 
 def test_batches_larger_than_measured_are_noted() -> None:
@@ -442,7 +495,7 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     constraints = {"t1": ParameterConstraints(compute_kernels=["fused_uvm"])}
     made = planner(topology=topology(device="cuda"), constraints=constraints)
     options: list = []
-    made._callbacks = [lambda plan: options.extend(plan) or plan]
+    made._callbacks.append(lambda plan: options.extend(plan) or plan)
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
     problem = OptionReader(constraints).problem(options, topology(device="cuda"))

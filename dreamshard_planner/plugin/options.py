@@ -21,7 +21,6 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
     ShardingOption,
-    Storage,
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
@@ -31,11 +30,11 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.plugin.limits import available_bytes, check_per_feature, needed_bytes
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
-MEMORY_KINDS = ("HBM", "DDR", "SSD")
 OUTPUT_BYTES = 4.0
 """Of one output element on the wire: TorchRec's kernels put out fp32 by default."""
 
@@ -95,7 +94,6 @@ class OptionReader:
         workloads = self.workloads(options, topology)
         keys = [self._group_key(option, workload) for option, workload in zip(options, workloads, strict=True)]
         group_of = {key: group for group, key in enumerate(dict.fromkeys(keys))}
-        storages = [option.shards[0].storage if with_storage else Storage(0, 0) for option in options]
         output_bytes = [
             workload.output_elements * self._wire_bytes(option) / topology.world_size
             for option, workload in zip(options, workloads, strict=True)
@@ -106,10 +104,8 @@ class OptionReader:
             group_S=torch.tensor([group_of[key] for key in keys], dtype=torch.int64),
             num_groups=max(1, len(group_of)),
             output_bytes_S=torch.tensor(output_bytes, dtype=torch.float64),
-            storage_SM=torch.tensor([[s.hbm, s.ddr, s.ssd] for s in storages], dtype=torch.int64).view(-1, 3),
-            capacity_DM=torch.tensor(
-                [[d.storage.hbm, d.storage.ddr, d.storage.ssd] for d in topology.devices], dtype=torch.int64
-            ),
+            storage_SM=needed_bytes(options) if with_storage else torch.zeros(len(options), 3, dtype=torch.int64),
+            capacity_DM=available_bytes(topology),
             names=tuple(option.fqn.removeprefix(".") for option in options),
         )
 
@@ -130,10 +126,12 @@ class OptionReader:
         if self._statistics is None:
             return factors
         known = [self._statistics.get(name) for name in names]
-        return [
+        factors = [
             factor if feature is None else feature.pooling_factor
             for factor, feature in zip(factors, known, strict=True)
         ]
+        check_per_feature(factors, option.name, f"pooling factors of {names}")
+        return factors
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Features of the option's table; unnamed ones where the module has no configs."""
@@ -268,8 +266,9 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
     """One value per feature; a single value holds for all of them.
 
     Raises:
-        PlannerError: where the lengths don't match.
+        PlannerError: where the lengths don't match, or a value is no number or cannot be meant.
     """
+    check_per_feature(values, table, what)
     if len(values) == count:
         return list(values)
     if len(values) == 1:
@@ -358,6 +357,7 @@ def table_wise_constraints(
                 statistics[feature].pooling_factor if statistics is not None and feature in statistics else given
                 for feature, given in zip(features, pooling_factors, strict=True)
             ]
+            check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
             for what in ("num_poolings", "batch_sizes"):
                 values = getattr(constraint, what)
                 if values:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +28,13 @@ from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.packing import shortage
+from dreamshard_planner.placement.packing import shortage, total_room
 from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
 from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.plugin.options import MEMORY_KINDS, OptionReader, collective_model
+from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
+from dreamshard_planner.plugin.options import OptionReader, collective_model
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -75,7 +76,7 @@ class DreamShardPartitioner(Partitioner):
     ) -> None:
         self._checkpoint = checkpoint
         self._search = search
-        self._seed = seed
+        self._seed = checked_seed(seed)
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds
         self._reader = reader or OptionReader(constraints, statistics)
@@ -112,14 +113,14 @@ class DreamShardPartitioner(Partitioner):
                 raise infeasible(problem, error.proven) from error
             if self._refine_seconds > 0:
                 placement = self._refined(placement, proposal, cost, storage_constraint, threads)
-        self._outcomes[_identity(proposal)] = placement, cost
+        self._outcomes[frozenset(ranks_by_choice(proposal))] = placement, cost
         _assign(proposal, placement.chosen.assignment_S)
         return proposal
 
-    def outcome(self, options: Sequence[ShardingOption]) -> tuple[Placement, PlacementCost] | None:
-        """How a proposal with these tables and kernels was placed, of those that TorchRec's planner asked for; it takes
-        the one that its perf model rates best. None where there was no such proposal."""
-        return self._outcomes.get(_identity(options))
+    def outcome(self, choices: Iterable[Hashable]) -> tuple[Placement, PlacementCost] | None:
+        """How the proposal with these tables and kernels, as keys of :func:`ranks_by_choice`, was placed, of those that
+        TorchRec's planner asked for; it takes the one that its perf model rates best. None where there was none."""
+        return self._outcomes.get(frozenset(choices))
 
     def _refined(
         self,
@@ -190,8 +191,12 @@ class RulePartitioner(Partitioner):
         return proposal
 
 
-def _identity(options: Sequence[ShardingOption]) -> Hashable:
-    return frozenset((option.fqn, option.sharding_type, option.compute_kernel) for option in options)
+def ranks_by_choice(options: Sequence[ShardingOption]) -> dict[Hashable, list[int | None]]:
+    """The ranks of every option's shards, by table, sharding type and kernel."""
+    return {
+        (option.fqn, option.sharding_type, option.compute_kernel): [shard.rank for shard in option.shards]
+        for option in options
+    }
 
 
 def require_device_partition(proposal: Sequence[ShardingOption]) -> None:
@@ -232,10 +237,11 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
     reason = shortage(problem, MEMORY_KINDS)
     if not reason:
         largest = int(problem.storage_SM.double().sum(-1).argmax())
-        free, need = problem.capacity_DM.clamp_min(0).sum(0) - problem.storage_SM.sum(0), problem.storage_SM[largest]
+        need = problem.storage_SM[largest]
+        free = [room - int(used) for room, used in zip(total_room(problem), problem.storage_SM.sum(0), strict=True)]
         how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
         kinds = [
-            f"{int(free[kind]):,} bytes of {name} would be left over all ranks"
+            f"{free[kind]:,} bytes of {name} would be left over all ranks"
             for kind, name in enumerate(MEMORY_KINDS)
             if need[kind] > 0
         ]
