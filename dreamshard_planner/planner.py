@@ -15,6 +15,7 @@ import torch.distributed as dist
 # there is by now, even past destroy_process_group, and gloo's threads may abort Python's exit. Early, there is none.
 import torch.distributed.optim
 from torch import nn
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
@@ -59,7 +60,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     is given (enumerator, proposer, partitioner, performance model) is used instead of ours.
 
     Args:
-        topology: the devices; by default those of the initialised process group.
+        topology: the devices; by default those of the initialised process group, CPUs where its backend is gloo.
         batch_size: local batch size; TorchRec's default is 512.
         checkpoint: ``"auto"`` (by type of device), a path, or a loaded checkpoint.
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
@@ -122,7 +123,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "compute_device=...), or call torch.distributed.init_process_group() first"
             )
         super().__init__(
-            topology=topology,
+            topology=topology or _cpu_topology(),
             batch_size=batch_size,
             enumerator=enumerator,
             storage_reservation=storage_reservation,
@@ -335,6 +336,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if self._rater is None:
             raise DreamShardError("there is nothing to predict with: plan first, on this rank")
         return ReportEntry.of(name, self._rater.costs(plan))
+
+
+def _cpu_topology() -> Topology | None:
+    """Of gloo ranks, which compute on CPUs; TorchRec takes every process that sees a GPU to compute there."""
+    if dist.get_backend() != "gloo":
+        return None
+    return Topology(world_size=dist.get_world_size(), compute_device="cpu", local_world_size=get_local_size())
 
 
 class DistributedModelParallel(TorchRecDistributedModelParallel):

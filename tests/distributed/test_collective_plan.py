@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank
+from ranks import Rank, run_on_ranks
 from tiny import SHARDERS, TinyModel, make_planner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.planner import Topology
@@ -239,6 +239,17 @@ def _in_state(rank: Rank) -> list[str]:
 def test_plans_are_sent_in_any_state_of_torch(launch: Callable[..., list[Any]]) -> None:
     results = launch(_in_state)
     assert len({plan for plans in results for plan in plans}) == 1
+
+
+def _devices_by_default(rank: Rank, sees_a_gpu: bool) -> tuple[str, int, int]:
+    torch.cuda.is_available = lambda: sees_a_gpu
+    topology = DreamShardPlanner()._topology
+    return topology.compute_device, topology.world_size, topology.local_world_size
+
+
+@pytest.mark.parametrize("sees_a_gpu", [False, True])
+def test_gloo_ranks_compute_on_cpus_wherever_they_run(sees_a_gpu: bool) -> None:
+    assert run_on_ranks(_devices_by_default, sees_a_gpu, world_size=2) == [("cpu", 2, 2)] * 2
 
 
 def test_all_ranks_get_one_plan(launch: Callable[..., list[Any]]) -> None:
