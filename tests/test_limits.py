@@ -24,14 +24,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", [sys.maxsize, 2**63, 10**20, 1.5e19, 10**100])
+@pytest.mark.parametrize("memory", [sys.maxsize, 2**63, 10**20, 1.5e19, 10**100], ids="{:.3g}".format)
 def test_memory_without_end_is_planned(device: str, memory: float) -> None:
     expected = ranks_of(planner(topology=topology(2, 2**40, device)).plan(small_model(), SHARDERS))
     assert ranks_of(planner(topology=topology(2, memory, device)).plan(small_model(), SHARDERS)) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", [math.inf, math.nan, "80GB", 10**400])
+@pytest.mark.parametrize("memory", [math.inf, math.nan, "80GB", 10**400], ids=lambda size: f"{size!r:.5}")
 def test_memory_that_is_no_number_is_refused(device: str, memory: object) -> None:
     kind = "DDR" if device == "cpu" else "HBM"
     with pytest.raises(

@@ -16,8 +16,16 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from dreamshard_planner import (
     CheckpointError,
@@ -83,6 +91,68 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     assert expanded["c"].pooling_factors == [0.0]
     assert all(constraint.sharding_types == ["table_wise"] for constraint in expanded.values())
     assert given["a"].pooling_factors == [2.0, 3.0, 4.0] and given["a"].sharding_types is None  # copies
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([2.0, 3.0, 4.0], {"a.t": [2.0, 3.0, 4.0], "b.t": [7.0]}), ([5.0], {"a.t": [5.0, 5.0, 5.0], "b.t": [7.0]})],
+)
+def test_tables_of_one_name_may_have_other_features(given: list[float], expected: dict) -> None:
+    model = nn.Module()
+    model.a = collection(table("t", features=3))
+    other = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])
+    model.b = collection(other)
+    options: list = []
+    made = planner(
+        constraints={"t": ParameterConstraints(pooling_factors=given)},
+        statistics=TableStatistics({"x": FeatureStatistics(7.0)}),
+        callbacks=[lambda plan: options.extend(plan) or plan],
+    )
+    made.plan(model, SHARDERS)
+    assert {option.fqn: option.input_lengths for option in options} == expected
+    for what, values in (("pooling_factors", [1.0, 2.0]), ("num_poolings", [2.0]), ("batch_sizes", [8, 8, 8])):
+        constraints = {"t": ParameterConstraints(**{what: values})}
+        with pytest.raises(PlannerError, match=r"tables \['a.t', 'b.t'\] have one name and \[1, 3\] features.*" + what):
+            planner(constraints=constraints).plan(model, SHARDERS)
+
+
+def test_tables_of_one_name_have_statistics_of_their_own() -> None:
+    model = nn.Module()
+    for module, feature in (("a", "x"), ("b", "y"), ("c", "z")):
+        config = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=[feature])
+        setattr(model, module, collection(config))
+    options: list = []
+    made = planner(
+        constraints={"t": ParameterConstraints(pooling_factors=[3.0], num_poolings=[2.0])},
+        statistics=TableStatistics({"x": FeatureStatistics(5.0), "z": FeatureStatistics(7.0)}),
+        callbacks=[lambda plan: options.extend(plan) or plan],
+    )
+    made.plan(model, SHARDERS)
+    assert {option.fqn: option.input_lengths for option in options} == {"a.t": [5.0], "b.t": [3.0], "c.t": [7.0]}
+
+
+def quantized(model: nn.Module) -> nn.Module:
+    observer = torch.ao.quantization.PlaceholderObserver
+    kept, eighth = observer.with_args(dtype=torch.float), observer.with_args(dtype=torch.qint8)
+    model.qconfig = torch.ao.quantization.QConfig(activation=kept, weight=eighth)
+    return QuantEmbeddingBagCollection.from_float(model)
+
+
+def test_modules_that_cannot_be_placed_are_refused_with_the_true_reason() -> None:
+    model = nn.Module()
+    model.sparse = quantized(EmbeddingBagCollection(tables=[table("t0")], device=torch.device("cpu")))
+    reason = "'sparse.t0' may only use compute kernels .'quant'.: QuantEmbeddingBagCollectionSharder offers no others"
+    with pytest.raises(PlannerError, match=reason):
+        planner().plan(model, get_default_sharders())
+    managed = MCHManagedCollisionModule(1000, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
+    plain = collection(table("t0"))
+    collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
+    model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
+    reason = (
+        "'sparse.t0' may only be sharded as .*: ManagedCollisionEmbeddingBagCollectionSharder supports nothing else"
+    )
+    with pytest.raises(PlannerError, match=reason):
+        planner(topology=topology(device="cuda")).plan(model, get_default_sharders())
 
 
 def test_options_become_workloads() -> None:

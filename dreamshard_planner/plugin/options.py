@@ -335,26 +335,34 @@ def table_wise_constraints(
         statistics.check_features(feature for table in tables for feature in table.feature_names)
     table_wise = ShardingType.TABLE_WISE.value
     expanded: dict[str, ParameterConstraints] = dict(constraints or {})
+    by_name: dict[str, list[ShardableTable]] = {}
+    for table in tables:
+        by_name.setdefault(table.name, []).append(table)
     for table in tables:
         name = table.name
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
         if constraint.device_group and constraint.device_group != compute_device:
             continue
-        supported = table.sharder.sharding_types(compute_device)
-        if table_wise not in (constraint.sharding_types or [table_wise]) or table_wise not in supported:
-            allowed = constraint.sharding_types if constraint.sharding_types else supported
+        _require_supported(table, compute_device)
+        if table_wise not in (constraint.sharding_types or [table_wise]):
             raise PlannerError(
-                f"table {table.fqn!r} may only be sharded as {sorted(allowed)}; "
+                f"table {table.fqn!r} may only be sharded as {sorted(constraint.sharding_types)}; "
                 "DreamShardPlanner places tables table-wise only, so far. Allow 'table_wise' in its "
                 "ParameterConstraints.sharding_types, or plan this module with TorchRec's planner.",
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )
         constraint.sharding_types = [table_wise]
         features = table.feature_names
-        if features:
+        # TorchRec looks up one constraint for all tables of a name: it holds no table's own statistics then, and the
+        # reader adds these.
+        namesakes = [other for other in by_name[name] if other.feature_names != features]
+        own = None if namesakes else statistics
+        if any(len(other.feature_names) != len(features) for other in namesakes):
+            _check_shared(constraint, [table, *namesakes])
+        elif features:
             pooling_factors = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
             constraint.pooling_factors = [
-                statistics[feature].pooling_factor if statistics is not None and feature in statistics else given
+                own[feature].pooling_factor if own is not None and feature in own else given
                 for feature, given in zip(features, pooling_factors, strict=True)
             ]
             check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
@@ -364,6 +372,43 @@ def table_wise_constraints(
                     setattr(constraint, what, per_feature(values, len(features), name, what))
         expanded[name] = constraint
     return expanded
+
+
+def _require_supported(table: ShardableTable, compute_device: str) -> None:
+    """PlannerError, with the true reason, where no constraint could make the table one that we place."""
+    sharder, table_wise = type(table.sharder).__name__, ShardingType.TABLE_WISE.value
+    supported = table.sharder.sharding_types(compute_device)
+    if table_wise not in supported:
+        raise PlannerError(
+            f"table {table.fqn!r} may only be sharded as {sorted(supported)} on {compute_device}: {sharder} supports "
+            "nothing else, and DreamShardPlanner places tables table-wise only, so far. Plan this module with "
+            "TorchRec's planner.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    kernels = table.sharder.compute_kernels(table_wise, compute_device)
+    if not set(kernels) & KERNEL_MEMORY.keys():
+        raise PlannerError(
+            f"table {table.fqn!r} may only use compute kernels {sorted(kernels)}: {sharder} offers no others on "
+            f"{compute_device}, and DreamShardPlanner knows what training costs, with {sorted(KERNEL_MEMORY)}. Plan "
+            "this module with TorchRec's planner.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+
+
+def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
+    """PlannerError where a constraint cannot be meant for one of several tables of its name."""
+    counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
+    for what in ("pooling_factors", "num_poolings", "batch_sizes"):
+        values = getattr(constraint, what)
+        if not values:
+            continue
+        check_per_feature(values, tables[0].name, what)
+        if what != "pooling_factors" or len(values) not in {1, *counts}:
+            raise PlannerError(
+                f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
+                f"cannot give them {what} {list(values)}. Rename one of the tables.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
 
 
 def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveModel:
