@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
+from dreamshard_planner.ambient import neutral
+from dreamshard_planner.canonical import digest
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
@@ -59,6 +61,15 @@ class Checkpoint:
     def recipe(self) -> str:
         return self.metadata.get("recipe", "default")
 
+    @neutral()
+    def digest(self) -> str:
+        """SHA-256 of networks and metadata, in hexadecimal; the name does not count."""
+        networks = [
+            None if network is None else (network.config, network.state_dict()) for network in (self.policy, self.cost)
+        ]
+        return digest((networks, self.metadata))
+
+    @neutral()
     def save(self, path: str | Path) -> None:
         """Write the file; an existing one is replaced as a whole."""
         path = Path(path)
@@ -75,6 +86,7 @@ class Checkpoint:
         partial.replace(path)
 
     @classmethod
+    @neutral()
     def load(cls, path: str | Path) -> Checkpoint:
         """Read a checkpoint.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 # there is by now, even past destroy_process_group, and gloo's threads may abort Python's exit. Early, there is none.
 import torch.distributed.optim
 from torch import nn
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
@@ -23,6 +24,7 @@ from torchrec.distributed.planner.types import (
     Partitioner,
     PerfModel,
     PlanLoader,
+    PlannerError,
     Proposer,
     ShardingOption,
     Stats,
@@ -32,20 +34,27 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from dreamshard_planner.ambient import neutral
+from dreamshard_planner.canonical import canonical, digest
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
+from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.plugin.constraints import planning_constraints
-from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext
+from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
 from dreamshard_planner.plugin.joint_proposer import JointProposer
 from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
+from dreamshard_planner.plugin.limits import check_topology, checked_seed
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.report import Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
+
+MAX_SHARE_OF_TIMEOUT = 0.75
+"""Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):
@@ -55,12 +64,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     is given (enumerator, proposer, partitioner, performance model) is used instead of ours.
 
     Args:
-        topology: the devices; by default those of the initialised process group.
+        topology: the devices; by default those of the initialised process group, CPUs where its backend is gloo.
         batch_size: local batch size; TorchRec's default is 512.
         checkpoint: ``"auto"`` (by type of device), a path, or a loaded checkpoint.
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
-        seed: the same inputs, versions and seed give the same plan.
+        seed: a whole number; the same inputs, versions and seed give the same plan.
         search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so.
         refine: ``"measure"`` to time the fused kernels of the best plans on this machine's device, learn from
             them, search again, and choose by measurement. The plan then depends on what was measured.
@@ -84,6 +93,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         print(planner.report())
     """
 
+    @neutral()
     def __init__(
         self,
         topology: Topology | None = None,
@@ -132,7 +142,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "compute_device=...), or call torch.distributed.init_process_group() first"
             )
         super().__init__(
-            topology=topology,
+            topology=topology or _cpu_topology(),
             batch_size=batch_size,
             enumerator=enumerator,
             storage_reservation=storage_reservation,
@@ -142,7 +152,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=callbacks,
+            callbacks=[self._remember, *(callbacks or [])],
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
@@ -154,15 +164,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._statistics = statistics
         self._checkpoint = resolve(checkpoint, self._topology.compute_device, recipe)
         self._search = DEFAULT_SEARCH if recipe == "default" else None
-        self._seed = seed
+        self._seed = checked_seed(seed)
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds if refine == "measure" else 0.0
         self._sharding_types = (TW,) if sharding_types is None and recipe == "paper" else sharding_types
         self._exact_training = exact_training
         self._cost_source = cost_source
-        self._report: Report | None = None
+        self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
+        self._before_callbacks: dict[Hashable, list[int | None]] = {}
         self._rater: DreamShardPerfModel | None = None
+        self._reader: OptionReader | None = None
 
+    @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan for ``module``; needs no process group.
 
@@ -172,7 +185,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._report = None
+        self._best_plan = None
+        try:
+            sharding_plan = self._plan(module, sharders)
+        except BaseException as error:
+            self._report = f"the last plan failed, {type(error).__name__}: {error}"
+            raise
+        self._report = self._reported()
+        return sharding_plan
+
+    def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """TorchRec's planning with our parts, made for this module."""
+        check_topology(self._topology)
         constraints = planning_constraints(
             module,
             sharders,
@@ -183,7 +207,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             self._exact_training,
         )
         self._constraints = constraints
-        reader = OptionReader(constraints, self._statistics, sharders)
+        self._reader = reader = OptionReader(constraints, self._statistics, sharders)
         context = PlanningContext(self._topology, reader, self._checkpoint, self._cost_source)
         theirs = torchrec_estimators(self._topology, constraints)
 
@@ -206,7 +230,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=constraints,
         )
-        proposer = JointProposer(
+        self._proposer = JointProposer(
             context,
             left,
             search=self._search or DEFAULT_SEARCH,
@@ -214,7 +238,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             torchrec_estimate=torchrec_estimate,
         )
         if self._given_proposer is None:
-            self._proposers = [proposer]
+            self._proposers = [self._proposer]
         self._partitioner = self._given_partitioner or DreamShardPartitioner(
             search=self._search,
             seed=self._seed,
@@ -223,33 +247,33 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             context=context,
             torchrec_estimate=torchrec_estimate,
         )
-        sharding_plan = super().plan(module, sharders)
-        if isinstance(self._partitioner, DreamShardPartitioner):
-            self._report = self._reported(self._partitioner, proposer)
-        return sharding_plan
+        return super().plan(module, sharders)
 
-    def _reported(self, partitioner: DreamShardPartitioner, proposer: JointProposer) -> Report | None:
-        """On the proposal that won, which need not be the last one; None where no proposal of ours did."""
-        plan = self._best_plan or []
-        outcome = partitioner.outcome(plan)
+    def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """The first callback: what was chosen, before others change it."""
+        self._before_callbacks = ranks_by_choice(plan)
+        return plan
+
+    def _reported(self) -> Report | str:
+        """On the proposal that won, which need not be the last one; or why there is no report."""
+        plan = self._best_plan
+        if plan is None:
+            return "the last planned module has no table that its sharders shard"
+        if not isinstance(self._partitioner, DreamShardPartitioner):
+            return f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
+        outcome = self._partitioner.outcome(self._before_callbacks)
         if outcome is None:
-            return None
-        joint, notes = proposer.result, []
-        if proposer.torchrec is not None and not proposer.torchrec.finished:
-            notes.append(f"TorchRec's plan is the best of its first {proposer.torchrec.proposals} proposals")
-        report = Report.of(
-            outcome.cost,
-            outcome.sharding,
-            outcome.placement,
-            proposer.rivals or None,
-            candidates=joint.candidates if joint else 0,
-            reshards=joint.reshards if joint else 0,
-            notes=notes,
-        )
-        if outcome.read.sharding(plan) == outcome.sharding:
+            return "the last plan was loaded by plan_loader"
+        report = self._proposer.report(outcome)
+        if ranks_by_choice(plan) == self._before_callbacks:
             return report
-        notes = (*report.notes, "callbacks moved tables after they were placed; dreamshard is the plan that they made")
-        return replace(report, chosen=self.predict(plan, report.chosen.name), notes=notes)
+        try:
+            chosen = self.predict(plan, report.chosen.name)
+        except PlannerError as error:
+            return f"callbacks changed the last plan to one whose cost is not known: {error}"
+        moved = "moved tables" if ranks_by_choice(plan).keys() == self._before_callbacks.keys() else "changed options"
+        note = f"callbacks {moved} after they were placed; dreamshard is the plan that they made"
+        return replace(report, chosen=chosen, notes=(*report.notes, note))
 
     def collective_plan(
         self,
@@ -257,11 +281,15 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0 and broadcast. An error there is raised on every rank, so that none waits for ever.
+        """Plan on rank 0 and broadcast. As in TorchRec, what the other ranks were given does not matter. An error on
+        rank 0 is raised on every rank, so that none waits for ever, as
+        :func:`~dreamshard_planner.collective.plan_on_rank_0` says.
 
         Raises:
-            DreamShardError: where there is no process group, or its size is not that of the topology or a multiple of
-                it (in 2D parallelism every sharding group of ranks follows the same plan).
+            DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
+                of it (in 2D parallelism every sharding group of ranks follows the same plan); or where the other ranks
+                would give up waiting before ``search_seconds`` and ``refine_seconds`` are over. How long they wait is
+                unknown for backends that don't say.
         """
         if pg is None:
             if not dist.is_initialized():
@@ -270,42 +298,88 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                     "use plan(), which needs none"
                 )
             pg = dist.group.WORLD
-        if pg.size() % self._topology.world_size:
+        ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
+
+        def make() -> ShardingPlan:
+            self._check_group(ranks, patience_seconds)
+            return self.plan(module, get_default_sharders() if sharders is None else sharders)
+
+        try:
+            return plan_on_rank_0(make, pg)
+        finally:
+            del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
+
+    def _check_group(self, ranks: int, patience_seconds: float | None) -> None:
+        """DreamShardError unless a plan for this topology, made in this time, serves a group of so many ranks."""
+        if ranks % self._topology.world_size:
             raise DreamShardError(
-                f"the process group has {pg.size()} ranks, which are no whole number of sharding groups of the "
+                f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
                 f"{self._topology.world_size} ranks that the planner's topology has"
             )
-        outcome: list[Any] = [None]
-        if pg.rank() == 0:
-            try:
-                outcome[0] = self.plan(module, get_default_sharders() if sharders is None else sharders)
-            except Exception as error:  # broadcast first: the other ranks are waiting
-                outcome[0] = error
-        if pg.size() > 1:
-            dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0), group=pg)
-        result = outcome.pop()
-        try:
-            if isinstance(result, Exception):
-                raise result
-            return result
-        finally:
-            # An error holds this frame: without this it would keep the group, whose threads must not outlive Python.
-            del result, pg
+        seconds = self._refine_seconds + (self._search_seconds or 0.0)
+        if ranks > 1 and patience_seconds is not None and seconds > MAX_SHARE_OF_TIMEOUT * patience_seconds:
+            raise DreamShardError(
+                f"rank 0 may plan for {seconds:g} s (refine_seconds and search_seconds), but the other ranks wait for "
+                f"{patience_seconds:g} s, the process group's timeout: give less than "
+                f"{MAX_SHARE_OF_TIMEOUT * patience_seconds:g} s, or init_process_group(timeout=...) more"
+            )
+
+    @neutral()
+    def hash_planner_context_inputs_str(self) -> str:
+        """Digest, in hexadecimal, of all that the last plan was made from, the same in every process: what TorchRec's
+        covers, with memory to the byte, and tables with their statistics, checkpoint, recipe, seed, limits of search
+        and refinement, and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
+
+        Raises:
+            DreamShardError: before any plan, on this rank.
+        """
+        if self._reader is None or not hasattr(self._enumerator, "last_stored_search_space"):
+            raise DreamShardError(
+                "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
+            )
+        reserved = self._storage_reservation.last_reserved_topology
+        tables = [
+            {
+                "option": (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
+                "shards": [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
+                "table": self._reader.table(option, self._topology),
+            }
+            for option in self._enumerator.last_stored_search_space or []
+        ]
+        parts = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
+        return digest(
+            {
+                "topology": self._topology,
+                "reserved": [device.storage for device in reserved.devices],
+                "batch_size": self._batch_size,
+                "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
+                "constraints": self._constraints,
+                "statistics": self._statistics,
+                "checkpoint": self._checkpoint.digest(),
+                "recipe": self._checkpoint.recipe,
+                "seed": self._seed,
+                "search": (self._search, self._search_seconds, self._refine_seconds, self._timeout_seconds),
+                "parts": [type(part) for part in parts],
+            }
+        )
+
+    def hash_planner_context_inputs(self) -> int:
+        """:meth:`hash_planner_context_inputs_str` as a number."""
+        return int(self.hash_planner_context_inputs_str(), 16)
 
     def report(self) -> Report:
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
 
         Raises:
-            DreamShardError: before any plan, on other ranks, with a partitioner that is not ours, or of a plan
-                that a plan loader brought.
+            DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
+                module without tables, with a partitioner that is not ours, of a plan that a plan loader brought, or
+                that callbacks changed to one whose cost is not known.
         """
-        if self._report is None:
-            raise DreamShardError(
-                "there is no report: plan first, on this rank (collective_plan plans on rank 0), with "
-                "DreamShardPlanner's own partitioner and no plan loaded by plan_loader"
-            )
+        if isinstance(self._report, str):
+            raise DreamShardError(f"there is no report: {self._report}")
         return self._report
 
+    @neutral()
     def predict(self, plan: Sequence[ShardingOption], name: str = "plan") -> ReportEntry:
         """Predicted cost of any plan of the last planned module, whoever made it.
 
@@ -316,6 +390,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if self._rater is None:
             raise DreamShardError("there is nothing to predict with: plan first, on this rank")
         return ReportEntry.of(name, self._rater.costs(plan))
+
+
+def _cpu_topology() -> Topology | None:
+    """Of gloo ranks, which compute on CPUs; TorchRec takes every process that sees a GPU to compute there."""
+    if dist.get_backend() != "gloo":
+        return None
+    return Topology(world_size=dist.get_world_size(), compute_device="cpu", local_world_size=get_local_size())
 
 
 class DistributedModelParallel(TorchRecDistributedModelParallel):

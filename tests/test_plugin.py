@@ -16,8 +16,16 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from dreamshard_planner import (
     CheckpointError,
@@ -86,6 +94,65 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     assert expanded["c"].pooling_factors == [0.0]
     assert all(constraint.sharding_types == ["table_wise"] for constraint in expanded.values())
     assert given["a"].pooling_factors == [2.0, 3.0, 4.0] and given["a"].sharding_types is None  # copies
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([2.0, 3.0, 4.0], {"a.t": [2.0, 3.0, 4.0], "b.t": [7.0]}), ([5.0], {"a.t": [5.0, 5.0, 5.0], "b.t": [7.0]})],
+)
+def test_tables_of_one_name_may_have_other_features(given: list[float], expected: dict) -> None:
+    model = nn.Module()
+    model.a = collection(table("t", features=3))
+    other = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])
+    model.b = collection(other)
+    options: list = []
+    made = planner(
+        constraints={"t": ParameterConstraints(pooling_factors=given)},
+        statistics=TableStatistics({"x": FeatureStatistics(7.0)}),
+        callbacks=[lambda plan: options.extend(plan) or plan],
+    )
+    made.plan(model, SHARDERS)
+    assert {option.fqn: option.input_lengths for option in options} == expected
+    for what, values in (("pooling_factors", [1.0, 2.0]), ("num_poolings", [2.0]), ("batch_sizes", [8, 8, 8])):
+        constraints = {"t": ParameterConstraints(**{what: values})}
+        with pytest.raises(PlannerError, match=r"tables \['a.t', 'b.t'\] have one name and \[1, 3\] features.*" + what):
+            planner(constraints=constraints).plan(model, SHARDERS)
+
+
+def test_tables_of_one_name_have_statistics_of_their_own() -> None:
+    model = nn.Module()
+    for module, feature in (("a", "x"), ("b", "y"), ("c", "z")):
+        config = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=[feature])
+        setattr(model, module, collection(config))
+    options: list = []
+    made = planner(
+        constraints={"t": ParameterConstraints(pooling_factors=[3.0], num_poolings=[2.0])},
+        statistics=TableStatistics({"x": FeatureStatistics(5.0), "z": FeatureStatistics(7.0)}),
+        callbacks=[lambda plan: options.extend(plan) or plan],
+    )
+    made.plan(model, SHARDERS)
+    assert {option.fqn: option.input_lengths for option in options} == {"a.t": [5.0], "b.t": [3.0], "c.t": [7.0]}
+
+
+def quantized(model: nn.Module) -> nn.Module:
+    observer = torch.ao.quantization.PlaceholderObserver
+    kept, eighth = observer.with_args(dtype=torch.float), observer.with_args(dtype=torch.qint8)
+    model.qconfig = torch.ao.quantization.QConfig(activation=kept, weight=eighth)
+    return QuantEmbeddingBagCollection.from_float(model)
+
+
+def test_modules_whose_kernels_nobody_knows_are_refused_and_others_are_planned() -> None:
+    model = nn.Module()
+    model.sparse = quantized(EmbeddingBagCollection(tables=[table("t0")], device=torch.device("cpu")))
+    reason = "'sparse.t0' may only use compute kernels .'quant'.: QuantEmbeddingBagCollectionSharder offers no others"
+    with pytest.raises(PlannerError, match=reason):
+        planner().plan(model, get_default_sharders())
+    managed = MCHManagedCollisionModule(1000, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
+    plain = collection(table("t0"))
+    collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
+    model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
+    plan = planner(topology=topology(1, device="cuda")).plan(model, get_default_sharders())
+    assert plan.plan["sparse"]["t0"].sharding_type == "row_wise"  # nothing else is offered
 
 
 def test_options_become_workloads() -> None:
@@ -415,7 +482,7 @@ def scarce_planner(**arguments) -> tuple[DreamShardPlanner, EmbeddingBagCollecti
 def test_report_is_of_the_plan_that_won() -> None:
     made, model = scarce_planner()
     options: list = []
-    made._callbacks = [lambda plan: options.extend(plan) or plan]
+    made._callbacks.append(lambda plan: options.extend(plan) or plan)
     made.plan(model, SHARDERS)
     kernels = {option.name: option.compute_kernel for option in options}
     assert set(kernels.values()) == {"fused", "fused_uvm_caching"}  # several proposals were rated
@@ -433,6 +500,59 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
     report = made.report()
     assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
     assert any("callbacks moved tables" in note for note in report.notes)
+
+
+def test_report_says_why_there_is_none() -> None:
+    made = planner(topology=topology(memory=1000))
+    with pytest.raises(DreamShardError, match="no report: plan first, on this rank"):
+        made.report()
+    with pytest.raises(PlannerError):
+        made.plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="(?s)no report: the last plan failed, PlannerError: .*bytes are missing"):
+        made.report()
+    made = planner()
+    made.plan(small_model(), SHARDERS)
+    assert made.report().chosen.feasible
+    assert made.plan(nn.Linear(2, 2), SHARDERS).plan == {}  # as TorchRec plans a model without tables
+    with pytest.raises(DreamShardError, match="no report: the last planned module has no table"):
+        made.report()
+    with pytest.raises(StatisticsError):
+        failing = planner(statistics=TableStatistics({"nobody": FeatureStatistics(1.0)}))
+        failing.plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="the last plan failed, StatisticsError: .*'nobody'"):
+        failing.report()
+
+
+def test_report_after_callbacks_changed_kernels() -> None:
+    def to_host(plan: list) -> list:
+        for option in plan:
+            option.compute_kernel = "fused_uvm"
+        return plan
+
+    kept, changed = (planner(topology=topology(device="cuda"), callbacks=given) for given in (None, [to_host]))
+    for made in (kept, changed):
+        made.plan(small_model(), SHARDERS)
+    report = changed.report()
+    assert report.chosen.total_ms > kept.report().chosen.total_ms and report.rivals == kept.report().rivals
+    assert any("callbacks changed options after they were placed" in note for note in report.notes)
+
+    def split(plan: list) -> list:
+        plan[0].sharding_type = "row_wise"
+        return plan
+
+    made = planner(callbacks=[split])
+    assert made.plan(small_model(), SHARDERS).plan["sparse"]["t0"].sharding_type == "row_wise"
+    with pytest.raises(DreamShardError, match="(?s)callbacks changed .* cost is not known: table 'sparse.t0'"):
+        made.report()
+
+
+@pytest.mark.parametrize("part", [planner, DreamShardPartitioner])
+@pytest.mark.parametrize("seed", [None, "7", 1.5, True])
+def test_seeds_are_whole_numbers(part, seed) -> None:
+    with pytest.raises(TypeError, match=f"seed must be a whole number, .* got {seed!r}"):
+        part(seed=seed)
+    with pytest.raises(ValueError, match="seed must be from"):
+        part(seed=2**64)
 
 
 def test_batches_larger_than_measured_are_noted() -> None:
@@ -459,7 +579,7 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     constraints = {"t1": ParameterConstraints(compute_kernels=["fused_uvm"])}
     made = planner(topology=topology(device="cuda"), constraints=constraints)
     options: list = []
-    made._callbacks = [lambda plan: options.extend(plan) or plan]
+    made._callbacks.append(lambda plan: options.extend(plan) or plan)
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
     assert PlanningContext.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1

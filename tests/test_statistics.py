@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
@@ -61,6 +62,48 @@ def test_batches_with_weights_and_with_a_stride_per_key() -> None:
     weighted = KeyedJaggedTensor(["a"], values, weights=torch.rand(5), lengths=torch.tensor([2, 3]))
     plain = KeyedJaggedTensor(["a"], values, lengths=torch.tensor([2, 3]))
     assert dict(TableStatistics.from_batches([weighted])) == dict(TableStatistics.from_batches([plain]))
+
+
+def test_batches_of_torchrec_and_a_single_one() -> None:
+    sparse = batch([1, 1, 2], [2, 1, 0, 0])
+    expected = dict(TableStatistics.from_batches([sparse]))
+    whole = Batch(dense_features=torch.zeros(2, 1), sparse_features=sparse, labels=torch.zeros(2))
+    for given in (sparse, whole, [whole], iter([sparse])):
+        assert dict(TableStatistics.from_batches(given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("batches", "reason"),
+    [
+        (["a"], "batch 0 must be a KeyedJaggedTensor or hold one in sparse_features, got str"),
+        ([torch.zeros(3)], "batch 0 must be a KeyedJaggedTensor .* got Tensor"),
+        ("a", "batches must be an iterable of KeyedJaggedTensor, got str"),
+        (7, "batches must be an iterable of KeyedJaggedTensor, got int"),
+        ({"a": batch([1], [1, 0, 0, 0])}, "batches must be an iterable of KeyedJaggedTensor, got dict"),
+    ],
+)
+def test_batches_of_anything_else_are_refused(batches, reason: str) -> None:
+    with pytest.raises(StatisticsError, match=reason):
+        TableStatistics.from_batches(batches)
+
+
+def test_keys_are_a_list() -> None:
+    with pytest.raises(StatisticsError, match="keys must be a list of feature names, got the string 'ab'"):
+        TableStatistics.from_batches([batch([1], [1, 0, 0, 0])], keys="ab")
+
+
+def test_statistics_are_numbers_by_feature_name() -> None:
+    assert FeatureStatistics(torch.tensor(2.0)) == FeatureStatistics(2.0)
+    with pytest.raises(StatisticsError, match="pooling factor must be a number, got 'many'"):
+        FeatureStatistics("many")
+    with pytest.raises(StatisticsError, match="pooling factor must be a number, got None"):
+        FeatureStatistics(None)
+    with pytest.raises(StatisticsError, match="features are named by strings, got 3"):
+        TableStatistics({3: FeatureStatistics(1.0)})
+    with pytest.raises(StatisticsError, match="feature 'a': expected FeatureStatistics, got float"):
+        TableStatistics({"a": 1.0})
+    with pytest.raises(StatisticsError, match="a mapping of feature names to statistics, got list"):
+        TableStatistics([FeatureStatistics(1.0)])
 
 
 def test_statistics_refuse_what_cannot_be(tmp_path) -> None:

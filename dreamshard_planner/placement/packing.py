@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.sharding import ShardingProblem
 from dreamshard_planner.placement.exact import solve
 
 PACKING_SECONDS = 5.0
@@ -76,12 +77,17 @@ def shortage(problem: PlacementProblem, memory_names: tuple[str, ...]) -> str:
         lines.append(f"and {len(homeless_S) - 5} more tables fit on no rank")
     if lines:
         return "; ".join(lines)
-    total_M, room_M = need_SM.sum(0), capacity_DM.clamp_min(0).sum(0)
+    total_M, room_M = need_SM.sum(0).tolist(), total_room(problem)
     largest = int(need_SM.double().sum(-1).argmax())
     for kind, name in enumerate(memory_names):
         if total_M[kind] > room_M[kind]:
             lines.append(
-                f"all tables together need {int(total_M[kind]):,} bytes of {name}, the {problem.num_devices} ranks "
-                f"have {int(room_M[kind]):,}: {int(total_M[kind] - room_M[kind]):,} bytes are missing"
+                f"all tables together need {total_M[kind]:,} bytes of {name}, the {problem.num_devices} ranks "
+                f"have {room_M[kind]:,}: {total_M[kind] - room_M[kind]:,} bytes are missing"
             )
     return "; ".join(lines) + (f" (largest table: {problem.names[largest]!r})" if lines else "")
+
+
+def total_room(problem: PlacementProblem | ShardingProblem) -> list[int]:
+    """Bytes that all devices have together, by kind of memory; sums that int64 need not hold."""
+    return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.capacity_DM.T.tolist()]

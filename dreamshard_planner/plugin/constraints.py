@@ -14,6 +14,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
 from dreamshard_planner.plugin.legal import CW, GRID, TWCW, Situation, broken, inexact, optimizer_name
+from dreamshard_planner.plugin.limits import check_per_feature
 from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -50,27 +51,72 @@ def planning_constraints(
     if statistics is not None:
         statistics.check_features(feature for table in tables for feature in table.feature_names)
     expanded: dict[str, ParameterConstraints] = dict(constraints or {})
+    by_name: dict[str, list[ShardableTable]] = {}
+    for table in tables:
+        by_name.setdefault(table.name, []).append(table)
     for table in tables:
         name = table.name
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
         if constraint.device_group and constraint.device_group != compute_device:
             continue
-        constraint.sharding_types = allowed_types(table, constraint, compute_device, sharding_types, exact_training)
+        _require_supported(table, compute_device)
+        # TorchRec looks up one constraint for all tables of a name.
+        types = [allowed_types(t, constraint, compute_device, sharding_types, exact_training) for t in by_name[name]]
+        constraint.sharding_types = sorted(set(types[0]).intersection(*types[1:]))
         if constraint.compute_kernels:
             constraint.compute_kernels = known_kernels(table.fqn, constraint.compute_kernels)
         features = table.feature_names
-        if features:
+        # It holds no table's own statistics then, and the reader adds these.
+        namesakes = [other for other in by_name[name] if other.feature_names != features]
+        own = None if namesakes else statistics
+        if any(len(other.feature_names) != len(features) for other in namesakes):
+            _check_shared(constraint, [table, *namesakes])
+        elif features:
             pooling_factors = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
             constraint.pooling_factors = [
-                statistics[feature].pooling_factor if statistics is not None and feature in statistics else given
+                own[feature].pooling_factor if own is not None and feature in own else given
                 for feature, given in zip(features, pooling_factors, strict=True)
             ]
+            check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
             for what in ("num_poolings", "batch_sizes"):
                 values = getattr(constraint, what)
                 if values:
                     setattr(constraint, what, per_feature(values, len(features), name, what))
         expanded[name] = constraint
     return expanded
+
+
+def _require_supported(table: ShardableTable, compute_device: str) -> None:
+    """PlannerError, with the true reason, where no constraint could make the table one that we place."""
+    sharder = table.sharder
+    offered = {
+        kernel
+        for kind in sharder.sharding_types(compute_device)
+        for kernel in sharder.compute_kernels(kind, compute_device)
+    }
+    if not offered & KERNEL_MEMORY.keys():
+        raise PlannerError(
+            f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
+            f"others on {compute_device}, and DreamShardPlanner knows what training costs, with "
+            f"{sorted(KERNEL_MEMORY)}. Plan this module with TorchRec's planner.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+
+
+def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
+    """PlannerError where a constraint cannot be meant for one of several tables of its name."""
+    counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
+    for what in ("pooling_factors", "num_poolings", "batch_sizes"):
+        values = getattr(constraint, what)
+        if not values:
+            continue
+        check_per_feature(values, tables[0].name, what)
+        if what != "pooling_factors" or len(values) not in {1, *counts}:
+            raise PlannerError(
+                f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
+                f"cannot give them {what} {list(values)}. Rename one of the tables.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
 
 
 def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import CollectiveType, ParameterConstraints, ShardingOption, Topology
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.model import ComputeCost, CostSource
@@ -47,6 +48,7 @@ class PlanningContext:
     partitioner starts from them."""
 
     @classmethod
+    @neutral()
     def of(
         cls,
         topology: Topology,
@@ -95,9 +97,18 @@ class PlanningContext:
         return ShardingCost(problem, with_dense, latent_PH)
 
 
-def identity(options: Sequence[ShardingOption]) -> Hashable:
-    """What tells one proposal from another: its tables, how each is sharded, and by which kernel."""
-    return frozenset((option.fqn, option.sharding_type, option.compute_kernel, option.num_shards) for option in options)
+def ranks_by_choice(options: Sequence[ShardingOption]) -> dict[Hashable, list[int | None]]:
+    """The ranks of every option's shards, by table, sharding type and kernel."""
+    return {
+        (option.fqn, option.sharding_type, option.compute_kernel): [shard.rank for shard in option.shards]
+        for option in options
+    }
+
+
+def identity(choices: Iterable[Hashable]) -> Hashable:
+    """What tells one proposal from another: its tables, how each is sharded, and by which kernel; from the keys of
+    :func:`ranks_by_choice`."""
+    return frozenset(choices)
 
 
 def estimates(read: ReadProblem) -> Tensor:

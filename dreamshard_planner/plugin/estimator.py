@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardEstimator, ShardingOption, Topology
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -25,6 +26,7 @@ class DreamShardEstimator(ShardEstimator):
         context: shared by the seams of one planner; made from the other arguments by default.
     """
 
+    @neutral()
     def __init__(
         self,
         topology: Topology,
@@ -36,6 +38,7 @@ class DreamShardEstimator(ShardEstimator):
     ) -> None:
         self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
 
+    @neutral()
     @torch.no_grad()
     def estimate(
         self,

@@ -19,17 +19,19 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import reset_shard_rank
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.joint import DEFAULT_JOINT, JointConfig, JointResult, joint_search
 from dreamshard_planner.placement.place import Contender
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.plugin.constraints import known_kernels
-from dreamshard_planner.plugin.context import PlanningContext, identity
+from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
 from dreamshard_planner.plugin.legal import CW, TW
-from dreamshard_planner.plugin.partitioner import place_proposal, single_thread
+from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.report import Report
 
 
 class JointProposer(Proposer):
@@ -119,6 +121,22 @@ class JointProposer(Proposer):
             self._searched = True
             self._pending = self._search_all(storage_constraint)
 
+    def report(self, outcome: Outcome) -> Report:
+        """On a proposal of this proposer that was placed."""
+        joint, notes = self.result, []
+        if self.torchrec is not None and not self.torchrec.finished:
+            notes.append(f"TorchRec's plan is the best of its first {self.torchrec.proposals} proposals")
+        return Report.of(
+            outcome.cost,
+            outcome.sharding,
+            outcome.placement,
+            self.rivals or None,
+            candidates=joint.candidates if joint else 0,
+            reshards=joint.reshards if joint else 0,
+            notes=notes,
+        )
+
+    @neutral()
     @torch.no_grad()
     def _search_all(self, topology: Topology) -> list[ShardingOption]:
         """The options that the joint search chooses; those that ask least of any rank where it finds no room."""
@@ -132,7 +150,9 @@ class JointProposer(Proposer):
         chosen = self.result.sharding
         proposal = [options[option] for options, option in zip(read.options, chosen.options, strict=True)]
         places = zip(proposal, chosen.positions, strict=True)
-        self._context.found[identity(proposal)] = {option.fqn: positions for option, positions in places}
+        self._context.found[identity(ranks_by_choice(proposal))] = {
+            option.fqn: positions for option, positions in places
+        }
         return proposal
 
     def _known_plans(self, read: ReadProblem, topology: Topology) -> Iterator[tuple[str, Sharding]]:

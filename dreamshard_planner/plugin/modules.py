@@ -12,6 +12,8 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from dreamshard_planner.plugin.limits import check_per_feature
+
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
     """The ``EmbeddingBagConfig`` or ``EmbeddingConfig`` of every table of ``module``, by table name; empty
@@ -28,8 +30,9 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
     """One value per feature; a single value holds for all of them.
 
     Raises:
-        PlannerError: where the lengths don't match.
+        PlannerError: where the lengths don't match, or a value is no number or cannot be meant.
     """
+    check_per_feature(values, table, what)
     if len(values) == count:
         return list(values)
     if len(values) == 1:

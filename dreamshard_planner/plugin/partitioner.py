@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost, ShardingProblem
@@ -27,13 +28,14 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.placement.joint import lay_wide
-from dreamshard_planner.placement.packing import PACKING_SECONDS, shortage
+from dreamshard_planner.placement.packing import PACKING_SECONDS, shortage, total_room
 from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
 from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.plugin.context import PlanningContext, identity
-from dreamshard_planner.plugin.reader import MEMORY_KINDS, ReadProblem
+from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
+from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
+from dreamshard_planner.plugin.reader import ReadProblem
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -71,7 +73,7 @@ def place_proposal(
     read = context.read(proposal, topology)
     cost = context.cost(read)
     given: dict[str, Tensor] = {}
-    found = context.found.get(identity(proposal))
+    found = context.found.get(identity(ranks_by_choice(proposal)))
     if found is not None:
         places = tuple(found[choices[0].fqn] for choices in read.options)
         chosen = cost.chosen(Sharding((0,) * len(places), places))
@@ -134,13 +136,14 @@ class DreamShardPartitioner(Partitioner):
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
         self._search = search
-        self._seed = seed
+        self._seed = checked_seed(seed)
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds
         self._context = context
         self._torchrec_estimate = torchrec_estimate
         self._outcomes: dict[Hashable, Outcome] = {}
 
+    @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank`` of every shard of ``proposal`` and return it, as TorchRec's contract has it.
 
@@ -161,14 +164,15 @@ class DreamShardPartitioner(Partitioner):
             )
             if self._refine_seconds > 0:
                 outcome = self._refined(context, outcome, proposal, storage_constraint, threads)
-        self._outcomes[identity(proposal)] = outcome
+        self._outcomes[identity(ranks_by_choice(proposal))] = outcome
         outcome.read.assign(outcome.sharding)
         return proposal
 
-    def outcome(self, options: Sequence[ShardingOption]) -> Outcome | None:
-        """How a proposal with these tables, sharding types and kernels was placed, of those that TorchRec's planner
-        asked for; it takes the one that its perf model rates best. None where there was no such proposal."""
-        return self._outcomes.get(identity(options))
+    def outcome(self, choices: Iterable[Hashable]) -> Outcome | None:
+        """How the proposal with these tables, sharding types and kernels, as keys of
+        :func:`~dreamshard_planner.plugin.context.ranks_by_choice`, was placed, of those that TorchRec's planner asked
+        for; it takes the one that its perf model rates best. None where there was none."""
+        return self._outcomes.get(identity(choices))
 
     def _refined(
         self,
@@ -235,6 +239,7 @@ class RulePartitioner(Partitioner):
         self._rule = rule
         self._arguments = (constraints, statistics)
 
+    @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
         context = PlanningContext.of(storage_constraint, *self._arguments)
@@ -277,10 +282,11 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
     reason = shortage(problem, MEMORY_KINDS)
     if not reason:
         largest = int(problem.storage_SM.double().sum(-1).argmax())
-        free, need = problem.capacity_DM.clamp_min(0).sum(0) - problem.storage_SM.sum(0), problem.storage_SM[largest]
+        need = problem.storage_SM[largest]
+        free = [room - int(used) for room, used in zip(total_room(problem), problem.storage_SM.sum(0), strict=True)]
         how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
         kinds = [
-            f"{int(free[kind]):,} bytes of {name} would be left over all ranks"
+            f"{free[kind]:,} bytes of {name} would be left over all ranks"
             for kind, name in enumerate(MEMORY_KINDS)
             if need[kind] > 0
         ]
@@ -312,10 +318,9 @@ def infeasible_wide(problem: ShardingProblem) -> PlannerError:
     if not reasons:
         wide = [unit for options in problem.tables for unit in options[0].units if unit.span > 1]
         need_M = torch.stack([problem.storage_PM[list(unit.parts)].sum(0) for unit in wide]).sum(0)
-        room_M = capacity_DM.clamp_min(0).sum(0)
         asked = [
-            f"{int(need):,} bytes of {memory}, of {int(room):,}"
-            for need, room, memory in zip(need_M, room_M, MEMORY_KINDS, strict=True)
+            f"{int(need):,} bytes of {memory}, of {room:,}"
+            for need, room, memory in zip(need_M, total_room(problem), MEMORY_KINDS, strict=True)
             if need > 0
         ]
         reasons.append(f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, PerfModel, ShardingOption, Topology
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.plugin.context import PlanningContext
@@ -31,6 +32,7 @@ class DreamShardPerfModel(PerfModel):
         context: shared by the seams of one planner; made from the other arguments by default.
     """
 
+    @neutral()
     def __init__(
         self,
         topology: Topology,
@@ -42,6 +44,7 @@ class DreamShardPerfModel(PerfModel):
     ) -> None:
         self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
 
+    @neutral()
     @torch.no_grad()
     def costs(self, plan: Sequence[ShardingOption]) -> PlacementCosts:
         """Costs of one plan (B = 1) whose shards have ranks.
@@ -53,6 +56,7 @@ class DreamShardPerfModel(PerfModel):
             read = self._context.read(plan, with_storage=False)
             return self._context.cost(read).rate(read.sharding(plan))
 
+    @neutral()
     def rate(self, plan: list[ShardingOption]) -> float:
         """Predicted overall cost in milliseconds, and a millionth of what all ranks compute; lower is better."""
         costs = self.costs(plan)

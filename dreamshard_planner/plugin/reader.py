@@ -30,12 +30,12 @@ from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Col
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem, Unit
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, optimizer_name
+from dreamshard_planner.plugin.limits import available_bytes, check_needs, check_per_feature, needed_bytes
 from dreamshard_planner.plugin.modules import per_feature, table_configs
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
-MEMORY_KINDS = ("HBM", "DDR", "SSD")
 OUTPUT_BYTES = 4.0
 """Of one output element on the wire: TorchRec's kernels put out fp32 by default."""
 _OPTIMIZERS = {"sgd": "sgd", "exact_sgd": "sgd", "rowwiseadagrad": "rowwise_adagrad"}
@@ -153,7 +153,7 @@ class OptionReader:
         keys = []
         for option in options:
             ranks = 1 if option.sharding_type == DP else topology.world_size
-            keys.append((self._table(option, topology), option.batch_size * ranks))
+            keys.append((self.table(option, topology), option.batch_size * ranks))
         new: dict[int, list[Table]] = {}
         for table, batch_size in dict.fromkeys(keys):
             if (table, batch_size) not in self._workloads:
@@ -191,7 +191,7 @@ class OptionReader:
         sent: list[tuple[int, int, float]] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
-            table = self._table(option, topology)
+            table = self.table(option, topology)
             key = group_key(option, table, self._config(option), self._fused_params(option))
             group = groups.setdefault(key, len(groups))
             part_of: dict[tuple, int] = {}
@@ -211,13 +211,20 @@ class OptionReader:
                         sent.append((part, columns.setdefault(collective, len(columns)), count))
                 parts.append(part)
             span = unit_span(option, topology)
+            if not parts or len(parts) % span:
+                raise PlannerError(
+                    f"table {option.fqn.removeprefix('.')!r} is to be sharded {option.sharding_type} in {len(parts)} "
+                    f"shards, which do not fill units of {span} ranks",
+                    PlannerErrorType.PARTITION,
+                )
             units = tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
             read[option.fqn].append(Option(units, option.sharding_type, option.compute_kernel))
         bytes_PC = torch.zeros(len(workloads), max(1, len(columns)), dtype=torch.float64)
         for part, column, count in sent:
             bytes_PC[part, column] = count
         spare = [] if columns else [Collective("none", "world", links.world)]
-        storage_PM = [[s.storage.hbm, s.storage.ddr, s.storage.ssd] if with_storage else [0, 0, 0] for s in shard_P]
+        if with_storage:
+            check_needs(by_table.values())
         problem = ShardingProblem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
@@ -225,10 +232,8 @@ class OptionReader:
             features_PF=feature_matrix(workloads),
             group_P=torch.tensor(group_P, dtype=torch.int64),
             num_groups=max(1, len(groups)),
-            storage_PM=torch.tensor(storage_PM, dtype=torch.int64).view(-1, 3),
-            capacity_DM=torch.tensor(
-                [[d.storage.hbm, d.storage.ddr, d.storage.ssd] for d in topology.devices], dtype=torch.int64
-            ),
+            storage_PM=needed_bytes(shard_P) if with_storage else torch.zeros(len(shard_P), 3, dtype=torch.int64),
+            capacity_DM=available_bytes(topology),
             bytes_PC=bytes_PC,
             collectives=Collectives([*columns, *spare], topology.intra_group_size, links.world),
         )
@@ -273,10 +278,12 @@ class OptionReader:
         if self._statistics is None:
             return factors
         known = [self._statistics.get(name) for name in names]
-        return [
+        factors = [
             factor if feature is None else feature.pooling_factor
             for factor, feature in zip(factors, known, strict=True)
         ]
+        check_per_feature(factors, option.name, f"pooling factors of {names}")
+        return factors
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Features of the option's table; unnamed ones where the module has no configs."""
@@ -285,7 +292,7 @@ class OptionReader:
             return list(config.feature_names)
         return option.feature_names or [""] * len(option.input_lengths)
 
-    def _table(self, option: ShardingOption, topology: Topology) -> Table:
+    def table(self, option: ShardingOption, topology: Topology) -> Table:
         """The option's table; the same for all options of a table and kernel."""
         key = (option.fqn, option.compute_kernel)
         if key not in self._tables:

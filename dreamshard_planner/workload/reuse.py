@@ -21,6 +21,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dreamshard_planner.ambient import neutral
+
 NUM_REUSE_BINS = 17
 BIN_UPPER = tuple(2**k for k in range(NUM_REUSE_BINS - 1))
 TOP_COUNT = 131_072
@@ -34,7 +36,8 @@ _MIXTURE_RATES = (-10, 17, 2)
 """Rate grid of the free mixture: log2 of the lowest and highest rate, rates per octave."""
 _POWER_LAW_RATES = (-40, 24, 2)
 """Wider, because the rarest of 10^9 rows count in sum."""
-_EXPONENTS = torch.arange(0.201, 2.0, 0.05, dtype=torch.float64)
+with neutral():
+    _EXPONENTS = torch.arange(0.201, 2.0, 0.05, dtype=torch.float64)
 """Power laws that are tried; none is 1, where the harmonic sum has another form."""
 _POWER_LAW_NATS, _POWER_LAW_NATS_PER_ROW = 6.0, 0.001
 """A power law explains a histogram where its log-likelihood ratio is below the sum of these, the second times the
@@ -45,6 +48,7 @@ _POPULARITY_BUCKETS = 64
 
 
 @cache
+@neutral()
 def bin_mean_reuse() -> Tensor:
     """Mean reuse count within each bin, [K] float64."""
     means = [1.0]
@@ -150,6 +154,7 @@ def rescale_reuse(
 
 
 @cache
+@neutral()
 def _thinning(factor: float) -> Tensor:
     """Probability [K, K] that a row of each old bin falls into each new one when a batch shrinks by ``factor`` < 1;
     what is missing to 1 is not read at all."""
@@ -208,12 +213,14 @@ def _fit_power_law(
 
 
 @cache
+@neutral()
 def _rates(grid: tuple[int, int, int]) -> Tensor:
     low, high, per_octave = grid
     return torch.logspace(low, high, (high - low) * per_octave + 1, base=2.0, dtype=torch.float64)
 
 
 @cache
+@neutral()
 def _probabilities_at(factor: float, grid: tuple[int, int, int]) -> Tensor:
     """Bin probabilities [Q, K] of a rate grid for a batch ``factor`` times as large."""
     return _bin_probabilities(_rates(grid) * factor)

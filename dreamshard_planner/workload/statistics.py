@@ -7,15 +7,18 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
+    from torchrec.datasets.utils import Batch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 SCHEMA = "dreamshard_planner.statistics/1"
@@ -32,7 +35,11 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
     """
 
     def __init__(self, features: Mapping[str, FeatureStatistics]) -> None:
+        if not isinstance(features, Mapping):
+            raise StatisticsError(f"expected a mapping of feature names to statistics, got {type(features).__name__}")
         for name, value in features.items():
+            if not isinstance(name, str):
+                raise StatisticsError(f"features are named by strings, got {name!r}")
             if not isinstance(value, FeatureStatistics):
                 raise StatisticsError(f"feature {name!r}: expected FeatureStatistics, got {type(value).__name__}")
         self._features = dict(features)
@@ -50,42 +57,51 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         return f"TableStatistics({len(self)} features)"
 
     @classmethod
-    def from_batches(cls, batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None) -> TableStatistics:
+    def from_batches(
+        cls, batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch, keys: Sequence[str] | None = None
+    ) -> TableStatistics:
         """Statistics over batches, each of about the local batch size.
 
         Pooling factors are lookups over samples, distinct rows are averaged over batches, and so are histograms,
         weighted by these.
 
         Args:
-            batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, all with the same keys.
+            batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, or what holds one in ``sparse_features`` as
+                ``torchrec.datasets.utils.Batch`` does; all with the same keys. A single one counts as one batch.
             keys: features to look at; the others belong to modules that are not planned. Default: all.
 
         Raises:
-            StatisticsError: where there is no batch, the keys differ between batches, or ``keys`` has others.
+            StatisticsError: where there is no batch, the keys differ between batches, ``keys`` has others, or a batch
+                is something else or has no data (meta and fake tensors).
         """
+        if isinstance(keys, str):
+            raise StatisticsError(f"keys must be a list of feature names, got the string {keys!r}")
         given, wanted = None, keys
         lookups: dict[str, int] = {}
         samples: dict[str, int] = {}
         counts: dict[str, torch.Tensor] = {}
         num_batches = 0
-        for batch in batches:
-            if given is None:
-                given = set(batch.keys())
-                keys = list(batch.keys()) if wanted is None else list(wanted)
-                missing = [key for key in keys if key not in given]
-                if missing:
-                    raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
-                lookups, samples = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
-                counts = {key: torch.zeros(NUM_REUSE_BINS, dtype=torch.float64) for key in keys}
-            elif set(batch.keys()) != given:
-                changed = sorted(set(batch.keys()) ^ given)
-                raise StatisticsError(f"batch {num_batches} has other keys than the first one: {changed}")
-            for key in keys:
-                jagged = batch[key]
-                histogram, distinct = reuse_histogram(jagged.values().cpu())
-                lookups[key] += jagged.values().numel()
-                samples[key] += jagged.lengths().numel()
-                counts[key] += histogram * distinct
+        for element in _elements(batches):
+            # Not around the loop: the batches are made in the caller's state, random numbers and all.
+            with neutral():
+                batch = _sparse_features(element, num_batches)
+                if given is None:
+                    given = set(batch.keys())
+                    keys = list(batch.keys()) if wanted is None else list(wanted)
+                    missing = [key for key in keys if key not in given]
+                    if missing:
+                        raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
+                    lookups, samples = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
+                    counts = {key: torch.zeros(NUM_REUSE_BINS, dtype=torch.float64) for key in keys}
+                elif set(batch.keys()) != given:
+                    changed = sorted(set(batch.keys()) ^ given)
+                    raise StatisticsError(f"batch {num_batches} has other keys than the first one: {changed}")
+                for key in keys:
+                    jagged = batch[key]
+                    histogram, distinct = reuse_histogram(jagged.values().cpu())
+                    lookups[key] += jagged.values().numel()
+                    samples[key] += jagged.lengths().numel()
+                    counts[key] += histogram * distinct
             num_batches += 1
         if given is None:
             raise StatisticsError("no batches: cannot take statistics of nothing")
@@ -93,12 +109,14 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         for key in keys:
             if samples[key] == 0:
                 raise StatisticsError(f"feature {key!r}: all batches are without samples")
-            histogram = counts[key] / counts[key].sum() if lookups[key] else None
+            with neutral():
+                distinct = float(counts[key].sum())
+                shares = tuple((counts[key] / distinct).tolist()) if lookups[key] else None
             features[key] = FeatureStatistics(
                 pooling_factor=lookups[key] / samples[key],
-                reuse_histogram=None if histogram is None else tuple(histogram.tolist()),
+                reuse_histogram=shares,
                 batch_size=max(1, round(samples[key] / num_batches)),
-                distinct_rows=float(counts[key].sum()) / num_batches if lookups[key] else None,
+                distinct_rows=distinct / num_batches if lookups[key] else None,
             )
         return cls(features)
 
@@ -161,3 +179,30 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
             except (TypeError, ValueError) as error:
                 raise StatisticsError(f"{path}: feature {name!r}: {error}") from error
         return cls(features)
+
+
+def _elements(batches: Any) -> Iterable[Any]:
+    """The batches, of which a single one is one; it can be indexed by feature, and would iterate as nonsense."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    if isinstance(batches, KeyedJaggedTensor) or hasattr(batches, "sparse_features"):
+        return [batches]
+    if isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
+        raise StatisticsError(f"batches must be an iterable of KeyedJaggedTensor, got {type(batches).__name__}")
+    return batches
+
+
+def _sparse_features(element: Any, position: int) -> KeyedJaggedTensor:
+    """The sparse features of one batch."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    batch = getattr(element, "sparse_features", element)
+    if not isinstance(batch, KeyedJaggedTensor):
+        raise StatisticsError(
+            f"batch {position} must be a KeyedJaggedTensor or hold one in sparse_features, got {type(element).__name__}"
+        )
+    if batch.values().is_meta or isinstance(batch.values(), FakeTensor):
+        raise StatisticsError(
+            f"batch {position}, of features {batch.keys()}, has no data: its values are a meta or fake tensor"
+        )
+    return batch

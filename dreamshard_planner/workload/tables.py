@@ -40,6 +40,12 @@ class FeatureStatistics:
     """Distinct rows of one such batch. None: derived from lookups and histogram, a few percent off."""
 
     def __post_init__(self) -> None:
+        for name in ("pooling_factor", "distinct_rows"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, None if value is None and name == "distinct_rows" else float(value))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise StatisticsError(f"{name.replace('_', ' ')} must be a number, got {value!r}") from error
         if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
             raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
         if self.batch_size is not None and self.batch_size < 1:

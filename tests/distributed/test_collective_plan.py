@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Rank
+import torch
+import torch.distributed as dist
+from ranks import Rank, run_on_ranks
 from tiny import SHARDERS, TinyModel, make_planner
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
-from dreamshard_planner import DreamShardError, DreamShardPlanner
+from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsError
+from dreamshard_planner.collective import Failure
 from dreamshard_planner.cost.collectives import CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
 
@@ -54,6 +60,196 @@ def _wrong_size(rank: Rank) -> str:
     except DreamShardError as error:
         return str(error)
     return "a plan"
+
+
+class ReluctantError(Exception):
+    """Pickles, and fails to unpickle."""
+
+    def __init__(self, table: str, missing: int) -> None:
+        super().__init__(f"{table} lacks {missing}")
+
+
+class LockedError(ValueError):
+    """Does not pickle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def _local_error() -> Exception:
+    class LocalError(Exception):
+        pass
+
+    return LocalError("only here")
+
+
+ERRORS = {
+    "local": _local_error,
+    "reluctant": lambda: ReluctantError("t0", 7),
+    "locked": lambda: LockedError("it is locked"),
+    "planner": lambda: PlannerError("too strict", PlannerErrorType.STRICT_CONSTRAINTS),
+    "statistics": lambda: StatisticsError("feature 'f'"),
+    "interrupt": KeyboardInterrupt,
+    "exit": lambda: SystemExit(3),
+}
+
+
+def _raised(rank: Rank) -> dict[str, tuple[str, str, str | None]]:
+    """Type, text and, of a PlannerError, its type, of what each error on rank 0 becomes; and that ranks go on."""
+    found = {}
+    for name, make in ERRORS.items():
+
+        def fail(options: list, make=make) -> list:
+            raise make()
+
+        planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type), callbacks=[fail])
+        try:
+            planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+        except BaseException as error:
+            found[name] = type(error).__name__, str(error), getattr(getattr(error, "error_type", None), "name", None)
+        dist.barrier()
+    return found
+
+
+def test_every_error_of_rank_0_reaches_all_ranks(launch: Callable[..., list[Any]]) -> None:
+    first, *others = launch(_raised)
+    assert first == {
+        "local": ("LocalError", "only here", None),
+        "reluctant": ("ReluctantError", "t0 lacks 7", None),
+        "locked": ("LockedError", "it is locked", None),
+        "planner": ("PlannerError", "too strict", "STRICT_CONSTRAINTS"),
+        "statistics": ("StatisticsError", "feature 'f'", None),
+        "interrupt": ("KeyboardInterrupt", "", None),
+        "exit": ("SystemExit", "3", None),
+    }
+    ended = "planning on rank 0 ended with"
+    for other in others:
+        assert other == {
+            "local": ("DreamShardError", f"{ended} _local_error.<locals>.LocalError: only here", None),
+            "reluctant": ("DreamShardError", f"{ended} ReluctantError: t0 lacks 7", None),
+            "locked": ("ValueError", "LockedError: it is locked", None),
+            "planner": ("PlannerError", "too strict", "STRICT_CONSTRAINTS"),
+            "statistics": ("StatisticsError", "feature 'f'", None),
+            "interrupt": ("DreamShardError", f"{ended} KeyboardInterrupt: ", None),
+            "exit": ("DreamShardError", f"{ended} SystemExit: 3", None),
+        }
+
+
+def test_an_error_without_a_text_is_told_as_well() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    told = pickle.loads(pickle.dumps(Failure.of(SilentError()))).error()
+    assert type(told) is DreamShardError and str(told).endswith("SilentError: its text cannot be read: RuntimeError")
+
+
+class Unsendable(int):
+    """A rank that does not pickle, or does not unpickle."""
+
+    def __new__(cls, value: int, fails_there: bool) -> Unsendable:
+        made = super().__new__(cls, value)
+        made.fails_there = fails_there
+        return made
+
+    def __reduce__(self) -> Any:
+        if not self.fails_there:
+            raise TypeError("cannot pickle this rank")
+        return Unsendable, (0,)
+
+
+def _unsendable_plan(rank: Rank) -> list[str]:
+    found = []
+    for fails_there in (False, True):
+
+        def disturb(options: list, fails_there=fails_there) -> list:
+            options[0].shards[0].rank = Unsendable(0, fails_there)
+            return options
+
+        planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type), callbacks=[disturb])
+        try:
+            planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+        except DreamShardError as error:
+            found.append(str(error))
+        dist.barrier()
+    return found
+
+
+def test_a_plan_that_does_not_pickle_is_an_error_on_all_ranks(launch: Callable[..., list[Any]]) -> None:
+    results = launch(_unsendable_plan)
+    assert all(result == results[0] for result in results)
+    sent = "the plan cannot be sent to the other ranks, it does not pickle (TypeError: "
+    assert results[0][0] == f"{sent}cannot pickle this rank)"
+    assert results[0][1].startswith(sent) and "fails_there" in results[0][1]
+
+
+def _ranks_given_other_things(rank: Rank) -> str:
+    """Only what rank 0 was given counts."""
+    if rank.rank == 0:
+        planner, given = make_planner("dreamshard", rank), list(SHARDERS)
+    else:
+        memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
+        planner = DreamShardPlanner(topology=Topology(rank.world_size + 1, rank.device.type, **{memory: 1000}))
+        given = []
+    return str(planner.collective_plan(TinyModel(rank.device), given))
+
+
+def test_only_what_rank_0_was_given_counts(launch: Callable[..., list[Any]]) -> None:
+    plans = launch(_ranks_given_other_things)
+    assert plans[0].count("table_wise") == 8 and len(set(plans)) == 1
+
+
+def _asking_for(rank: Rank, requests: list[dict[str, Any]]) -> list[str]:
+    """What becomes of planning that may take so many seconds."""
+    found = []
+    for request in requests:
+        planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type), **request)
+        try:
+            planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+            found.append("a plan")
+        except DreamShardError as error:
+            found.append(str(error))
+    return found
+
+
+def test_planning_as_long_as_the_others_wait_is_refused(launch: Callable[..., list[Any]]) -> None:
+    # Groups of these tests wait for a minute.
+    measure = {"refine": "measure", "refine_seconds": 40.0}
+    results = launch(_asking_for, [measure | {"refine_seconds": 60.0}, measure | {"search_seconds": 6.0}])
+    assert all(result == results[0] for result in results)
+    for asked, error in zip((60, 46), results[0], strict=True):
+        assert f"rank 0 may plan for {asked} s" in error
+        assert "the other ranks wait for 60 s" in error and "give less than 45 s" in error
+    results = launch(_asking_for, [{"search_seconds": 44.0}, {"search_seconds": 46.0}])
+    assert [result[0] for result in results] == ["a plan"] * len(results)
+    assert all("rank 0 may plan for 46 s" in result[1] for result in results)
+
+
+def _in_state(rank: Rank) -> list[str]:
+    """Plans made where torch's ambient state is another one, and without."""
+    planner, model = make_planner("dreamshard", rank), TinyModel(rank.device)
+    plans = [str(planner.collective_plan(model, list(SHARDERS)))]
+    for state in (torch.device("meta"), torch.inference_mode(), FakeTensorMode()):
+        with state:
+            plans.append(str(planner.collective_plan(model, list(SHARDERS))))
+    return plans
+
+
+def test_plans_are_sent_in_any_state_of_torch(launch: Callable[..., list[Any]]) -> None:
+    results = launch(_in_state)
+    assert len({plan for plans in results for plan in plans}) == 1
+
+
+def _devices_by_default(rank: Rank, sees_a_gpu: bool) -> tuple[str, int, int]:
+    torch.cuda.is_available = lambda: sees_a_gpu
+    topology = DreamShardPlanner()._topology
+    return topology.compute_device, topology.world_size, topology.local_world_size
+
+
+@pytest.mark.parametrize("sees_a_gpu", [False, True])
+def test_gloo_ranks_compute_on_cpus_wherever_they_run(sees_a_gpu: bool) -> None:
+    assert run_on_ranks(_devices_by_default, sees_a_gpu, world_size=2) == [("cpu", 2, 2)] * 2
 
 
 def test_all_ranks_get_one_plan(launch: Callable[..., list[Any]]) -> None:

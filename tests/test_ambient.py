@@ -1,0 +1,251 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Whatever torch is told for a whole thread or process, plans are the same, and it is told the same afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+from test_plugin import SHARDERS, collection, ranks_of, table, topology
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import Checkpoint, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.ambient import neutral
+from dreamshard_planner.checkpoint import SHIPPED, shipped
+from dreamshard_planner.plugin import DreamShardEstimator, DreamShardPartitioner, DreamShardPerfModel, RulePartitioner
+from dreamshard_planner.workload import reuse
+from dreamshard_planner.workload.features import FEATURE_NAMES
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Halved(TorchFunctionMode):
+    """Every floating-point result in half precision."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result.half() if isinstance(result, torch.Tensor) and result.is_floating_point() else result
+
+
+STATES: dict[str, Callable[[], AbstractContextManager]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "default device meta": lambda: default_device("meta"),
+    "default device cuda": lambda: default_device("cuda:0"),
+    "with device meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "fake tensors": FakeTensorMode,
+    "function mode": Halved,
+    "matmul precision": lambda: matmul_precision("medium"),
+}
+
+
+@pytest.fixture(params=STATES)
+def state(request: pytest.FixtureRequest) -> Iterator[Callable[[], AbstractContextManager]]:
+    """A state; nothing is cached from before, and nothing that it left behind stays after the test."""
+    caches = [shipped, reuse.bin_mean_reuse, reuse._thinning, reuse._rates, reuse._probabilities_at]
+    for cached in caches:
+        cached.cache_clear()
+    yield STATES[request.param]
+    for cached in caches:
+        cached.cache_clear()
+
+
+def described() -> tuple:
+    """What a script could tell of torch's state, by its own tensors."""
+    made = torch.ones(2, device="cpu")
+    return (
+        type(made),
+        made.dtype,
+        made.is_inference(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_float32_matmul_precision(),
+        torch.get_rng_state().tolist() if type(made) is torch.Tensor and made.dtype != torch.float16 else None,
+    )
+
+
+HISTOGRAM = (0.5, 0.3, 0.2) + (0.0,) * 14
+STATISTICS = TableStatistics(
+    {f"t{i}_f0": FeatureStatistics(2.0**i, HISTOGRAM if i % 2 else None, 256) for i in range(8)}
+)
+
+
+TABLE_WISE = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
+
+
+def model() -> nn.Module:
+    return collection(*(table(f"t{i}", 300 * (i + 1) ** 3, 8 << i % 4) for i in range(8)))
+
+
+def plan_of(given) -> tuple:
+    """Plan, and all that is said of it."""
+    planner = DreamShardPlanner(topology=topology(3), batch_size=64, statistics=STATISTICS, stats=[], debug=False)
+    plan = planner.plan(given, SHARDERS)
+    predicted = planner.predict(planner._best_plan)
+    return ranks_of(plan), planner.report().to_dict(), predicted.total_ms
+
+
+def seams(given) -> tuple:
+    """What each part says alone, under TorchRec's planner."""
+    estimators = [DreamShardEstimator(topology(3)), EmbeddingStorageEstimator(topology=topology(3))]
+    found = []
+    for partitioner in (DreamShardPartitioner(), RulePartitioner("dim_greedy")):
+        made = EmbeddingShardingPlanner(
+            topology=topology(3),
+            batch_size=64,
+            enumerator=EmbeddingEnumerator(topology(3), batch_size=64, constraints=TABLE_WISE, estimator=estimators),
+            partitioner=partitioner,
+            performance_model=DreamShardPerfModel(topology(3)),
+            constraints=TABLE_WISE,
+            stats=[],
+            debug=False,
+        )
+        plan = made.plan(given, SHARDERS)
+        best = made._best_plan
+        found.append((ranks_of(plan), [option.total_perf for option in best], made._perf_model.rate(best)))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("made", [plan_of, seams])
+def test_plans_do_not_depend_on_the_state(state, made: Callable) -> None:
+    given = model()
+    with state():
+        before = described()
+        inside = made(given)
+        assert described() == before
+    outside = made(given)  # with what was cached inside
+    shipped.cache_clear()
+    assert inside == outside == made(given)
+
+
+def test_a_checkpoint_is_the_same_in_every_state(state) -> None:
+    path = SHIPPED / "cpu.safetensors"
+    expected = Checkpoint.load(path)
+    with state():
+        before = described()
+        loaded = Checkpoint.load(path)
+        assert described() == before
+    for ours, theirs in ((expected.policy, loaded.policy), (expected.cost, loaded.cost)):
+        states = ours.state_dict(), theirs.state_dict()
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert all(type(tensor) is torch.Tensor and not tensor.is_inference() for tensor in states[1].values())
+
+
+def batch() -> KeyedJaggedTensor:
+    values = torch.tensor([1, 1, 2, 3, 4, 4, 4], device="cpu")
+    return KeyedJaggedTensor(["a", "b"], values, lengths=torch.tensor([2, 1, 0, 4], device="cpu"))
+
+
+def test_statistics_do_not_depend_on_the_state(state) -> None:
+    given, expected = batch(), dict(TableStatistics.from_batches([batch()]))
+    reuse.bin_mean_reuse.cache_clear()
+    with state():
+        assert dict(TableStatistics.from_batches([given])) == expected
+
+
+def test_batches_are_made_in_the_state_of_the_script() -> None:
+    drawn = []
+
+    def batches() -> Iterator[KeyedJaggedTensor]:
+        for _ in range(2):
+            drawn.append(torch.rand(1).item())  # as a data loader that shuffles
+            yield batch()
+
+    TableStatistics.from_batches(batches())
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_batches_without_data_are_refused(kind: str) -> None:
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        empty = KeyedJaggedTensor(["a"], torch.zeros(3, dtype=torch.int64), lengths=torch.ones(3, dtype=torch.int64))
+        with pytest.raises(StatisticsError, match=r"batch 0, of features \['a'\], has no data"):
+            TableStatistics.from_batches([empty])
+
+
+def test_a_model_of_fake_tensors_is_planned() -> None:
+    with FakeTensorMode():
+        fake = EmbeddingBagCollection(tables=model().embedding_bag_configs(), device=torch.device("cpu"))
+        inside = plan_of(fake)
+    assert inside == plan_of(model())
+
+
+def test_errors_leave_the_state_alone(state) -> None:
+    with state():
+        before = described()
+        with pytest.raises(ValueError, match="mine"), neutral():
+            assert torch.ones(2).dtype == torch.float32
+            raise ValueError("mine")
+        assert described() == before
+
+
+def test_a_checkpoint_serves_learning_whatever_state_loaded_it() -> None:
+    shipped.cache_clear()
+    with torch.inference_mode():
+        plan_of(model())
+    cost = DreamShardPlanner(topology=topology(1))._checkpoint.cost
+    features_SF = torch.ones(2, len(FEATURE_NAMES), requires_grad=True)
+    cost.group_cost_ms(cost.encode(features_SF)).sum().backward()
+    assert features_SF.grad is not None
+
+
+IMPORT = """
+import torch
+torch.set_default_dtype(torch.float16)
+import torchrec
+torch.set_default_device("meta")
+from dreamshard_planner.workload.reuse import _EXPONENTS
+print(_EXPONENTS.device, _EXPONENTS.dtype)
+"""
+
+
+def test_the_package_is_imported_in_any_state() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "cpu torch.float64\n"), done.stderr
