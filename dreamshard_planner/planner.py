@@ -50,6 +50,7 @@ from dreamshard_planner.plugin.limits import check_topology, checked_seed
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.plugin.slices import wider_slices
 from dreamshard_planner.report import Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -219,7 +220,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         perf = theirs[0] if self._cost_source == "torchrec" else DreamShardEstimator(self._topology, context=context)
         self._enumerator = self._given_enumerator or FastEnumerator(
-            self._topology, self._batch_size, constraints, [perf, theirs[1]], prepare=prepare
+            self._topology, self._batch_size, constraints, [perf, theirs[1]], variants=wider_slices, prepare=prepare
         )
         self._rater = DreamShardPerfModel(self._topology, context=context)
         self._perf_model = self._given_perf_model or self._rater

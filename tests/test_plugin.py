@@ -46,7 +46,7 @@ from dreamshard_planner.plugin import (
     TableWiseProposer,
 )
 from dreamshard_planner.plugin.constraints import planning_constraints
-from dreamshard_planner.plugin.context import PlanningContext, collective_model
+from dreamshard_planner.plugin.context import PlanningContext, links_of
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
@@ -603,4 +603,20 @@ def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) ->
     ids=["one host", "two hosts", "another device"],
 )
 def test_measured_collectives_hold_for_what_they_were_measured_on(made: Topology, source: str) -> None:
-    assert source in collective_model(made, resolve("auto", "cpu")).source
+    links = links_of(made, resolve("auto", "cpu"))
+    assert all(source in model.source for model in (links.all_to_all, links.reduce_scatter, links.all_reduce))
+    assert (
+        links.all_to_all.world_size == made.world_size
+        and links.across.world_size == made.world_size // links.host.world_size
+    )
+
+
+def test_what_passes_between_hosts_is_what_takes_long() -> None:
+    """Two hosts of eight: eight peers of fifteen are on the other host."""
+    made = Topology(16, "cuda", local_world_size=8, intra_host_bw=400e6, inter_host_bw=10e6)
+    links = links_of(made, resolve("auto", "cuda"))
+    sent = torch.full((16,), 1e6)
+    assert float(links.all_to_all.all_to_all_ms(sent)[0]) == pytest.approx(8e6 / 10e6 + 0.02, rel=1e-3)
+    assert float(links.host.all_to_all_ms(sent[:8])[0]) == pytest.approx(7e6 / 400e6 + 0.02, rel=1e-3)
+    assert float(links.across.all_to_all_ms(sent[:2])[0]) == pytest.approx(1e6 / 10e6 + 0.02, rel=1e-3)
+    assert float(links.all_reduce.all_to_all_ms(sent)[0]) == pytest.approx(2 * (8e6 / 10e6 + 0.02), rel=1e-3)

@@ -178,11 +178,12 @@ def test_a_start_is_never_lost() -> None:
 
 def test_reshards_keep_their_sums() -> None:
     """Sums kept through many changes are those taken afresh, and what was glanced at is what was got."""
-    cost = problem_of(12, 2, latency_ms=0.02)
-    state = joint._State(cost, lay(cost, (3,) * 12), JointConfig(), 1.0)
+    cost = problem_of(12, 2)
+    everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
+    state = joint._State(cost, everything_on_one, JointConfig(), 1.0)
     before_ms = state.overall_ms()
     tried = state.improve(10_000, lambda: True)
-    assert tried > 50 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.9 * before_ms
+    assert tried > 500 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.5 * before_ms
     assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
     afresh = joint._State(cost, state.sharding, JointConfig(), 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):

@@ -98,8 +98,8 @@ class Collective:
     """One collective of a training step: which ranks exchange, how fast, and in which passes.
 
     All are rated from the bytes that each rank sends to each *peer*. A reduce-scatter and the all-gather of its
-    backward move the same as an all-to-all of the same bytes to each peer; an all-reduce is a reduce-scatter and an
-    all-gather of an n-th of the tensor to each peer, so the reader of its cost gives it twice an n-th.
+    backward move the same as an all-to-all of the same bytes to each peer; of an all-reduce, an n-th of the tensor
+    counts as those bytes.
     """
 
     name: str

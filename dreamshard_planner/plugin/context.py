@@ -67,7 +67,7 @@ class PlanningContext:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
         self.compute: ComputeCost = self._compute()
         if self.cost_source == "torchrec":
-            self.links = Links(FREE, FREE, FREE)
+            self.links = Links(FREE, FREE, FREE, FREE, FREE)
         else:
             self.links = links_of(self.topology, self.checkpoint)
 
@@ -98,9 +98,9 @@ class PlanningContext:
 
 
 def ranks_by_choice(options: Sequence[ShardingOption]) -> dict[Hashable, list[int | None]]:
-    """The ranks of every option's shards, by table, sharding type and kernel."""
+    """The ranks of every option's shards, by table, sharding type, kernel and number of shards."""
     return {
-        (option.fqn, option.sharding_type, option.compute_kernel): [shard.rank for shard in option.shards]
+        (option.fqn, option.sharding_type, option.compute_kernel, option.num_shards): [s.rank for s in option.shards]
         for option in options
     }
 
@@ -124,26 +124,34 @@ def estimates(read: ReadProblem) -> Tensor:
 def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     """Exchanges as the checkpoint measured them, for ranks of one host of that kind; else over the topology's
     bandwidths, within hosts and between them."""
-    world_size, host = topology.world_size, topology.intra_group_size
-    bandwidths = topology.comms_bandwidths
-    inside, between = bandwidths.intra_host_bw, bandwidths.inter_host_bw
+    world_size, host = topology.world_size, min(topology.intra_group_size, topology.world_size)
+    inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
+    given = _given_world(topology)
+    # A reduce-scatter and an all-gather, each of an n-th of the tensor to each peer.
+    twice = replace(given, bytes_per_ms=given.bytes_per_ms / 2, latency_ms=2 * given.latency_ms)
     return Links(
-        world=collective_model(topology, checkpoint),
-        host=CollectiveModel(min(host, world_size), inside, source=_given(inside)),
+        all_to_all=_measured(topology, checkpoint, "all_to_all") or given,
+        reduce_scatter=_measured(topology, checkpoint, "reduce_scatter") or given,
+        all_reduce=_measured(topology, checkpoint, "all_reduce") or twice,
+        host=_measured(topology, checkpoint, "reduce_scatter") or CollectiveModel(host, inside, source=_given(inside)),
         across=CollectiveModel(max(1, world_size // host), between, source=_given(between)),
     )
 
 
-def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveModel:
-    """All-to-all between all ranks as the checkpoint measured it, for ranks of one host of that kind; else over the
-    topology's bandwidth: on several hosts what goes to the other hosts' ranks passes between hosts, the rest inside."""
+def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> CollectiveModel | None:
+    """The exchange between all ranks as the checkpoint measured it; None where it was not, or elsewhere."""
     measured = checkpoint.metadata.get("collectives")
     one_host = topology.world_size <= topology.local_world_size
-    if measured is not None and one_host and measured["hardware"]["device"] == topology.compute_device:
-        fit = CollectiveFit(**measured["fits"]["all_to_all"])
-        ranks = f"{measured['world_size']} ranks of one {measured['hardware']['name']}"
-        source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
-        return fit.model(topology.world_size, source)
+    if measured is None or not one_host or measured["hardware"]["device"] != topology.compute_device:
+        return None
+    fit = CollectiveFit(**measured["fits"][operation])
+    ranks = f"{measured['world_size']} ranks of one {measured['hardware']['name']}"
+    return fit.model(topology.world_size, f"measured with {measured['backend']} on {ranks}, {checkpoint.name}")
+
+
+def _given_world(topology: Topology) -> CollectiveModel:
+    """An exchange of equal parts between all ranks over the topology's bandwidth: on several hosts it takes as long as
+    what goes to the ranks of other hosts."""
     bytes_per_ms = topology.comms_bandwidths.get_bw(
         local_world_size=topology.intra_group_size,
         world_size=topology.world_size,
@@ -151,10 +159,7 @@ def collective_model(topology: Topology, checkpoint: Checkpoint) -> CollectiveMo
     )
     model = CollectiveModel(topology.world_size, bytes_per_ms, source=_given(bytes_per_ms))
     others = topology.world_size - topology.intra_group_size
-    if others <= 0:
-        return model
-    # As if all peers were alike, and the exchange as long as what passes between hosts.
-    return replace(model, bytes_per_ms=bytes_per_ms * (topology.world_size - 1) / others)
+    return model if others <= 0 else replace(model, bytes_per_ms=bytes_per_ms * (topology.world_size - 1) / others)
 
 
 def _given(bytes_per_ms: float) -> str:

@@ -176,6 +176,8 @@ class FastEnumerator(EmbeddingEnumerator):
     Args:
         topology, batch_size, constraints, estimator, use_exact_enumerate_order: see TorchRec's ``EmbeddingEnumerator``.
         keep: whether to keep an option, asked before anything is estimated; all by default.
+        variants: further ways to shard a table, made of an option; none by default. TorchRec enumerates one width of
+            column slices per table.
         prepare: may change an option, such as its ``input_lengths``, each time before it is estimated.
     """
 
@@ -188,11 +190,13 @@ class FastEnumerator(EmbeddingEnumerator):
         use_exact_enumerate_order: bool | None = False,
         *,
         keep: Callable[[ShardingOption], bool] | None = None,
+        variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] | None = None,
         prepare: Callable[[ShardingOption], None] | None = None,
     ) -> None:
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
         self._estimators = [OncePerSize(estimator) for estimator in self._estimators]
         self._keep = keep
+        self._variants = variants
         self._prepare = prepare
         self._enumerating = False
 
@@ -224,12 +228,13 @@ class FastEnumerator(EmbeddingEnumerator):
         for option in options:
             kept = of_table.setdefault(option.fqn, [])
             if self._keep is None or self._keep(option):
-                kept.append(EnumeratedOption.of(option))
+                enumerated = EnumeratedOption.of(option)
+                kept += [enumerated, *(self._variants(enumerated) if self._variants is not None else ())]
         for table, kept in of_table.items():
             if not kept:
                 raise PlannerError(
                     f"none of the sharding types and compute kernels of table {table.removeprefix('.')!r} may be used",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
-            kept.sort(key=lambda option: (option.sharding_type, option.compute_kernel))
+            kept.sort(key=lambda option: (option.sharding_type, option.compute_kernel, -option.num_shards))
         return [option for kept in of_table.values() for option in kept]

@@ -31,6 +31,7 @@ from dreamshard_planner.plugin.legal import CW, TW
 from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.plugin.slices import is_torchrecs
 from dreamshard_planner.report import Report
 
 
@@ -177,7 +178,8 @@ class JointProposer(Proposer):
             if all(option.sharding_type == TW for option in whole):
                 named = {"torchrec": "torchrec_whole"}
                 self.rivals += [replace(r, name=named.get(r.name, r.name)) for r in outcome.placement.rivals]
-        self.torchrec = torchrec_plan(self._options, topology, self._torchrec_estimate)
+        theirs = [option for option in self._options if is_torchrecs(option)]
+        self.torchrec = torchrec_plan(theirs, topology, self._torchrec_estimate)
         if self.torchrec is not None:
             yield "torchrec", read.sharding(self.torchrec.options)
 

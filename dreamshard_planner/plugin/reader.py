@@ -46,12 +46,16 @@ _OPTIMIZERS["exact_rowwise_adagrad"] = "rowwise_adagrad"
 class Links:
     """Models of the exchanges that a topology has room for."""
 
-    world: CollectiveModel
+    all_to_all: CollectiveModel
     """Between all ranks."""
+    reduce_scatter: CollectiveModel
+    """Between all ranks."""
+    all_reduce: CollectiveModel
+    """Between all ranks; an n-th of the tensor counts as what a rank sends to each peer."""
     host: CollectiveModel
-    """Between the ranks of one host."""
+    """A reduce-scatter between the ranks of one host."""
     across: CollectiveModel
-    """Between the ranks of the same place on every host."""
+    """An all-to-all between the ranks of the same place on every host."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ class OptionReader:
         bytes_PC = torch.zeros(len(workloads), max(1, len(columns)), dtype=torch.float64)
         for part, column, count in sent:
             bytes_PC[part, column] = count
-        spare = [] if columns else [Collective("none", "world", links.world)]
+        spare = [] if columns else [Collective("none", "world", links.all_to_all)]
         if with_storage:
             check_needs(by_table.values())
         problem = ShardingProblem(
@@ -235,7 +239,7 @@ class OptionReader:
             storage_PM=needed_bytes(shard_P) if with_storage else torch.zeros(len(shard_P), 3, dtype=torch.int64),
             capacity_DM=available_bytes(topology),
             bytes_PC=bytes_PC,
-            collectives=Collectives([*columns, *spare], topology.intra_group_size, links.world),
+            collectives=Collectives([*columns, *spare], topology.intra_group_size, links.all_to_all),
         )
         return ReadProblem(
             problem,
@@ -252,14 +256,14 @@ class OptionReader:
         sent = workload.output_elements * self._wire_bytes(option)
         if option.sharding_type == DP:
             gradient = workload.rows * workload.dim * workload.weight_bytes
-            yield Collective(f"{name} all-reduce", "world", links.world, forward=False), 2 * gradient / world
+            yield Collective(f"{name} all-reduce", "world", links.all_reduce, forward=False), gradient / world
         elif option.sharding_type in (TWRW, GRID):
             yield Collective(f"{name} reduce-scatter", "host", links.host), sent / topology.intra_group_size
             yield Collective(f"{name} all-to-all", "across", links.across), sent / world
         elif option.sharding_type == RW and option.is_pooled:
-            yield Collective(f"{name} reduce-scatter", "world", links.world), sent / world
+            yield Collective(f"{name} reduce-scatter", "world", links.reduce_scatter), sent / world
         else:
-            yield Collective(f"{name} all-to-all", "world", links.world), sent / world
+            yield Collective(f"{name} all-to-all", "world", links.all_to_all), sent / world
 
     def _config(self, option: ShardingOption) -> Any:
         module = option.module[1]
