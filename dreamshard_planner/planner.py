@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,17 @@ from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
+from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
 from dreamshard_planner.plugin.constraints import planning_constraints
 from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
-from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
 from dreamshard_planner.plugin.joint_proposer import JointProposer
 from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
 from dreamshard_planner.plugin.limits import check_topology, checked_seed
-from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
+from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.reader import OptionReader
-from dreamshard_planner.plugin.slices import wider_slices
-from dreamshard_planner.report import Report, ReportEntry
+from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
 MAX_SHARE_OF_TIMEOUT = 0.75
@@ -173,6 +173,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._cost_source = cost_source
         self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._before_callbacks: dict[Hashable, list[int | None]] = {}
+        self._beyond: Callable[[Outcome], BeyondExactTraining | None] | None = None
         self._rater: DreamShardPerfModel | None = None
         self._reader: OptionReader | None = None
 
@@ -186,7 +187,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan = None
+        self._best_plan, self._beyond = None, None
         try:
             sharding_plan = self._plan(module, sharders)
         except BaseException as error:
@@ -198,30 +199,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """TorchRec's planning with our parts, made for this module."""
         check_topology(self._topology)
-        constraints = planning_constraints(
-            module,
-            sharders,
-            self._given_constraints,
-            self._statistics,
-            self._topology.compute_device,
-            self._sharding_types,
-            self._exact_training,
-        )
+        constraints = self._constraints_of(module, sharders, self._exact_training)
         self._constraints = constraints
-        self._reader = reader = OptionReader(constraints, self._statistics, sharders)
-        context = PlanningContext(self._topology, reader, self._checkpoint, self._cost_source)
-        theirs = torchrec_estimators(self._topology, constraints)
-
-        def torchrec_estimate(options: list[ShardingOption]) -> None:
-            estimate_all(theirs[:1], options, sharders)
-
-        def prepare(option: ShardingOption) -> None:
-            option.input_lengths = reader.pooling_factors(option)
-
-        perf = theirs[0] if self._cost_source == "torchrec" else DreamShardEstimator(self._topology, context=context)
-        self._enumerator = self._given_enumerator or FastEnumerator(
-            self._topology, self._batch_size, constraints, [perf, theirs[1]], variants=wider_slices, prepare=prepare
+        self._reader = OptionReader(constraints, self._statistics, sharders)
+        context = PlanningContext(
+            self._topology, self._reader, self._checkpoint, self._cost_source, constraints, sharders
         )
+        estimator = DreamShardEstimator(self._topology, context=context)
+        self._enumerator = self._given_enumerator or context.enumerator(self._batch_size, estimator)
         self._rater = DreamShardPerfModel(self._topology, context=context)
         self._perf_model = self._given_perf_model or self._rater
         left = self._storage_reservation.reserve(
@@ -231,13 +216,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=constraints,
         )
-        self._proposer = JointProposer(
-            context,
-            left,
-            search=self._search or DEFAULT_SEARCH,
-            seed=self._seed,
-            torchrec_estimate=torchrec_estimate,
-        )
+        self._proposer = JointProposer(context, left, search=self._search or DEFAULT_SEARCH, seed=self._seed)
         if self._given_proposer is None:
             self._proposers = [self._proposer]
         self._partitioner = self._given_partitioner or DreamShardPartitioner(
@@ -246,9 +225,41 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             search_seconds=self._search_seconds,
             refine_seconds=self._refine_seconds,
             context=context,
-            torchrec_estimate=torchrec_estimate,
         )
+        self._beyond = partial(self._beyond_exact_training, module, sharders, context, left)
         return super().plan(module, sharders)
+
+    def _beyond_exact_training(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        context: PlanningContext,
+        left: Topology,
+        outcome: Outcome,
+    ) -> BeyondExactTraining | None:
+        """What sharding types that exact training leaves out would gain; None where it leaves out none."""
+        all_types = self._constraints_of(module, sharders, False)
+        opened = opened_types(self._constraints, all_types)
+        if not opened or self._given_enumerator is not None:
+            return None
+        wider = context.with_constraints(all_types)
+        estimator = DreamShardEstimator(self._topology, context=wider)
+        options = wider.enumerator(self._batch_size, estimator).enumerate(module, sharders)
+        search = self._search or DEFAULT_SEARCH
+        return beyond_exact_training(wider, options, left, outcome, opened, search, self._seed)
+
+    def _constraints_of(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], exact_training: bool
+    ) -> dict[str, ParameterConstraints]:
+        return planning_constraints(
+            module,
+            sharders,
+            self._given_constraints,
+            self._statistics,
+            self._topology.compute_device,
+            self._sharding_types,
+            exact_training,
+        )
 
     def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: what was chosen, before others change it."""
@@ -368,8 +379,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """:meth:`hash_planner_context_inputs_str` as a number."""
         return int(self.hash_planner_context_inputs_str(), 16)
 
+    @neutral()
     def report(self) -> Report:
-        """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
+        """What the last plan is, and what it was chosen from; on the rank that planned (rank 0). On first asking it
+        works out what sharding types that train differently would gain, which takes about as long as planning.
 
         Raises:
             DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
@@ -378,6 +391,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         if isinstance(self._report, str):
             raise DreamShardError(f"there is no report: {self._report}")
+        if self._beyond is not None and isinstance(self._partitioner, DreamShardPartitioner):
+            beyond = self._beyond(self._partitioner.outcome(self._before_callbacks))
+            self._beyond = None
+            if beyond is not None:
+                note = beyond.note(self._report.chosen.total_ms)
+                self._report = replace(self._report, beyond=beyond, notes=(*self._report.notes, note))
         return self._report
 
     @neutral()

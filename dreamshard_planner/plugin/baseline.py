@@ -7,15 +7,17 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import PlannerError, Proposer, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-MAX_PROPOSALS = 512
-SHARDS_PROPOSED = 300_000
-"""Tables x ranks x proposals to try: about a second or two. Counted, and not timed, so that plans repeat."""
+MAX_PROPOSALS = 128
+SHARDS_PROPOSED = 200_000
+"""Tables x ranks x proposals to try: about a second at most. Counted, and not timed, so that plans repeat."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class TorchRecPlan:
 def torchrec_plan(
     search_space: Sequence[ShardingOption],
     topology: Topology,
-    estimate: Callable[[list[ShardingOption]], None] | None = None,
+    estimate: Callable[[list[ShardingOption]], None],
     proposals: int | None = None,
 ) -> TorchRecPlan | None:
     """What TorchRec's planner would choose among the options, None where it finds no plan in so many proposals.
@@ -43,12 +45,11 @@ def torchrec_plan(
     Args:
         search_space: options with storage; not changed.
         topology: what the storage reservation left.
-        estimate: sets TorchRec's perf on options; without it they hold that already.
+        estimate: sets TorchRec's perf on options.
         proposals: to try at most, shared evenly by TorchRec's four proposers; by the size of the task by default.
     """
     space = [copy.deepcopy(option) for option in search_space]
-    if estimate is not None:
-        estimate(space)
+    estimate(space)
     tables = len({option.fqn for option in space})
     if proposals is None:
         proposals = max(4, min(MAX_PROPOSALS, SHARDS_PROPOSED // (tables * topology.world_size)))
@@ -86,3 +87,23 @@ def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
 
 def _feedback(proposer: Proposer, proposal: list[ShardingOption], rating: float | None, topology: Topology) -> None:
     proposer.feedback(partitionable=rating is not None, plan=proposal, perf_rating=rating, storage_constraint=topology)
+
+
+def torchrec_ranks(
+    proposal: Sequence[ShardingOption],
+    storage_constraint: Topology,
+    estimate: Callable[[list[ShardingOption]], None],
+) -> Tensor | None:
+    """Ranks [S] that TorchRec's default partitioner chooses for the same options, None where it dead-ends."""
+    # On the options themselves, restored afterwards: copies of a thousand take longer than the plan.
+    shards = [option.shards[0] for option in proposal]
+    before = [(shard.perf, shard.rank) for shard in shards]
+    try:
+        estimate(list(proposal))
+        GreedyPerfPartitioner().partition(list(proposal), storage_constraint)
+        return torch.tensor([shard.rank for shard in shards], dtype=torch.int64)
+    except PlannerError:
+        return None
+    finally:
+        for shard, (perf, rank) in zip(shards, before, strict=True):
+            shard.perf, shard.rank = perf, rank

@@ -8,8 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torchrec.distributed.planner.types import CollectiveType, ParameterConstraints, ShardingOption, Topology
+from torch import Tensor, nn
+from torchrec.distributed.planner.types import (
+    CollectiveType,
+    ParameterConstraints,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
@@ -17,7 +24,9 @@ from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms_per_element
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
+from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.reader import Links, OptionReader, ReadProblem
+from dreamshard_planner.plugin.slices import wider_slices
 from dreamshard_planner.workload.statistics import TableStatistics
 
 COST_SOURCES = ("auto", "roofline", "torchrec")
@@ -43,6 +52,10 @@ class PlanningContext:
     reader: OptionReader
     checkpoint: Checkpoint
     cost_source: str = "auto"
+    constraints: dict[str, ParameterConstraints] | None = None
+    """As TorchRec's estimators take them."""
+    sharders: Sequence[ModuleSharder[nn.Module]] = ()
+    """Of the model, where options are to be estimated as TorchRec does; else they are taken to be estimated already."""
     found: dict[Hashable, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     """Positions of each table's units that a proposer has found already, by :func:`identity` of the proposal; a
     partitioner starts from them."""
@@ -62,6 +75,10 @@ class PlanningContext:
             checkpoint = resolve(checkpoint, topology.compute_device)
         return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
 
+    def with_constraints(self, constraints: dict[str, ParameterConstraints]) -> PlanningContext:
+        """The same with other sharding types allowed."""
+        return replace(self, constraints=constraints, found={})
+
     def __post_init__(self) -> None:
         if self.cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
@@ -70,6 +87,28 @@ class PlanningContext:
             self.links = Links(FREE, FREE, FREE, FREE, FREE)
         else:
             self.links = links_of(self.topology, self.checkpoint)
+        # Perf and storage.
+        self._torchrec = torchrec_estimators(self.topology, self.constraints) if self.sharders else []
+
+    def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
+        """Set the perf of every shard by TorchRec's own estimator, in place."""
+        estimate_all(self._torchrec[:1], options, self.sharders)
+
+    def enumerator(self, batch_size: int, perf: ShardEstimator) -> FastEnumerator:
+        """TorchRec's enumerator for a planner's model, with pooling factors per feature before anything is estimated.
+
+        Args:
+            batch_size: local.
+            perf: estimator of perf where the cost source is ours.
+        """
+
+        def prepare(option: ShardingOption) -> None:
+            option.input_lengths = self.reader.pooling_factors(option)
+
+        estimators = [self._torchrec[0] if self.cost_source == "torchrec" else perf, self._torchrec[1]]
+        return FastEnumerator(
+            self.topology, batch_size, self.constraints, estimators, variants=wider_slices, prepare=prepare
+        )
 
     def _compute(self) -> ComputeCost:
         if self.cost_source == "torchrec":

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,8 +48,6 @@ class JointProposer(Proposer):
         config: of the joint search.
         search: of its moves and swaps.
         seed: of the search.
-        torchrec_estimate: fills in TorchRec's own perf, for the rival that is TorchRec's plan; without it the options
-            are taken to hold that already.
 
     Attributes:
         rivals: what the sharding found was compared with.
@@ -64,14 +62,12 @@ class JointProposer(Proposer):
         config: JointConfig = DEFAULT_JOINT,
         search: SearchConfig = DEFAULT_SEARCH,
         seed: int = 0,
-        torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
     ) -> None:
         self._context = context
         self._topology = topology
         self._config = config
         self._search = search
         self._seed = seed
-        self._torchrec_estimate = torchrec_estimate
         self._table_wise = TableWiseProposer()
         self._only_whole = False
         self._searched = False
@@ -167,7 +163,6 @@ class JointProposer(Proposer):
                 self._search,
                 seed=self._seed,
                 packing_seconds=0.0,
-                torchrec_estimate=self._torchrec_estimate,
             )
         except PlannerError:
             pass  # no room for whole tables: others may have some
@@ -179,7 +174,7 @@ class JointProposer(Proposer):
                 named = {"torchrec": "torchrec_whole"}
                 self.rivals += [replace(r, name=named.get(r.name, r.name)) for r in outcome.placement.rivals]
         theirs = [option for option in self._options if is_torchrecs(option)]
-        self.torchrec = torchrec_plan(theirs, topology, self._torchrec_estimate)
+        self.torchrec = torchrec_plan(theirs, topology, self._context.estimate_as_torchrec)
         if self.torchrec is not None:
             yield "torchrec", read.sharding(self.torchrec.options)
 

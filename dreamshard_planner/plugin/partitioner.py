@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Partitioner,
@@ -33,6 +32,7 @@ from dreamshard_planner.placement.place import Contender, InfeasibleError, Place
 from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.plugin.baseline import torchrec_ranks
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
 from dreamshard_planner.plugin.reader import ReadProblem
@@ -62,7 +62,6 @@ def place_proposal(
     seed: int,
     seconds: float | None = None,
     packing_seconds: float = PACKING_SECONDS,
-    torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
 ) -> Outcome:
     """Ranks for the shards of a proposal: positions that the context knows of are taken as a start; else what spans
     hosts and world is laid down first, and TorchRec's ranks are a start where there is no such thing. No rank is set.
@@ -84,7 +83,7 @@ def place_proposal(
             raise infeasible_wide(read.problem)
         chosen = cost.chosen(laid)
         if all(option.num_shards == 1 for option in proposal):
-            ranks_S = torchrec_ranks(proposal, topology, torchrec_estimate)
+            ranks_S = torchrec_ranks(proposal, topology, context.estimate_as_torchrec)
             given.update({} if ranks_S is None else {"torchrec": ranks_S})
     try:
         placement = place(
@@ -117,8 +116,6 @@ class DreamShardPartitioner(Partitioner):
         refine_seconds: time for measuring plans on this machine's device, see
             :func:`~dreamshard_planner.placement.refine.refine`; 0 for none. Spent once, on the first plan.
         context: shared by the seams of one planner; made from the other arguments by default.
-        torchrec_estimate: fills in TorchRec's own perf, for the rival that is TorchRec's plan; without it
-            the options are taken to hold that already.
     """
 
     def __init__(
@@ -132,7 +129,6 @@ class DreamShardPartitioner(Partitioner):
         search_seconds: float | None = None,
         refine_seconds: float = 0.0,
         context: PlanningContext | None = None,
-        torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
         self._search = search
@@ -140,7 +136,6 @@ class DreamShardPartitioner(Partitioner):
         self._search_seconds = search_seconds
         self._refine_seconds = refine_seconds
         self._context = context
-        self._torchrec_estimate = torchrec_estimate
         self._outcomes: dict[Hashable, Outcome] = {}
 
     @neutral()
@@ -160,7 +155,6 @@ class DreamShardPartitioner(Partitioner):
                 self._search,
                 seed=self._seed,
                 seconds=self._search_seconds,
-                torchrec_estimate=self._torchrec_estimate,
             )
             if self._refine_seconds > 0:
                 outcome = self._refined(context, outcome, proposal, storage_constraint, threads)
@@ -254,27 +248,6 @@ class RulePartitioner(Partitioner):
             raise infeasible(chosen.cost.problem, proven=False)
         read.assign(chosen.placed(assignment_S))
         return proposal
-
-
-def torchrec_ranks(
-    proposal: Sequence[ShardingOption],
-    storage_constraint: Topology,
-    estimate: Callable[[list[ShardingOption]], None] | None,
-) -> Tensor | None:
-    """Ranks [S] that TorchRec's default partitioner chooses for the same options, None where it dead-ends."""
-    # On the options themselves, restored afterwards: copies of a thousand take longer than the plan.
-    shards = [option.shards[0] for option in proposal]
-    before = [(shard.perf, shard.rank) for shard in shards]
-    try:
-        if estimate is not None:
-            estimate(list(proposal))
-        GreedyPerfPartitioner().partition(list(proposal), storage_constraint)
-        return torch.tensor([shard.rank for shard in shards], dtype=torch.int64)
-    except PlannerError:
-        return None
-    finally:
-        for shard, (perf, rank) in zip(shards, before, strict=True):
-            shard.perf, shard.rank = perf, rank
 
 
 def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
