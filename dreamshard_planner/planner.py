@@ -216,7 +216,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sharders=sharders,
             constraints=constraints,
         )
-        self._proposer = JointProposer(context, left, search=self._search or DEFAULT_SEARCH, seed=self._seed)
+        self._proposer = JointProposer(
+            context,
+            left,
+            search=self._search or DEFAULT_SEARCH,
+            seed=self._seed,
+            seconds=self._search_seconds,
+        )
         if self._given_proposer is None:
             self._proposers = [self._proposer]
         self._partitioner = self._given_partitioner or DreamShardPartitioner(

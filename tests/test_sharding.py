@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,9 +197,9 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
     parts = [part for option in cost.problem.tables[0] for unit in option.units for part in unit.parts]
     cost.latent_PH[parts, 1:] *= 8
     asked = JointOptions(cost)
-    every = [range(5)] * 9
-    chosen = joint.level_choice(cost.problem, asked, every, 1.0, torch.zeros(1, dtype=torch.float64))
-    assert chosen[0] != 0
-    heights = [asked.largest_ms[table][option] for table, option in enumerate(chosen)]
-    level = sum(asked.total_ms[table][option] for table, option in enumerate(chosen)) / RANKS
-    assert max(heights) <= level * (1 + 1e-6)
+    chosen_T = joint.level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))
+    assert chosen_T[0] != 0
+    each_T = np.arange(9)
+    level = asked.total_ms_TO[each_T, chosen_T].sum() / RANKS
+    assert asked.largest_ms_TO[each_T, chosen_T].max() <= level * (1 + 1e-6)
+    assert level >= asked.least_ms / RANKS

@@ -74,6 +74,15 @@ class ShardingProblem:
     def num_tables(self) -> int:
         return len(self.tables)
 
+    @cached_property
+    def _group_of(self) -> list[list[int]]:
+        group = self.group_P.tolist()
+        return [[group[option.units[0].parts[0]] for option in options] for options in self.tables]
+
+    def group_of(self, table: int, option: int) -> int:
+        """Fused group of an option's parts."""
+        return self._group_of[table][option]
+
 
 @dataclass(frozen=True)
 class Sharding:

@@ -20,19 +20,23 @@ C collectives, H latent channels, M kinds of memory, K tables on the bottleneck.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, ShardingProblem, WithExtras
+from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
 from dreamshard_planner.placement.packing import best_fit
 from dreamshard_planner.placement.rules import greedy_by_score
 from dreamshard_planner.placement.search import DIGITS, SearchConfig, local_search
 
 FILLS = (1.0, 0.5, 0.25)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
+WORTH = 1e-3
+"""Share of the cost that a kick has to bring."""
 PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
 
@@ -43,7 +47,7 @@ class JointConfig:
 
     starts: int = 4
     """Best starting shardings from which to descend."""
-    reshards: int = 30_000
+    reshards: int = 20_000
     """Re-shards to try in all."""
     tables_per_step: int = 24
     """Of the bottleneck rank, the heaviest."""
@@ -51,6 +55,10 @@ class JointConfig:
     """Of one step, the most promising at a glance."""
     candidates: int = 6_000
     """Moves and swaps of one descent between re-shards."""
+    kicks: int = 4
+    """Kicked copies of the best in a row that bring little, after which the search ends."""
+    kick_tables: int = 3
+    """Tables that a kick shards another way at random."""
 
 
 DEFAULT_JOINT = JointConfig()
@@ -66,69 +74,78 @@ class JointResult:
     """Tried."""
     candidates: int
     """Moves and swaps rated."""
+    cut_short: bool = False
+    """Whether the time cap ended the search before its budget."""
 
 
 class JointOptions:
     """What a choice of options asks of all ranks together, their exchanges included: the numbers that starts are made
-    from."""
+    from. Tables with fewer options than others are padded with ones that cost infinitely much.
+
+    Shapes: O options of the table that has most.
+    """
 
     def __init__(self, cost: ShardingCost) -> None:
         problem = cost.problem
         # An exchange holds up every rank, so a byte of it costs all of them.
         exchange_P = problem.bytes_PC @ problem.collectives.level_ms_per_byte(problem.num_ranks)
-        single, whole = cost.single_ms_P.tolist(), (cost.single_ms_P + exchange_P).tolist()
-        storage = problem.storage_PM.double()
-        self.total_ms: list[list[float]] = []
-        self.largest_ms: list[list[float]] = []
-        self.bytes_M: list[Tensor] = []
-        for options in problem.tables:
-            self.total_ms.append([sum(whole[p] for u in option.units for p in u.parts) for option in options])
-            self.largest_ms.append([max(single[p] for u in option.units for p in u.parts) for option in options])
-            self.bytes_M.append(
-                torch.stack([storage[[p for u in option.units for p in u.parts]].sum(0) for option in options])
-            )
+        single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + exchange_P).numpy()
+        storage_PM = problem.storage_PM.double().numpy()
+        shape = len(problem.tables), max(len(options) for options in problem.tables)
+        self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
+        self.bytes_TOM = np.zeros((*shape, storage_PM.shape[1]))
+        for table, options in enumerate(problem.tables):
+            for index, option in enumerate(options):
+                parts = [part for unit in option.units for part in unit.parts]
+                self.total_ms_TO[table, index] = whole_P[parts].sum()
+                self.largest_ms_TO[table, index] = single_P[parts].max()
+                self.bytes_TOM[table, index] = storage_PM[parts].sum(0)
+
+    @property
+    def least_ms(self) -> float:
+        """Of all ranks together, whatever they need of memory: over the ranks, no sharding whose costs add up is
+        cheaper."""
+        return float(self.total_ms_TO.min(1).sum())
+
+    def bytes_M(self, options: np.ndarray) -> np.ndarray:
+        """Of chosen options, over all ranks."""
+        return self.bytes_TOM[np.arange(len(options)), options].sum(0)
 
 
 def level_choice(
-    problem: ShardingProblem,
-    asked: JointOptions,
-    allowed: Sequence[Sequence[int]],
-    fill: float,
-    price_M: Tensor,
-) -> tuple[int, ...]:
-    """The option of each table that costs least in all, within the lowest height at which ranks could be level.
+    num_ranks: int, asked: JointOptions, allowed_TO: np.ndarray, fill: float, price_M: np.ndarray
+) -> np.ndarray:
+    """The option of each table that costs least in all, within the lowest height at which ranks could be level, [T].
 
     Args:
-        problem: tables and options.
-        asked: their totals.
-        allowed: options of each table to choose from.
+        num_ranks: that share the cost.
+        asked: what options cost.
+        allowed_TO: options to choose from, at least one of each table.
         fill: share of the height that a single part may take.
         price_M: milliseconds per byte of each kind of memory.
     """
-    ranked = []
-    for table, options in enumerate(allowed):
-        priced = (torch.tensor(asked.total_ms[table], dtype=torch.float64) + asked.bytes_M[table] @ price_M).tolist()
-        ranked.append(sorted(options, key=lambda option, cost=priced: (cost[option], option)))
+    each_T = np.arange(len(allowed_TO))
+    priced_TO = np.where(allowed_TO, asked.total_ms_TO + asked.bytes_TOM @ price_M, np.inf)
+    largest_TO = np.where(allowed_TO, asked.largest_ms_TO, np.inf)
+    narrowest_T = largest_TO.argmin(1)
 
-    def choose(height: float) -> list[int]:
-        chosen = []
-        for table, options in enumerate(ranked):
-            largest = asked.largest_ms[table]
-            low = next((option for option in options if largest[option] <= fill * height), None)
-            chosen.append(min(options, key=lambda o, ms=largest: (ms[o], o)) if low is None else low)
-        return chosen
+    def choose(height: float) -> np.ndarray:
+        within_TO = largest_TO <= fill * height
+        cheapest_T = np.where(within_TO, priced_TO, np.inf).argmin(1)
+        return np.where(within_TO.any(1), cheapest_T, narrowest_T)
 
-    def level_ms(chosen: Sequence[int]) -> float:
-        return sum(asked.total_ms[table][option] for table, option in enumerate(chosen)) / problem.num_ranks
+    def level_ms(chosen_T: np.ndarray) -> float:
+        return float(asked.total_ms_TO[each_T, chosen_T].sum()) / num_ranks
 
-    low, high = 0.0, max(1e-9, level_ms(choose(math.inf)), *(max(ms) for ms in asked.largest_ms)) / fill
+    finite_TO = np.where(np.isfinite(largest_TO), largest_TO, 0.0)
+    low, high = 0.0, max(1e-9, level_ms(choose(np.inf)), finite_TO.max()) / fill
     for _ in range(40):
         middle = (low + high) / 2
         if level_ms(choose(middle)) <= middle:
             high = middle
         else:
             low = middle
-    return tuple(choose(high))
+    return choose(high)
 
 
 def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
@@ -186,41 +203,39 @@ def level_starts(cost: ShardingCost) -> list[Sharding]:
     if "data_parallel" in types:
         subsets += [{"data_parallel", kind} for kind in types if {"data_parallel", kind} < set(types)]
         subsets.append(set(types) - {"data_parallel"})
+    kind_TO = np.full(asked.total_ms_TO.shape, "", dtype=object)
+    for table, options in enumerate(problem.tables):
+        kind_TO[table, : len(options)] = [option.sharding_type for option in options]
+    exists_TO = kind_TO != ""
     starts: dict[Sharding, None] = {}
     for subset in subsets:
-        allowed = [
-            [index for index, option in enumerate(options) if option.sharding_type in subset] or range(len(options))
-            for options in problem.tables
-        ]
+        within_TO = np.isin(kind_TO, list(subset))
+        allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
         for fill in FILLS:
-            start = _affordable(cost, asked, allowed, fill)
+            start = _affordable(cost, asked, allowed_TO, fill)
             if start is not None:
                 starts[start] = None
     return list(starts)
 
 
-def _affordable(
-    cost: ShardingCost, asked: JointOptions, allowed: Sequence[Sequence[int]], fill: float
-) -> Sharding | None:
+def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> Sharding | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
-    problem = cost.problem
-    capacity_M = problem.capacity_DM.clamp_min(0).double().sum(0)
-    least_ms = sum(min(total) for total in asked.total_ms)
-    price_M = torch.zeros(len(capacity_M), dtype=torch.float64)
-    first_M = 1e-3 * max(least_ms, 1e-6) / capacity_M.clamp_min(1)
-    tried = None
+    capacity_M = cost.problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
+    price_M = np.zeros(len(capacity_M))
+    first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(capacity_M, 1)
+    tried = scarce_M = None
     for _ in range(PRICE_STEPS):
-        options = level_choice(problem, asked, allowed, fill, price_M)
-        if options != tried:
-            tried = options
-            used_M = sum(asked.bytes_M[table][option] for table, option in enumerate(options))
-            if bool((used_M <= capacity_M).all()):
-                sharding = lay(cost, options)
+        options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
+        if tried is None or (options_T != tried).any():
+            tried = options_T
+            used_M = asked.bytes_M(options_T)
+            if (used_M <= capacity_M).all():
+                sharding = lay(cost, options_T.tolist())
                 if sharding is not None:
                     return sharding
             # Ranks fill up before all memory does: what is nearly full gets dearer as well.
             scarce_M = used_M > 0.5 * capacity_M
-        price_M = torch.where(scarce_M, torch.maximum(2 * price_M, first_M), price_M)
+        price_M = np.where(scarce_M, np.maximum(2 * price_M, first_M), price_M)
     return None
 
 
@@ -231,45 +246,100 @@ def joint_search(
     config: JointConfig,
     search: SearchConfig,
     seed: int = 0,
-    left: Callable[[], bool] = lambda: True,
+    seconds: float | None = None,
 ) -> JointResult | None:
-    """Descend from the cheapest of some feasible shardings; never worse than the best. None where there is none.
+    """Descend from the cheapest of some feasible shardings, then from kicked copies of the best; never worse than the
+    best start. None where there is no start.
 
     Args:
         cost: the problem and its cost.
         starts: feasible shardings; further ones are made by :func:`level_starts`.
         config: of the re-shards.
         search: of the moves and swaps.
-        seed: of their ties and kicks.
-        left: whether there is time left, asked between steps.
+        seed: of kicks.
+        seconds: cap on the search, on top of its budget of candidates.
     """
     pool = list(dict.fromkeys([*starts, *level_starts(cost)]))
     if not pool:
         return None
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
     order = sorted(pool, key=lambda sharding: overall[sharding])
-    unit = max(1e-9, overall[order[0]])
-    best, best_ms = order[0], overall[order[0]]
-    quiet = replace(search, starts=1, candidates=config.candidates, patience=1)
-    reshards = candidates = 0
+    descents = _Descents(cost, order[0], config, search, seed, seconds)
     for start in order[: config.starts]:
-        state = _State(cost, start, config, unit)
-        limit = reshards + config.reshards // config.starts
-        while left():
-            before_ms = cost.overall_ms(state.sharding)
-            reshards += state.improve(limit - reshards, left)
-            chosen = cost.chosen(state.sharding)
-            if len(chosen.assignment_S):
-                generator = torch.Generator().manual_seed(seed)
-                result = local_search(chosen.cost, [chosen.assignment_S], quiet, generator)
-                candidates += result.candidates
-                state = _State(cost, chosen.placed(result.assignment_S), config, unit)
-            after_ms = cost.overall_ms(state.sharding)
-            if _round(after_ms, unit) < _round(best_ms, unit):
-                best, best_ms = state.sharding, after_ms
-            if reshards >= limit or not _round(after_ms, unit) < _round(before_ms, unit):
+        descents.descend(start)
+    fruitless = 0
+    while descents.left() and fruitless < config.kicks:
+        worth_it = descents.best_ms * (1 - WORTH)
+        descents.descend(descents.kicked())
+        fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
+    return descents.result()
+
+
+class _Descents:
+    """Descents one after the other, and the best that they came to."""
+
+    def __init__(
+        self,
+        cost: ShardingCost,
+        best: Sharding,
+        config: JointConfig,
+        search: SearchConfig,
+        seed: int,
+        seconds: float | None,
+    ) -> None:
+        self._cost, self._config = cost, config
+        self._best, self.best_ms = best, cost.overall_ms(best)
+        self._unit = max(1e-9, self.best_ms)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._quiet = replace(search, starts=1, candidates=config.candidates, patience=1)
+        self._reshards = self._candidates = 0
+        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
+        self._cut_short = False
+
+    def left(self) -> bool:
+        """Whether budget and time are left."""
+        if time.monotonic() > self._deadline:
+            self._cut_short = True
+        return self._reshards < self._config.reshards and not self._cut_short
+
+    def result(self) -> JointResult:
+        return JointResult(self._best, self.best_ms, self._reshards, self._candidates, self._cut_short)
+
+    def descend(self, start: Sharding) -> None:
+        """Re-shards, then moves and swaps, in turns until neither helps."""
+        cost, unit = self._cost, self._unit
+        state = _State(cost, start, self._config, unit)
+        while self.left():
+            before = _round(state.overall_ms(), unit)
+            self._reshards += state.improve(self._config.reshards - self._reshards, self.left)
+            state = _State(cost, self._moved(state.sharding), self._config, unit)
+            after = _round(state.overall_ms(), unit)
+            if after < _round(self.best_ms, unit):
+                self._best, self.best_ms = state.sharding, state.overall_ms()
+            if after >= before:
                 break
-    return JointResult(best, best_ms, reshards, candidates)
+
+    def _moved(self, sharding: Sharding) -> Sharding:
+        """After moves and swaps of what spans one rank."""
+        chosen = self._cost.chosen(sharding)
+        if not len(chosen.assignment_S):
+            return sharding
+        result = local_search(chosen.cost, [chosen.assignment_S], self._quiet, self._generator)
+        self._candidates += result.candidates
+        return chosen.placed(result.assignment_S)
+
+    def kicked(self) -> Sharding:
+        """The best with a few random tables sharded another way, each where it leaves the lowest peak."""
+        state = _State(self._cost, self._best, self._config, self._unit)
+        tables = self._cost.problem.tables
+        changeable = [table for table in range(len(tables)) if len(tables[table]) > 1]
+        for _ in range(min(len(changeable), self._config.kick_tables)):
+            table = changeable[self._draw(len(changeable))]
+            state.force(table, self._draw(len(tables[table])))
+        return state.sharding
+
+    def _draw(self, count: int) -> int:
+        return int(torch.randint(count, (1,), generator=self._generator))
 
 
 def _round(ms: float, unit: float) -> int:
@@ -310,7 +380,7 @@ class _State:
         ranks = []
         for sharding, sign in ((self.sharding, -1), (after, 1)):
             rank_X, part_X = self._rows(sharding, table)
-            group = self._group(table, sharding.options[table])
+            group = self.problem.group_of(table, sharding.options[table])
             self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
             self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
             self.free_DM.index_add_(0, rank_X, self.problem.storage_PM[part_X], alpha=-sign)
@@ -323,6 +393,12 @@ class _State:
         touched_X = torch.cat(ranks).unique()
         # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
         self.group_ms_DG[touched_X] = self.cost.compute.group_cost_ms(self.latent_DGH[touched_X]).sum(-1)
+
+    def force(self, table: int, option: int) -> None:
+        """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
+        tried = self._try([table], [(0, table, option)], self.cost.compute.glance_ms)
+        if math.isfinite(float(tried.key_Q[0])):
+            self._change(table, option, tried.positions[0])
 
     def improve(self, limit: int, left: Callable[[], bool]) -> int:
         """Re-shard tables on the bottleneck rank, and where that helps no more, those that exchange most, until neither
@@ -411,8 +487,8 @@ class _State:
         ranks = problem.num_ranks
         slot_Q = torch.tensor([slot for slot, _, _ in queries])
         options = [problem.tables[table][option] for _, table, option in queries]
-        old_K = torch.tensor([self._group(table, self.sharding.options[table]) for table in tables])
-        new_Q = torch.tensor([self._group(table, option) for _, table, option in queries])
+        old_K = torch.tensor([problem.group_of(table, self.sharding.options[table]) for table in tables])
+        new_Q = torch.tensor([problem.group_of(table, option) for _, table, option in queries])
 
         gone_KDH, gone_KCD, gone_KDM = self._without(tables)
         without_KDH = self.latent_DGH[:, old_K].transpose(0, 1) - gone_KDH
@@ -470,9 +546,6 @@ class _State:
             square_Q,
             [tuple(places) for places in positions],
         )
-
-    def _group(self, table: int, option: int) -> int:
-        return int(self.problem.group_P[self.problem.tables[table][option].units[0].parts[0]])
 
     def _rows(self, sharding: Sharding, table: int) -> tuple[Tensor, Tensor]:
         """Rank and part of all that one table lays down."""

@@ -48,6 +48,8 @@ class JointProposer(Proposer):
         config: of the joint search.
         search: of its moves and swaps.
         seed: of the search.
+        seconds: cap on it, on top of its budget of candidates: a third for whole tables, a third for the joint search,
+            and a third left for the partitioner.
 
     Attributes:
         rivals: what the sharding found was compared with.
@@ -62,12 +64,14 @@ class JointProposer(Proposer):
         config: JointConfig = DEFAULT_JOINT,
         search: SearchConfig = DEFAULT_SEARCH,
         seed: int = 0,
+        seconds: float | None = None,
     ) -> None:
         self._context = context
         self._topology = topology
         self._config = config
         self._search = search
         self._seed = seed
+        self._third = None if seconds is None else seconds / 3
         self._table_wise = TableWiseProposer()
         self._only_whole = False
         self._searched = False
@@ -121,6 +125,8 @@ class JointProposer(Proposer):
     def report(self, outcome: Outcome) -> Report:
         """On a proposal of this proposer that was placed."""
         joint, notes = self.result, []
+        if joint is not None and joint.cut_short:
+            notes.append("the joint search was cut short by search_seconds; more time may give another plan")
         if self.torchrec is not None and not self.torchrec.finished:
             notes.append(f"TorchRec's plan is the best of its first {self.torchrec.proposals} proposals")
         return Report.of(
@@ -141,7 +147,7 @@ class JointProposer(Proposer):
             read = self._context.read(self._options, topology)
             cost = self._context.cost(read)
             starts = [self._start(cost, name, sharding) for name, sharding in self._known_plans(read, topology)]
-            self.result = joint_search(cost, starts, self._config, self._search, self._seed)
+            self.result = joint_search(cost, starts, self._config, self._search, self._seed, self._third)
         if self.result is None:
             return _smallest(read)
         chosen = self.result.sharding
@@ -162,6 +168,7 @@ class JointProposer(Proposer):
                 topology,
                 self._search,
                 seed=self._seed,
+                seconds=self._third,
                 packing_seconds=0.0,
             )
         except PlannerError:
