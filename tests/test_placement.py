@@ -15,7 +15,7 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem, Preload
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.placement import search
+from dreamshard_planner.placement import changes
 from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
@@ -38,6 +38,7 @@ from dreamshard_planner.placement.reinforce import (
 )
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig, local_search
+from dreamshard_planner.placement.states import States
 from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
@@ -313,10 +314,10 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     cost = make_cost(12, 4, groups=groups)
     cost = preloaded(cost, collectives) if collectives else cost
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
-    states = search._States(cost, assignment_BS)
+    states = States(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
-    bottlenecks = search._Bottlenecks.of(states, row_B, bottleneck_B)
-    changes = [
+    bottlenecks = changes.Bottlenecks.of(states, row_B, bottleneck_B)
+    every = [
         [
             (leaving, home if arrival >= 0 else device, arrival)
             for leaving in (assignment_S == bottleneck).nonzero()[:, 0].tolist()
@@ -326,12 +327,12 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
         ]
         for assignment_S, bottleneck in zip(assignment_BS[row_B], bottleneck_B.tolist(), strict=True)
     ]
-    count = min(map(len, changes))
+    count = min(map(len, every))
     assert count >= 3 * 3 + 3 * 9  # moves and swaps
-    leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in changes]).unbind(-1)
-    candidates = search._Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
-    rated = search._rate(states, bottlenecks, candidates)
-    overall_BC, _ = search._scores(states, bottlenecks, device_BC, leaving_BC, arrival_BC, *rated, 1.0)
+    leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in every]).unbind(-1)
+    candidates = changes.Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
+    rated = changes._rate(states, bottlenecks, candidates)
+    overall_BC, _ = changes._scores(states, bottlenecks, device_BC, leaving_BC, arrival_BC, *rated, 1.0)
     for index, row in enumerate(row_B.tolist()):
         for candidate in range(count):
             changed_S = assignment_BS[row].clone()
@@ -344,7 +345,7 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
 
 def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All shards on one device: only the heaviest may leave in one step, and still all devices end up in use."""
-    monkeypatch.setattr(search, "MAX_PAIRS", 600)
+    monkeypatch.setattr(changes, "MAX_PAIRS", 600)
     cost = make_cost(60, 4)
     start_S = torch.zeros(60, dtype=torch.int64)
     result = local_search(cost, [start_S], SEARCH, torch.Generator().manual_seed(0))
@@ -356,13 +357,11 @@ def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatc
 def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
     cost = make_cost(24, 4, groups=2)
     cost = preloaded(cost, collectives) if collectives else cost
-    states = search._States(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
+    states = States(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
     before_B, row_B = states.overall_ms_B(), torch.arange(2)
-    budget = search._Budget(10_000, None)
-    for _ in range(5):
-        search._improve(states, row_B, states.device_ms_BD.argmax(-1), SEARCH, budget, 1.0)
-    afresh = search._States(cost, states.assignment_BS)
-    assert (states.overall_ms_B() < 0.8 * before_B).all() and budget.used > 0
+    rated = [changes.improve(states, row_B, states.device_ms_BD.argmax(-1), 16, 1.0)[1] for _ in range(5)]
+    afresh = States(cost, states.assignment_BS)
+    assert (states.overall_ms_B() < 0.8 * before_B).all() and all(rated)
     for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
         assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
             name

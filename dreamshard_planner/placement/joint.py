@@ -31,7 +31,8 @@ from torch import Tensor
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
 from dreamshard_planner.placement.packing import best_fit
 from dreamshard_planner.placement.rules import greedy_by_score
-from dreamshard_planner.placement.search import DIGITS, SearchConfig, local_search
+from dreamshard_planner.placement.search import SearchConfig, local_search
+from dreamshard_planner.placement.states import DIGITS
 
 FILLS = (1.0, 0.5, 0.25)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
