@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
-from dreamshard_planner.placement.packing import best_fit
+from dreamshard_planner.placement.packing import best_fit, largest_first
 from dreamshard_planner.placement.rules import greedy_by_score
 from dreamshard_planner.placement.search import SearchConfig, local_search
 from dreamshard_planner.placement.states import DIGITS
@@ -40,6 +40,10 @@ WORTH = 1e-3
 """Share of the cost that a kick has to bring."""
 PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
+FILLED_STARTS = 3
+"""Starts, the cheapest, whose memory is filled up."""
+FILL_ATTEMPTS = 24
+"""Groups of tables that are tried for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,9 @@ class JointConfig:
     starts: int = 4
     """Best starting shardings from which to descend."""
     reshards: int = 20_000
-    """Re-shards to try in all."""
+    """Re-shards to try in all, and"""
+    reshards_per_table: int = 30
+    """as many more for each table."""
     tables_per_step: int = 24
     """Of the bottleneck rank, the heaviest."""
     rated_exactly: int = 8
@@ -95,12 +101,16 @@ class JointOptions:
         shape = len(problem.tables), max(len(options) for options in problem.tables)
         self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
         self.bytes_TOM = np.zeros((*shape, storage_PM.shape[1]))
+        self.fits_TO = np.zeros(shape, dtype=bool)
+        roomiest_M = problem.capacity_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
                 parts = [part for unit in option.units for part in unit.parts]
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
                 self.bytes_TOM[table, index] = storage_PM[parts].sum(0)
+                largest_M = storage_PM[parts].max(0)
+                self.fits_TO[table, index] = ((largest_M <= roomiest_M) | (largest_M == 0)).all()
 
     @property
     def least_ms(self) -> float:
@@ -153,15 +163,24 @@ def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
     """Positions for the units of chosen options that are wider than a rank, the widest and heaviest first, each where
     the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
     problem, single = cost.problem, cost.single_ms_P
+    positions: list[list[int]] = [[0] * len(problem.tables[t][o].units) for t, o in enumerate(options)]
+    world: list[tuple[int, ...]] = []
+    wide = []
+    for table, option in enumerate(options):
+        for index, unit in enumerate(problem.tables[table][option].units):
+            if unit.span == problem.num_ranks > 1:  # lies everywhere
+                world.append(unit.parts)
+            elif unit.span > 1:
+                wide.append((-unit.span, -float(single[list(unit.parts)].sum()), table, index))
     load_D = torch.zeros(problem.num_ranks, dtype=torch.float64)
     free_DM = problem.capacity_DM.clone()
-    positions: list[list[int]] = [[0] * len(problem.tables[t][o].units) for t, o in enumerate(options)]
-    wide = [
-        (-unit.span, -float(single[list(unit.parts)].sum()), table, index)
-        for table, option in enumerate(options)
-        for index, unit in enumerate(problem.tables[table][option].units)
-        if unit.span > 1
-    ]
+    if world:
+        part_XD = torch.tensor(world)
+        load_D += single[part_XD].sum(0)
+        need_DM = problem.storage_PM[part_XD].sum(0)
+        if not bool(((need_DM <= free_DM) | (need_DM == 0)).all()):
+            return None
+        free_DM -= need_DM
     for *_, table, index in sorted(wide):
         parts = torch.tensor(problem.tables[table][options[table]].units[index].parts)
         need_LM = problem.storage_PM[parts]
@@ -179,8 +198,8 @@ def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
 
 
 def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
-    """Positions for chosen options: wide units first, then those of span 1 from heavy to light; packed by size where
-    that dead-ends. None where memory allows neither."""
+    """Positions for chosen options: wide units first, then those of span 1 from heavy to light, or from large to small
+    where that dead-ends, or packed by size alone. None where memory allows none of that."""
     sharding = lay_wide(cost, options)
     if sharding is None:
         return None
@@ -188,7 +207,10 @@ def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
     if not len(chosen.assignment_S):
         return sharding
     rank_problem = chosen.cost.problem
-    assignment_S = greedy_by_score(rank_problem, chosen.cost.single_ms_S, chosen.cost.preload_ms_D)
+    single_S, load_D = chosen.cost.single_ms_S, chosen.cost.preload_ms_D
+    assignment_S = greedy_by_score(rank_problem, single_S, load_D)
+    if assignment_S is None:
+        assignment_S = greedy_by_score(rank_problem, single_S, load_D, largest_first(rank_problem))
     if assignment_S is None:
         assignment_S = best_fit(rank_problem)
     return None if assignment_S is None else chosen.placed(assignment_S)
@@ -204,40 +226,70 @@ def level_starts(cost: ShardingCost) -> list[Sharding]:
     if "data_parallel" in types:
         subsets += [{"data_parallel", kind} for kind in types if {"data_parallel", kind} < set(types)]
         subsets.append(set(types) - {"data_parallel"})
+    # Options with a part that no rank could hold are none, unless a table has no others.
     kind_TO = np.full(asked.total_ms_TO.shape, "", dtype=object)
     for table, options in enumerate(problem.tables):
         kind_TO[table, : len(options)] = [option.sharding_type for option in options]
-    exists_TO = kind_TO != ""
-    starts: dict[Sharding, None] = {}
+    exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, kind_TO != "")
+    starts: dict[Sharding, _Start] = {}
     for subset in subsets:
-        within_TO = np.isin(kind_TO, list(subset))
+        within_TO = np.isin(kind_TO, list(subset)) & exists_TO
         allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
         for fill in FILLS:
             start = _affordable(cost, asked, allowed_TO, fill)
             if start is not None:
-                starts[start] = None
-    return list(starts)
+                starts[start.sharding] = start
+    cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:FILLED_STARTS]
+    return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
 
 
-def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> Sharding | None:
+def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     capacity_M = cost.problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
     price_M = np.zeros(len(capacity_M))
     first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(capacity_M, 1)
-    tried = scarce_M = None
+    tried_T = wanted_T = used_M = None
     for _ in range(PRICE_STEPS):
         options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
-        if tried is None or (options_T != tried).any():
-            tried = options_T
-            used_M = asked.bytes_M(options_T)
-            if (used_M <= capacity_M).all():
-                sharding = lay(cost, options_T.tolist())
-                if sharding is not None:
-                    return sharding
-            # Ranks fill up before all memory does: what is nearly full gets dearer as well.
-            scarce_M = used_M > 0.5 * capacity_M
-        price_M = np.where(scarce_M, np.maximum(2 * price_M, first_M), price_M)
+        if tried_T is None or (options_T != tried_T).any():
+            wanted_T = options_T if wanted_T is None else wanted_T
+            tried_T, used_M = options_T, asked.bytes_M(options_T)
+            if (used_M <= capacity_M).all() and (sharding := lay(cost, options_T.tolist())) is not None:
+                return _Start(sharding, wanted_T)
+        # Ranks fill up before all memory does: what is nearly full gets dearer as well.
+        price_M = np.where(used_M > 0.5 * capacity_M, np.maximum(2 * price_M, first_M), price_M)
     return None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A sharding that fits, and the options that would have been chosen if memory cost nothing."""
+
+    sharding: Sharding
+    faster_T: np.ndarray
+
+    def filled(self, cost: ShardingCost, asked: JointOptions) -> Sharding:
+        """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
+        treats like tables alike."""
+        slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))
+        gain_T = asked.total_ms_TO[each_T, slow_T] - asked.total_ms_TO[each_T, self.faster_T]
+        grow_T = (asked.bytes_TOM[each_T, self.faster_T] - asked.bytes_TOM[each_T, slow_T]).clip(0).sum(-1)
+        order = [table for table in np.argsort(-gain_T / (grow_T + 1), kind="stable") if gain_T[table] > 0]
+        best, best_ms, taken_T = self.sharding, cost.overall_ms(self.sharding), slow_T
+        waiting = [np.array(order, dtype=int)] if order else []
+        for _ in range(FILL_ATTEMPTS):
+            if not waiting:
+                break
+            some = waiting.pop()
+            options_T = taken_T.copy()
+            options_T[some] = self.faster_T[some]
+            sharding = lay(cost, options_T.tolist())
+            overall_ms = math.inf if sharding is None else cost.overall_ms(sharding)
+            if overall_ms < best_ms:
+                best, best_ms, taken_T = sharding, overall_ms, options_T
+            elif len(some) > 1:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+        return best
 
 
 @torch.no_grad()
@@ -294,6 +346,7 @@ class _Descents:
         self._generator = torch.Generator().manual_seed(seed)
         self._quiet = replace(search, starts=1, candidates=config.candidates, patience=1)
         self._reshards = self._candidates = 0
+        self._limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self._cut_short = False
 
@@ -301,7 +354,7 @@ class _Descents:
         """Whether budget and time are left."""
         if time.monotonic() > self._deadline:
             self._cut_short = True
-        return self._reshards < self._config.reshards and not self._cut_short
+        return self._reshards < self._limit and not self._cut_short
 
     def result(self) -> JointResult:
         return JointResult(self._best, self.best_ms, self._reshards, self._candidates, self._cut_short)
@@ -312,7 +365,7 @@ class _Descents:
         state = _State(cost, start, self._config, unit)
         while self.left():
             before = _round(state.overall_ms(), unit)
-            self._reshards += state.improve(self._config.reshards - self._reshards, self.left)
+            self._reshards += state.improve(self._limit - self._reshards, self.left)
             state = _State(cost, self._moved(state.sharding), self._config, unit)
             after = _round(state.overall_ms(), unit)
             if after < _round(self.best_ms, unit):

@@ -40,13 +40,20 @@ def pack(problem: PlacementProblem, seconds: float = PACKING_SECONDS) -> Packing
     return Packing(exact.assignment_S, exact.assignment_S is not None or math.isinf(exact.bound_ms))
 
 
+def largest_first(problem: PlacementProblem) -> Tensor:
+    """Shards in descending order of the share that they need of what all need, of the kind of memory where it is
+    largest, int64 [S]."""
+    unit_M = problem.storage_SM.sum(0).clamp_min(1).double()
+    return torch.argsort(-(problem.storage_SM / unit_M).amax(-1), stable=True)
+
+
 def best_fit(problem: PlacementProblem) -> Tensor | None:
     """Largest shards first, each where the least is left over."""
     free_DM = problem.capacity_DM.clone()
     need_SM = problem.storage_SM
     unit_M = need_SM.sum(0).clamp_min(1).double()
     assignment_S = torch.zeros(problem.num_shards, dtype=torch.int64)
-    for shard in torch.argsort(-(need_SM / unit_M).amax(-1), stable=True).tolist():
+    for shard in largest_first(problem).tolist():
         left_DM = free_DM - need_SM[shard]
         fits_D = ((left_DM >= 0) | (need_SM[shard] == 0)).all(-1)
         if not fits_D.any():

@@ -35,13 +35,16 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {
 dim x pooling factor, and that times the logarithm of the rows."""
 
 
-def greedy_by_score(problem: PlacementProblem, score_S: Tensor, load_D: Tensor | None = None) -> Tensor | None:
+def greedy_by_score(
+    problem: PlacementProblem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
+) -> Tensor | None:
     """Shards in descending order of score, each to the device with the smallest sum that can store it.
 
     Args:
         problem: the task.
         score_S: of the shards.
         load_D: sums to start from, in the unit of the scores; nothing by default.
+        order_S: shards in another order, int64; e.g. the largest first, where memory is tight.
 
     Returns:
         Device of each shard, int64 [S]; None where a shard fits on no device (a dead end). Ties go to the
@@ -53,7 +56,7 @@ def greedy_by_score(problem: PlacementProblem, score_S: Tensor, load_D: Tensor |
     heap = [(load, device) for device, load in enumerate(loads)]
     heapq.heapify(heap)
     assignment = [0] * problem.num_shards
-    for shard in torch.argsort(-score_S, stable=True).tolist():
+    for shard in (torch.argsort(-score_S, stable=True) if order_S is None else order_S).tolist():
         full, need_M = [], storage_SM[shard]
         while heap:
             load, device = heapq.heappop(heap)
