@@ -23,9 +23,6 @@ CACHE_SPEEDUP = 4.0
 """Cache over memory bandwidth. Of the order of published L2 over HBM figures of A100 and H100."""
 SORT_PASSES = 4.0
 """Times that the backward reads and writes the indices while it sorts them (radix sort of int64 keys)."""
-UVM_CACHE_HIT = 0.8
-"""Share of the bytes that a UVM cache serves from the device (TorchRec's planner assumes a cached
-fraction of the same order)."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,18 @@ class RooflineCost:
         indices = column("lookups") * INDEX_BYTES
         optimizer_state = column("stateful_optimizer") * column("distinct_rows") * OUTPUT_BYTES * 2
 
-        uvm, caching = column("uvm"), column("uvm_caching")
-        slow_share = uvm + caching * (1 - UVM_CACHE_HIT)
-        weight_ms = (1 - slow_share) / self.memory_bytes_per_ms + slow_share / self.uvm_bytes_per_ms
         memory_ms, cache_ms = 1 / self.memory_bytes_per_ms, 1 / (CACHE_SPEEDUP * self.memory_bytes_per_ms)
+        # Over the link to the host: rows in unified memory, read in the forward, read and written in the backward; and
+        # rows that miss a cache, which takes them in and puts as many others out. Cached rows are updated in the cache.
+        uvm, misses = column("uvm"), column("uvm_caching")
+        link_ms = 1 / self.uvm_bytes_per_ms
+        read_ms = (1 - uvm) * memory_ms + (uvm + misses) * link_ms
+        update_ms = 2 * (1 - uvm) * memory_ms + (2 * uvm + misses) * link_ms
 
-        forward = first_reads * weight_ms + repeats * cache_ms + (outputs + indices) * memory_ms
+        forward = first_reads * read_ms + repeats * cache_ms + (outputs + indices) * memory_ms
         gradient_reads = column("lookup_elements") * OUTPUT_BYTES
         backward = (
-            2 * first_reads * weight_ms
+            first_reads * update_ms
             + (outputs + SORT_PASSES * 2 * indices + optimizer_state) * memory_ms
             + (gradient_reads - outputs).clamp_min(0) * cache_ms
         )
