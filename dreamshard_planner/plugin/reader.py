@@ -143,7 +143,7 @@ class OptionReader:
         self._statistics = statistics
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
-        self._tables: dict[tuple[str, str, float | None], Table] = {}
+        self._tables: dict[tuple, Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
         # Estimator, proposer, partitioner and perf model ask for the same tables one after the other.
         self._workloads: dict[tuple[Table, int], Workload] = {}
@@ -312,7 +312,7 @@ class OptionReader:
 
     def table(self, option: ShardingOption, topology: Topology) -> Table:
         """The option's table; the same for all options of a table, kernel and cache."""
-        key = (option.fqn, option.compute_kernel, option.cache_load_factor)
+        key = (option.fqn, option.compute_kernel, option.cache_load_factor, self._prefetches(option))
         if key not in self._tables:
             self._tables[key] = self._read_table(option, topology)
         return self._tables[key]
@@ -360,7 +360,14 @@ class OptionReader:
             optimizer=_OPTIMIZERS.get(optimizer_name(option.tensor, self._fused_params(option)), "other"),
             memory="device" if on_host else KERNEL_MEMORY.get(option.compute_kernel, "device"),
             cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
+            prefetched=self._prefetches(option),
         )
+
+    def _prefetches(self, option: ShardingOption) -> bool:
+        if option.compute_kernel != "fused_uvm_caching":
+            return False
+        own = option.cache_params and option.cache_params.prefetch_pipeline
+        return bool(self._fused_params(option).get("prefetch_pipeline") if own is None else own)
 
     def _why_unplaced(self, option: ShardingOption, feature: FeatureStatistics) -> str | None:
         """Why nobody knows which rows a feature reads though its ids are known; None where one does."""

@@ -51,12 +51,20 @@ WORK = (
 PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
 
-MEMORY_FEATURES = ("uvm_caching", "uvm")
-"""Shares of a batch's distinct rows that don't come from the device's own memory: those that miss a cache's table, and
-all of a table in unified memory alone."""
+MEMORY_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched")
+"""One where the weights live outside the device's own memory; the share of a batch's distinct rows that the cache does
+not hold; and one where they are fetched while the batch before is computed. No network reads these, so that a
+checkpoint made before some of them were known is as good as ever."""
 
 FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *MEMORY_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
+
+
+def covers(names: Sequence[str]) -> bool:
+    """Whether columns of these names are those that networks read here, in the same order: :data:`FEATURE_NAMES`, but
+    for the last of :data:`MEMORY_FEATURES`."""
+    needed = len(FEATURE_NAMES) - len(MEMORY_FEATURES)
+    return len(names) >= needed and list(names) == list(FEATURE_NAMES[: len(names)])
 
 
 def columns(names: Sequence[str]) -> list[int]:
@@ -118,8 +126,10 @@ def _row(w: Workload, misses: float) -> list[float]:
         "rows": w.rows,
         "pooling_factor": w.pooling_factor,
         "size": w.rows * w.dim * w.weight_bytes,
-        "uvm_caching": misses,
+        "uvm_caching": w.memory == "uvm_caching",
         "uvm": w.memory == "uvm",
+        "cache_misses": misses,
+        "cache_prefetched": w.prefetched,
         **dict(zip(REUSE_FEATURES, w.reuse_histogram, strict=True)),
     }
     return [float(values[name]) for name in FEATURE_NAMES]

@@ -107,6 +107,8 @@ class Table:
     memory: str = "device"
     cache_load_factor: float = CACHE_LOAD_FACTOR
     """Share of the rows that the device's cache holds, where ``memory`` is ``uvm_caching``."""
+    prefetched: bool = False
+    """Whether that cache is filled for a batch while the one before is computed (TorchRec's prefetch pipeline)."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -162,6 +164,7 @@ class Workload:
     """Where in the range of ids lookups and distinct rows of such a batch fall; None: evenly. Of whole tables: a block
     of rows has none of its own."""
     cache_load_factor: float = field(default=CACHE_LOAD_FACTOR, metadata={"measured": False})
+    prefetched: bool = field(default=False, metadata={"measured": False})
 
     def part(self, rows: int, dim: int, first_row: int = 0) -> Workload:
         """What a block of so many rows and columns of this table asks for. Columns repeat every lookup; rows have their
@@ -283,6 +286,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 optimizer=table.optimizer,
                 memory=table.memory,
                 cache_load_factor=table.cache_load_factor,
+                prefetched=table.prefetched,
                 ids=_merged_ids(table, known_ids, distinct[start:stop]) if known_ids else None,
             )
         )
