@@ -223,13 +223,11 @@ def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
     ):
         units = options[index].units
         part_X = torch.tensor([part for unit in units for part in unit.parts])
-        total_rows, total = float(rows_P[part_X].sum()), float(lookups_P[part_X].sum())
-        heaviest = int(lookups_P[part_X].argmax())
-        share, even = (
-            float(lookups_P[part_X[heaviest]]) / max(total, 1e-9),
-            float(rows_P[part_X[heaviest]]) / total_rows,
-        )
-        if share < SKEW_SHOWN * even:
+        rows_X, lookups_X = rows_P[part_X], lookups_P[part_X]
+        heaviest = int(lookups_X.argmax())
+        share = float(lookups_X[heaviest] / lookups_X.sum().clamp_min(1e-9))
+        even = float(rows_X[heaviest] / rows_X.sum())
+        if share < SKEW_SHOWN * even or rows_X[heaviest] == 1:  # fewer rows than ranks
             continue
         span = units[0].span
         rank = positions[heaviest // span] * span + heaviest % span

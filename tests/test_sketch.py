@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.workload.pools import load_tables, save_tables
 from dreamshard_planner.workload.reuse import mean_reuse
-from dreamshard_planner.workload.sketch import IdSketch, merge
+from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 from dreamshard_planner.workload.tables import Table, workloads_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -79,6 +79,33 @@ def test_sketches_merge_by_weight() -> None:
     assert merged.shares(900, 950) == pytest.approx((0.125, 0.25), abs=2 / 256)
     hot = IdSketch.of_counts(torch.tensor([5]), torch.tensor([8]))
     assert merge([hot, hot], [1.0, 2.0], [1.0, 1.0]) == hot
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_ids_merge_and_rescale(seed: int) -> None:
+    """Sparse and dense, hot and cold, far apart: always a sketch, which keeps what it has where."""
+    generator = torch.Generator().manual_seed(seed)
+    sketches, lookups, distinct = [], [], []
+    for _ in range(5):
+        far = 10 ** torch.randint(1, 12, (), generator=generator)
+        count = int(torch.randint(1, 300, (), generator=generator))
+        id_R = torch.randint(int(far), (count,), generator=generator).unique()
+        count_R = (10 ** (4 * torch.rand(len(id_R), generator=generator))).long()
+        sketches.append(IdSketch.of_counts(id_R, count_R))
+        lookups.append(float(count_R.sum()))
+        distinct.append(float(len(id_R)))
+    merged = merge(sketches, lookups, distinct)
+    assert merged.end <= max(sketch.end for sketch in sketches)
+    for first, end in ((0, 100), (50, 10**4), (10**3, 10**9)):
+        each = torch.tensor([sketch.shares(first, end) for sketch in sketches], dtype=torch.float64)
+        weight = torch.tensor([lookups, distinct], dtype=torch.float64).T
+        expected = (each * weight).sum(0) / weight.sum(0)
+        assert merged.shares(first, end) == pytest.approx(expected.tolist(), abs=3 / 256)
+    for factor in (1 / 64, 1.0, 64.0):
+        (scaled,) = rescale([merged], [sum(lookups)], [factor])
+        assert scaled.lookups == merged.lookups
+        if factor == 1:
+            assert scaled.shares(0, 10**4)[1] == pytest.approx(merged.shares(0, 10**4)[1], abs=2 / 256)
 
 
 def test_ids_that_are_hashes_have_no_sketch() -> None:

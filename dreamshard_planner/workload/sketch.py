@@ -92,7 +92,7 @@ def merge(sketches: Sequence[IdSketch], lookups: Sequence[float], distinct: Sequ
     slope_2JK = weight_2J[..., None] / (end_2JK - start_2JK)
     # Every piece opens and closes a constant density.
     point_2X, order_2X = torch.cat([start_2JK, end_2JK], dim=-1).flatten(1).sort(dim=-1)
-    density_2X = torch.cat([slope_2JK, -slope_2JK], dim=-1).flatten(1).gather(1, order_2X).cumsum(-1)
+    density_2X = torch.cat([slope_2JK, -slope_2JK], dim=-1).flatten(1).gather(1, order_2X).cumsum(-1).clamp_min(0)
     below_2X = torch.nn.functional.pad((density_2X[:, :-1] * point_2X.diff(dim=-1)).cumsum(-1), (1, 0))
     return IdSketch(*map(tuple, _quantiles(point_2X, below_2X).tolist()))
 
@@ -140,8 +140,7 @@ def _shares(edge_YE: Tensor, point_YX: Tensor) -> Tensor:
 def _quantiles(point_YX: Tensor, below_YX: Tensor) -> Tensor:
     """Ids below which k/256 lie, int64 [..., E], from a piecewise linear rise over ascending points."""
     total_Y1 = below_YX[..., -1:]
-    target_YE = torch.arange(PIECES + 1, dtype=torch.float64) / PIECES * total_Y1
-    target_YE = target_YE * (1 - 1e-9)
+    target_YE = torch.arange(PIECES + 1, dtype=torch.float64) / PIECES * total_Y1 * (1 - 1e-9)  # rounding
     upper_YE = torch.searchsorted(below_YX, target_YE).clamp(1, point_YX.shape[-1] - 1)
     low_YE, high_YE = below_YX.gather(-1, upper_YE - 1), below_YX.gather(-1, upper_YE)
     start_YE, end_YE = point_YX.gather(-1, upper_YE - 1), point_YX.gather(-1, upper_YE)
