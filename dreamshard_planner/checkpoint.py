@@ -28,7 +28,7 @@ from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig
 from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.workload.features import FEATURE_NAMES
+from dreamshard_planner.workload.features import FEATURE_NAMES, covers
 
 FORMAT = "dreamshard_planner"
 VERSION = 1
@@ -175,7 +175,8 @@ def _description(path: Path, header: dict[str, str]) -> dict[str, Any]:
         description = json.loads(header["description"])
     except (KeyError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: its description is missing or damaged ({error})") from error
-    if description.get("features") != list(FEATURE_NAMES):
+    features = description.get("features")
+    if not isinstance(features, list) or not covers(features):
         raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
     return description
 

@@ -283,6 +283,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if outcome is None:
             return "the last plan was loaded by plan_loader"
         report = self._proposer.report(outcome)
+        report = replace(report, notes=(*report.notes, *self._reader.notes(plan)))
         if ranks_by_choice(plan) == self._before_callbacks:
             return report
         try:

@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.place import Contender, Placement
+from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
 NOTHING = 1e-3
 """Share of a cost that is no gain worth a word."""
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
+SKEW_SHOWN = 2.0
+"""How many times its even share a row block must be read to be worth a note."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ class Report:
         def entry(contender: Contender) -> ReportEntry:
             return ReportEntry.of(contender.name, contender.costs)
 
-        notes = (*cost.notes(sharding), *placement.notes, *notes)
+        notes = (*cost.notes(sharding), *_skew_notes(cost, sharding), *placement.notes, *notes)
         if placement.cut_short:
             notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
         if rivals is None:
@@ -237,6 +242,30 @@ def _tables(cost: ShardingCost, sharding: Sharding) -> tuple[TableEntry, ...]:
         alone_ms = sum(single[part] for unit in option.units for part in unit.parts)
         entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, alone_ms))
     return tuple(entries)
+
+
+def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
+    """Tables of which one block of rows is read much more than its share of the rows."""
+    rows_P, lookups_P = cost.problem.features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T
+    found = []
+    for name, options, index, positions in zip(
+        cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
+    ):
+        units = options[index].units
+        part_X = torch.tensor([part for unit in units for part in unit.parts])
+        rows_X, lookups_X = rows_P[part_X], lookups_P[part_X]
+        heaviest = int(lookups_X.argmax())
+        share = float(lookups_X[heaviest] / lookups_X.sum().clamp_min(1e-9))
+        even = float(rows_X[heaviest] / rows_X.sum())
+        if share < SKEW_SHOWN * even or rows_X[heaviest] == 1:  # fewer rows than ranks
+            continue
+        span = units[0].span
+        rank = positions[heaviest // span] * span + heaviest % span
+        found.append(
+            f"{name}, {options[index].sharding_type}: rank {rank} has {share:.0%} of the lookups with {even:.0%} of "
+            "the rows, since its ids are not read evenly; shuffled ids would spread them"
+        )
+    return tuple(found)
 
 
 def _memory(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry, ...]:

@@ -17,6 +17,7 @@ from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.placement.policy import Policy, PolicyConfig
 from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.workload.features import FEATURE_NAMES, MEMORY_FEATURES
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")
 PAPER = (PaperPolicy(PaperPolicyConfig()), PaperCostNetwork(PaperCostConfig(), seed=5), "paper")
@@ -92,7 +93,24 @@ def test_damaged_description(saved: Path) -> None:
     rewrite(saved, description="{")
     with pytest.raises(CheckpointError, match="description is missing or damaged"):
         Checkpoint.load(saved)
-    rewrite(saved, description=json.dumps({"features": ["dim"]}))
+    for features in (["dim"], [], None, 3, [*FEATURE_NAMES, "later"], list(FEATURE_NAMES[::-1])):
+        rewrite(saved, description=json.dumps({"features": features}))
+        with pytest.raises(CheckpointError, match="other features"):
+            Checkpoint.load(saved)
+
+
+def test_features_that_no_network_reads_may_be_missing(saved: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(saved, framework="pt") as file:
+        description = json.loads(file.metadata()["description"])
+    assert description["features"] == list(FEATURE_NAMES)
+    for missing in range(len(MEMORY_FEATURES) + 1):
+        description["features"] = list(FEATURE_NAMES[: len(FEATURE_NAMES) - missing])
+        rewrite(saved, description=json.dumps(description))
+        assert Checkpoint.load(saved).metadata["hardware_name"] == "a machine"
+    description["features"] = description["features"][:-1]
+    rewrite(saved, description=json.dumps(description))
     with pytest.raises(CheckpointError, match="other features"):
         Checkpoint.load(saved)
 

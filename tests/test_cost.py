@@ -12,7 +12,7 @@ from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.workload.features import FEATURE_NAMES, feature_matrix
+from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
 
@@ -121,6 +121,52 @@ def test_roofline_by_hand() -> None:
     assert forward == pytest.approx(0.5 + (20 * 16 + 160 + 160) / 1000)
     # Rows are read and written; gradients read once per lookup, of which 160 bytes are the outputs'; indices sorted.
     assert backward == pytest.approx(1.0 + (2 * 320 + 160 + 4 * 2 * 160) / 1000 + (320 - 160) / 4000)
+
+
+def uvm(memory: str, load_factor: float = 0.2, prefetched: bool = False) -> Workload:
+    """Half of the rows are read, once each."""
+    return Workload(
+        "t", 1000, 4, 10, 50.0, 500.0, (1.0,) + (0.0,) * 16,
+        memory=memory, cache_load_factor=load_factor, prefetched=prefetched,
+    )  # fmt: skip
+
+
+def test_rows_outside_of_device_memory_cross_the_link() -> None:
+    roofline = RooflineCost(1000.0, 100.0, 0.0, 0.0)
+
+    def ms(*workloads: Workload) -> list[float]:
+        return predict_ms(roofline, LabelledSets.of([list(workloads)], torch.ones(1, 2)))[0].tolist()
+
+    device, uncached, cached = ms(uvm("device")), ms(uvm("uvm")), ms(uvm("uvm_caching"))
+    moved = 500 * 16
+    assert uncached[0] - device[0] == pytest.approx(moved / 100 - moved / 1000)
+    assert uncached[1] - device[1] == pytest.approx(2 * (moved / 100 - moved / 1000))
+    features_SF = feature_matrix([uvm("uvm_caching"), uvm("uvm_caching", 1.0), uvm("uvm"), uvm("device")])
+    misses = features_SF[:, FEATURE_INDEX["cache_misses"]].tolist()
+    assert 0.6 < misses[0] < 0.85 and misses[1:] == [0.0] * 3
+    # What misses is taken in, and as much put out; every lookup searches a set of the cache, once indices are sorted.
+    searched = 500 * (4 * 2 * 8 + 256) / 1000
+    assert cached[0] - device[0] == pytest.approx(misses[0] * moved / 100 + searched, rel=1e-5)
+    assert cached[1] - device[1] == pytest.approx(misses[0] * moved / 100, rel=1e-5)
+    everything = ms(uvm("uvm_caching", 1.0))
+    assert everything == pytest.approx([device[0] + searched, device[1]])
+    larger = [sum(ms(uvm("uvm_caching", factor))) for factor in (0.05, 0.2, 0.5, 1.0)]
+    assert larger == sorted(larger, reverse=True) and larger[0] > 1.5 * larger[-1]
+
+
+def test_prefetching_hides_behind_the_kernels_of_its_group() -> None:
+    roofline = RooflineCost(1000.0, 100.0, 0.0, 0.0)
+
+    def total_ms(*workloads: Workload) -> float:
+        return float(predict_ms(roofline, LabelledSets.of([list(workloads)], torch.ones(1, 2))).sum())
+
+    ahead, at_once = uvm("uvm_caching", prefetched=True), uvm("uvm_caching")
+    all_cached = total_ms(uvm("uvm_caching", 1.0))
+    link_ms = total_ms(at_once) - all_cached
+    assert total_ms(ahead) == pytest.approx(max(link_ms, all_cached), rel=1e-5)
+    busy = [uvm("device")] * 40
+    assert total_ms(ahead, *busy) == pytest.approx(total_ms(*busy) + all_cached, rel=1e-5)
+    assert total_ms(at_once, *busy) == pytest.approx(total_ms(*busy) + all_cached + link_ms, rel=1e-5)
 
 
 def test_all_to_all_by_hand() -> None:

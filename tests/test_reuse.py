@@ -15,11 +15,14 @@ from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.reuse import (
     NUM_REUSE_BINS,
     bin_mean_reuse,
+    cache_hits,
     default_reuse,
     draw_indices,
+    mean_reuse,
     merge_reuse,
     rescale_reuse,
     reuse_histogram,
+    shift_reuse,
 )
 from dreamshard_planner.workload.tables import Table, workloads_of
 
@@ -178,3 +181,61 @@ def test_drawing_nothing_and_everything() -> None:
     # More lookups than the counts of the last bin, by millions: as fast as any other.
     only_row = [0.0] * 16 + [1.0]
     assert len(draw_indices(only_row, 1, 20_000_000, generator, distinct_rows=1)) == 20_000_000
+
+
+@pytest.mark.parametrize("histogram", [bins(b0=1.0), bins(b0=0.6, b1=0.3, b7=0.1), bins(b3=0.5, b15=0.5)])
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 0.9, 1.0, 1.1, 7.0, 1e6])
+def test_shifted_histograms_have_the_mean_that_was_asked(histogram: tuple[float, ...], ratio: float) -> None:
+    shifted = shift_reuse(histogram, ratio)
+    before, after = mean_reuse(torch.tensor([histogram, shifted], dtype=torch.float64)).tolist()
+    assert after == pytest.approx(min(max(1.0, before * ratio), float(bin_mean_reuse()[-1])))
+    assert sum(shifted) == pytest.approx(1) and min(shifted) >= 0
+    if ratio == 1:
+        assert shifted == pytest.approx(histogram)
+
+
+def popularity(shape: str, rows: int) -> Tensor:
+    """Chances of rows, hot first where it matters to nobody, [R]."""
+    if shape.startswith("zipf"):
+        return (torch.arange(rows, dtype=torch.float64) + 1) ** -float(shape.removeprefix("zipf"))
+    if shape == "two levels":
+        return torch.where(torch.arange(rows) < rows // 100, 200.0, 1.0).double()
+    return torch.exp(2 * torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "lookups"),
+    [
+        ("zipf0", 50_000, 20_000),
+        ("zipf0.6", 50_000, 20_000),
+        ("zipf1.05", 50_000, 40_000),
+        ("zipf1.3", 20_000, 40_000),
+        ("two levels", 50_000, 30_000),
+        ("log-normal", 60_000, 30_000),
+    ],
+)
+@pytest.mark.parametrize("load_factor", [0.02, 0.2, 0.5])
+def test_cache_hits_are_those_of_a_simulated_cache(shape: str, rows: int, lookups: int, load_factor: float) -> None:
+    """The cache keeps the rows that were read most so far, and is counted when they have been seen for a while."""
+    generator = torch.Generator().manual_seed(2)
+    edge_R = popularity(shape, rows).cumsum(0)
+    seen_R, cached = torch.zeros(rows), round(load_factor * rows)
+    hit_2, asked_2 = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for step in range(60):
+        uniform_N = torch.rand(lookups, dtype=torch.float64, generator=generator) * edge_R[-1]
+        row_N = torch.searchsorted(edge_R, uniform_N).clamp_max(rows - 1)
+        row, count = torch.unique(row_N, return_counts=True)
+        if step >= 50:
+            inside_R = torch.zeros(rows, dtype=torch.bool).index_fill_(0, seen_R.topk(cached).indices, True)
+            hit_2 += torch.tensor([count[inside_R[row]].sum(), inside_R[row].sum()])
+            asked_2 += torch.tensor([lookups, len(row)])
+        seen_R[row] += count
+    histogram, distinct = reuse_histogram(row_N)
+    hits = cache_hits([histogram.tolist()], [rows], [lookups], [distinct], [cached])
+    assert [float(share) for share in hits] == pytest.approx((hit_2 / asked_2).tolist(), abs=0.1)
+
+
+def test_caches_of_everything_and_of_tables_that_nobody_reads() -> None:
+    given = [ONE_READ] * 3, [100, 100, 100], [50.0, 0.0, 50.0], [50.0, 0.0, 50.0]
+    lookups, distinct = cache_hits(*given, [100.0, 10.0, 1e-3])
+    assert lookups.tolist()[:2] == distinct.tolist()[:2] == [1.0, 1.0] and float(distinct[2]) < 1e-3

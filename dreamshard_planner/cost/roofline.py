@@ -23,9 +23,11 @@ CACHE_SPEEDUP = 4.0
 """Cache over memory bandwidth. Of the order of published L2 over HBM figures of A100 and H100."""
 SORT_PASSES = 4.0
 """Times that the backward reads and writes the indices while it sorts them (radix sort of int64 keys)."""
-UVM_CACHE_HIT = 0.8
-"""Share of the bytes that a UVM cache serves from the device (TorchRec's planner assumes a cached
-fraction of the same order)."""
+
+
+CACHE_SET_BYTES = 32 * 8
+"""Keys that one lookup in a UVM cache compares: FBGEMM's sets are as wide as a warp. Before, the indices are sorted, to
+find the distinct ones."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class RooflineCost:
         return CostSource("roofline", f"topology's {gb_per_s:.0f} GB/s, nothing measured")
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 3]: count, forward milliseconds, backward milliseconds of each shard without launches."""
+        """[S, 4]: count, forward milliseconds, backward milliseconds of each shard without launches, and milliseconds
+        that prefetching takes the link to the host beside these."""
 
         def column(name: str) -> Tensor:
             return features_SF[:, FEATURE_INDEX[name]].double()
@@ -68,24 +71,35 @@ class RooflineCost:
         indices = column("lookups") * INDEX_BYTES
         optimizer_state = column("stateful_optimizer") * column("distinct_rows") * OUTPUT_BYTES * 2
 
-        uvm, caching = column("uvm"), column("uvm_caching")
-        slow_share = uvm + caching * (1 - UVM_CACHE_HIT)
-        weight_ms = (1 - slow_share) / self.memory_bytes_per_ms + slow_share / self.uvm_bytes_per_ms
         memory_ms, cache_ms = 1 / self.memory_bytes_per_ms, 1 / (CACHE_SPEEDUP * self.memory_bytes_per_ms)
+        # Over the link to the host: rows in unified memory, read in the forward, read and written in the backward; and
+        # rows that miss a cache, which takes them in and puts as many others out. Cached rows are updated in the cache.
+        uvm, missed = column("uvm"), column("uvm_caching") * column("cache_misses")
+        at_once = missed * (1 - column("cache_prefetched"))
+        link_ms = 1 / self.uvm_bytes_per_ms
+        read_ms = (1 - uvm) * memory_ms + (uvm + at_once) * link_ms
+        update_ms = 2 * (1 - uvm) * memory_ms + (2 * uvm + at_once) * link_ms
+        ahead = 2 * first_reads * (missed - at_once) * link_ms
+        keys = column("uvm_caching") * (SORT_PASSES * 2 * indices + column("lookups") * CACHE_SET_BYTES)
 
-        forward = first_reads * weight_ms + repeats * cache_ms + (outputs + indices) * memory_ms
+        forward = first_reads * read_ms + repeats * cache_ms + (outputs + indices + keys) * memory_ms
         gradient_reads = column("lookup_elements") * OUTPUT_BYTES
         backward = (
-            2 * first_reads * weight_ms
+            first_reads * update_ms
             + (outputs + SORT_PASSES * 2 * indices + optimizer_state) * memory_ms
             + (gradient_reads - outputs).clamp_min(0) * cache_ms
         )
-        return torch.stack([torch.ones_like(forward), forward, backward], dim=-1)
+        return torch.stack([torch.ones_like(forward), forward, backward, ahead], dim=-1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group."""
+        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. What prefetching moves for the
+        next batch passes beside the group's kernels, on a stream of its own, so that the group takes the longer of the
+        two; the rest of the step, which hides more of it, is not known here. What sticks out delays the forward."""
         launch_2 = latent_XH.new_tensor([self.forward_launch_ms, self.backward_launch_ms])
-        return torch.where(latent_XH[..., :1] > 0, latent_XH[..., 1:3] + launch_2, 0.0)
+        kernels_X2 = latent_XH[..., 1:3] + launch_2
+        out_X = (latent_XH[..., 3] - kernels_X2.sum(-1)).clamp_min(0)
+        kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
+        return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
 
     glance_ms = group_cost_ms
     glance_channels = None

@@ -19,7 +19,6 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
     """What must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
     tensor, cache = option.tensor, option.cache_params
-    cached_ahead = option.compute_kernel == "fused_uvm_caching" and bool(cache and cache.prefetch_pipeline)
     return (
         option.path,
         option.sharding_type,
@@ -39,5 +38,5 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         option.bounds_check_mode,
         option.enforce_hbm,
         repr(cache and replace(cache, load_factor=None, stats=None)),
-        option.shards[0].size[1] if cached_ahead else None,
+        option.shards[0].size[1] if table.prefetched else None,
     )

@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dreamshard_planner.plugin.limits import check_per_feature
 
@@ -24,6 +25,11 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
             if hasattr(child, method):
                 configs.update((config.name, config) for config in getattr(child, method)())
     return configs
+
+
+def remaps_ids(module: nn.Module) -> bool:
+    """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
+    return any(isinstance(child, ManagedCollisionCollection) for child in module.modules())
 
 
 def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:

@@ -182,7 +182,7 @@ class DreamShardPartitioner(Partitioner):
         if device == "cuda" and not torch.cuda.is_available():
             raise DreamShardError("refine measures fused kernels on this machine, which has no CUDA device")
         workloads = [
-            workload.part(*shard.size)
+            workload.part(*shard.size, shard.offset[0])
             for option, workload in zip(proposal, context.reader.workloads(proposal, topology), strict=True)
             for shard in option.shards
         ]

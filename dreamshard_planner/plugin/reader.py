@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import get_ec_index_dedup
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -31,10 +32,10 @@ from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem, 
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, optimizer_name
 from dreamshard_planner.plugin.limits import available_bytes, check_needs, check_per_feature, needed_bytes
-from dreamshard_planner.plugin.modules import per_feature, table_configs
+from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table, Workload, workloads_of
 
 OUTPUT_BYTES = 4.0
 """Of one output element on the wire: TorchRec's kernels put out fp32 by default."""
@@ -66,7 +67,7 @@ class ReadProblem:
     options: tuple[tuple[ShardingOption, ...], ...]
     """In the order of the problem's tables and options."""
     shard_P: tuple[Shard, ...]
-    """A shard of each part: parts are shards of one size, of one option."""
+    """A shard of each part: parts are shards of one size, of one option, that are read alike."""
     dense_elements_P: torch.Tensor
     """Elements of the table-sized gradient of data-parallel parts, zero elsewhere."""
 
@@ -146,18 +147,28 @@ class OptionReader:
         self._statistics = statistics
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
-        self._tables: dict[tuple[str, str], Table] = {}
+        self._tables: dict[tuple, Table] = {}
+        self._unplaced: dict[str, dict[str, str]] = {}
         # Estimator, proposer, partitioner and perf model ask for the same tables one after the other.
         self._workloads: dict[tuple[Table, int], Workload] = {}
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:
         """What each option's *whole* table asks for, at the batch that its kernels see: the local batch of
-        data-parallel ranks, the batch of all ranks elsewhere."""
-        keys = []
-        for option in options:
-            ranks = 1 if option.sharding_type == DP else topology.world_size
-            keys.append((self.table(option, topology), option.batch_size * ranks))
+        data-parallel ranks, the batch of all ranks elsewhere. With index dedup, each rank's batch asks for a row once.
+        """
+        tables = [self.table(option, topology) for option in options]
+        ranks = [1 if option.sharding_type == DP else topology.world_size for option in options]
+        sizes = [option.batch_size * count for option, count in zip(options, ranks, strict=True)]
+        workloads = self._whole(list(zip(tables, sizes, strict=True)))
+        deduped = [index for index, option in enumerate(options) if self._dedups(option)]
+        of_ranks = self._whole([(tables[index], options[index].batch_size) for index in deduped])
+        for index, of_rank in zip(deduped, of_ranks, strict=True):
+            workloads[index] = workloads[index].deduped(of_rank, ranks[index])
+        return workloads
+
+    def _whole(self, keys: Sequence[tuple[Table, int]]) -> list[Workload]:
+        """Workloads of tables at batch sizes."""
         new: dict[int, list[Table]] = {}
         for table, batch_size in dict.fromkeys(keys):
             if (table, batch_size) not in self._workloads:
@@ -166,6 +177,11 @@ class OptionReader:
             for table, workload in zip(tables, workloads_of(tables, batch_size), strict=True):
                 self._workloads[table, batch_size] = workload
         return [self._workloads[key] for key in keys]
+
+    def _dedups(self, option: ShardingOption) -> bool:
+        """Whether TorchRec sends a rank's repeated ids of a sequence table once, as its sharder, or a global, asks."""
+        sharder = self._sharder(option)
+        return hasattr(sharder, "_use_index_dedup") and (sharder._use_index_dedup or get_ec_index_dedup())
 
     def read(
         self, options: Sequence[ShardingOption], topology: Topology, links: Links, with_storage: bool = True
@@ -203,10 +219,12 @@ class OptionReader:
             for shard in option.shards:
                 storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
                 same = (*shard.size, *storage)
+                if whole.ids is not None and shard.size[0] < whole.rows:
+                    same = (*same, shard.offset[0])
                 part = part_of.get(same)
                 if part is None:
                     part = part_of[same] = len(workloads)
-                    workload = whole.part(*shard.size)
+                    workload = whole.part(*shard.size, shard.offset[0])
                     workloads.append(workload)
                     shard_P.append(shard)
                     group_P.append(group)
@@ -297,8 +315,8 @@ class OptionReader:
         return option.feature_names or [""] * len(option.input_lengths)
 
     def table(self, option: ShardingOption, topology: Topology) -> Table:
-        """The option's table; the same for all options of a table and kernel."""
-        key = (option.fqn, option.compute_kernel)
+        """The option's table; the same for all options of a table, kernel and cache."""
+        key = (option.fqn, option.compute_kernel, option.cache_load_factor, self._prefetches(option))
         if key not in self._tables:
             self._tables[key] = self._read_table(option, topology)
         return self._tables[key]
@@ -317,6 +335,9 @@ class OptionReader:
         for index in range(count):
             known = self._statistics.get(names[index]) if self._statistics is not None else None
             feature = known or FeatureStatistics(pooling_factors[index])
+            if reason := self._why_unplaced(option, feature):
+                self._unplaced.setdefault(option.fqn, {})[names[index]] = reason
+                feature = replace(feature, ids=None)
             # Several poolings per sample, or a batch of its own, read the table more (or less) often than
             # the pooling factor says; the histogram still belongs to the lookups it was taken from.
             share = num_poolings[index] * batch_sizes[index] / option.batch_size
@@ -330,6 +351,7 @@ class OptionReader:
             features.append(feature)
         rows, dim = option.tensor.shape
         on_host = topology.compute_device == "cpu"
+        load_factor = option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
         return Table(
             name=option.fqn.removeprefix("."),
             rows=max(1, rows),
@@ -341,6 +363,33 @@ class OptionReader:
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
             optimizer=_OPTIMIZERS.get(optimizer_name(option.tensor, self._fused_params(option)), "other"),
             memory="device" if on_host else KERNEL_MEMORY.get(option.compute_kernel, "device"),
+            cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
+            prefetched=self._prefetches(option),
+        )
+
+    def _prefetches(self, option: ShardingOption) -> bool:
+        if option.compute_kernel != "fused_uvm_caching":
+            return False
+        own = option.cache_params and option.cache_params.prefetch_pipeline
+        return bool(self._fused_params(option).get("prefetch_pipeline") if own is None else own)
+
+    def _why_unplaced(self, option: ShardingOption, feature: FeatureStatistics) -> str | None:
+        """Why nobody knows which rows a feature reads though its ids are known; None where one does."""
+        if feature.ids is None:
+            return None
+        if remaps_ids(option.module[1]):
+            return "its ids are mapped to rows as they come (managed collisions)"
+        if feature.ids.end > option.tensor.shape[0]:
+            return f"its ids reach up to {feature.ids.end - 1:,}, the table has {option.tensor.shape[0]:,} rows"
+        return None
+
+    def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
+        """What a reader of the plan's cost should know of the tables that it splits by rows."""
+        return tuple(
+            f"row blocks of {option.fqn.removeprefix('.')} are taken to be read alike: feature {feature!r}, {reason}"
+            for option in plan
+            if option.sharding_type in (RW, TWRW, GRID)
+            for feature, reason in self._unplaced.get(option.fqn, {}).items()
         )
 
     def _sharder(self, option: ShardingOption) -> ModuleSharder[nn.Module] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, cache_hits
 from dreamshard_planner.workload.tables import Workload
 
 REUSE_FEATURES = tuple(f"reuse_{bin_index}" for bin_index in range(NUM_REUSE_BINS))
@@ -51,11 +51,20 @@ WORK = (
 PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
 
-MEMORY_FEATURES = ("uvm_caching", "uvm")
-"""One where the weights live outside the device's own memory."""
+MEMORY_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched")
+"""One where the weights live outside the device's own memory; the share of a batch's distinct rows that the cache does
+not hold; and one where they are fetched while the batch before is computed. No network reads these, so that a
+checkpoint made before some of them were known is as good as ever."""
 
 FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *MEMORY_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
+
+
+def covers(names: Sequence[str]) -> bool:
+    """Whether columns of these names are those that networks read here, in the same order: :data:`FEATURE_NAMES`, but
+    for the last of :data:`MEMORY_FEATURES`."""
+    needed = len(FEATURE_NAMES) - len(MEMORY_FEATURES)
+    return len(names) >= needed and list(names) == list(FEATURE_NAMES[: len(names)])
 
 
 def columns(names: Sequence[str]) -> list[int]:
@@ -67,10 +76,29 @@ def feature_matrix(workloads: Sequence[Workload]) -> Tensor:
     """Features of shards, [S, F] float32, columns in the order of :data:`FEATURE_NAMES`."""
     if not workloads:
         return torch.zeros(0, len(FEATURE_NAMES))
-    return torch.tensor([_row(workload) for workload in workloads], dtype=torch.float64).float()
+    rows = zip(workloads, _cache_misses(workloads), strict=True)
+    return torch.tensor([_row(workload, misses) for workload, misses in rows], dtype=torch.float64).float()
 
 
-def _row(w: Workload) -> list[float]:
+def _cache_misses(workloads: Sequence[Workload]) -> list[float]:
+    """Shares of their distinct rows that miss the cache, [S]; zero without one. Every table is taken to have its own
+    share of the cache that a fused group has."""
+
+    def key(w: Workload) -> tuple:  # blocks of a table that are alike, whatever their size, miss alike
+        return w.reuse_histogram, f"{w.lookups / w.rows:.9g}", f"{w.distinct_rows / w.rows:.9g}", w.cache_load_factor
+
+    of_key = {key(w): w for w in workloads if w.memory == "uvm_caching"}
+    if not of_key:
+        return [0.0] * len(workloads)
+    asked = [
+        (w.reuse_histogram, w.rows, w.lookups, w.distinct_rows, w.cache_load_factor * w.rows) for w in of_key.values()
+    ]
+    _, hit_T = cache_hits(*zip(*asked, strict=True))
+    misses = dict(zip(of_key, (1 - hit_T).tolist(), strict=True))
+    return [misses[key(w)] if w.memory == "uvm_caching" else 0.0 for w in workloads]
+
+
+def _row(w: Workload, misses: float) -> list[float]:
     lookups, elements = w.lookups, w.lookups * w.dim
     values = {
         "log2_rows": math.log2(w.rows),
@@ -100,6 +128,8 @@ def _row(w: Workload) -> list[float]:
         "size": w.rows * w.dim * w.weight_bytes,
         "uvm_caching": w.memory == "uvm_caching",
         "uvm": w.memory == "uvm",
+        "cache_misses": misses,
+        "cache_prefetched": w.prefetched,
         **dict(zip(REUSE_FEATURES, w.reuse_histogram, strict=True)),
     }
     return [float(values[name]) for name in FEATURE_NAMES]

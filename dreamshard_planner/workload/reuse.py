@@ -15,8 +15,9 @@ Shapes: T tables, K = 17 bins, Q Poisson rates, N indices, R distinct rows, C re
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -60,12 +61,16 @@ def bin_mean_reuse() -> Tensor:
 
 def reuse_histogram(indices: Tensor) -> tuple[Tensor, float]:
     """Histogram [K] and number of distinct rows of one batch's indices of one table; zeros if there are none."""
-    if indices.numel() == 0:
+    return histogram_of_counts(torch.unique(indices, return_counts=True)[1])
+
+
+def histogram_of_counts(count_R: Tensor) -> tuple[Tensor, float]:
+    """The same from how often each distinct row is read, int64 [R]."""
+    if not len(count_R):
         return torch.zeros(NUM_REUSE_BINS, dtype=torch.float64), 0.0
-    counts_R = torch.unique(indices, return_counts=True)[1]
-    bin_R = torch.bucketize(counts_R, torch.tensor(BIN_UPPER))
+    bin_R = torch.bucketize(count_R, torch.tensor(BIN_UPPER))
     histogram = torch.bincount(bin_R, minlength=NUM_REUSE_BINS).double()
-    return histogram / len(counts_R), float(len(counts_R))
+    return histogram / len(count_R), float(len(count_R))
 
 
 def _bin_probabilities(rate_Q: Tensor) -> Tensor:
@@ -265,6 +270,54 @@ def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) 
     return torch.from_numpy(np.asarray(solution[:-1])) * distinct
 
 
+def cache_hits(
+    histograms: Sequence[Sequence[float]],
+    rows: Sequence[int],
+    lookups: Sequence[float],
+    distinct: Sequence[float],
+    cached_rows: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """What a cache serves that holds the rows read most, as one that evicts the least frequently used comes to do.
+
+    The histogram is explained by rows per reading rate, as when it is rescaled: by a power law where one does, else by
+    a free mixture. With n(r) rows that a batch reads r times on average, and the cache filled from the highest rate
+    down, hits are the cached part of sum n r of the lookups, and of sum n (1 - exp(-r)) of the distinct rows.
+    (RecShard, Sethi et al., ASPLOS 2022, places rows by the same curve, from counted reads of every row.)
+
+    Args:
+        histograms: of a batch, [T, K].
+        rows: of the tables, [T].
+        lookups, distinct: of the batch, [T].
+        cached_rows: rows that the cache holds, [T].
+
+    Returns:
+        Shares of the lookups and of the distinct rows of a batch, both [T]; one where nothing is looked up. Of lookups
+        it counts all of a row that the cache holds when the batch starts.
+    """
+    histogram_TK = torch.as_tensor(histograms, dtype=torch.float64)
+    rows_T, lookups_T, distinct_T, cached_T = (
+        torch.as_tensor(values, dtype=torch.float64) for values in (rows, lookups, distinct, cached_rows)
+    )
+    hit_T2 = torch.ones(len(rows_T), 2, dtype=torch.float64)
+    for part in ((lookups_T > 0) & (cached_T < rows_T)).nonzero()[:, 0].split(512):  # bounds memory
+        given = histogram_TK[part], distinct_T[part], torch.ones(len(part), dtype=torch.bool)
+        law_TQ, explained_T = _fit_power_law(*given, rows_T[part], lookups_T[part])
+        hit_T2[part] = _hits(law_TQ, _rates(_POWER_LAW_RATES), cached_T[part])
+        for table in part[~explained_T].tolist():
+            known = float(distinct_T[table]), float(rows_T[table]), float(lookups_T[table])
+            mixture_1Q = _mixture(histogram_TK[table], *known)[None]
+            hit_T2[table] = _hits(mixture_1Q, _rates(_MIXTURE_RATES), cached_T[table : table + 1])[0]
+    return hit_T2[:, 0], hit_T2[:, 1]
+
+
+def _hits(rows_TQ: Tensor, rate_Q: Tensor, cached_T: Tensor) -> Tensor:
+    """Shares of lookups and distinct rows, [T, 2], that the ``cached_T`` rows of the highest rates have."""
+    filled_TQ = torch.minimum(rows_TQ.flip(-1).cumsum(-1), cached_T[:, None])
+    inside_TQ = filled_TQ.diff(dim=-1, prepend=torch.zeros_like(filled_TQ[:, :1])).flip(-1)
+    read_Q2 = torch.stack([rate_Q, -torch.expm1(-rate_Q)], dim=-1)
+    return (inside_TQ @ read_Q2 / (rows_TQ @ read_Q2).clamp_min(1e-300)).clamp(0, 1)
+
+
 def merge_reuse(
     histograms: Sequence[Sequence[float] | None], distinct: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
@@ -278,6 +331,36 @@ def merge_reuse(
         for k, share in enumerate(histogram or ()):
             merged[k] += share * count / total
     return tuple(merged), total
+
+
+def shift_reuse(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]:
+    """The histogram whose mean reuse is ``ratio`` times as large, as far as 17 bins go: rows move up or down together,
+    by the two whole numbers of bins between which that mean lies."""
+    means = _shifted_means(histogram)
+    target = means[NUM_REUSE_BINS - 1] * ratio
+    upper = min(max(bisect_left(means, target), 1), len(means) - 1)
+    low, high = means[upper - 1], means[upper]
+    part = min(1.0, max(0.0, (target - low) / (high - low))) if high > low else 1.0
+    lower_bins, upper_bins = (_shifted(histogram, at - NUM_REUSE_BINS + 1) for at in (upper - 1, upper))
+    return tuple((1 - part) * a + part * b for a, b in zip(lower_bins, upper_bins, strict=True))
+
+
+def _shifted(histogram: Sequence[float], bins: int) -> list[float]:
+    """So many bins up, or down where negative; the outermost bins take what would leave."""
+    moved = [0.0] * NUM_REUSE_BINS
+    for k, share in enumerate(histogram):
+        moved[min(max(k + bins, 0), NUM_REUSE_BINS - 1)] += share
+    return moved
+
+
+@lru_cache(maxsize=4096)
+def _shifted_means(histogram: tuple[float, ...]) -> list[float]:
+    """Mean reuse of a histogram 16 bins down to 16 bins up, ascending."""
+    mean_K = bin_mean_reuse().tolist()
+    return [
+        sum(share * mean for share, mean in zip(_shifted(histogram, bins), mean_K, strict=True))
+        for bins in range(1 - NUM_REUSE_BINS, NUM_REUSE_BINS)
+    ]
 
 
 def draw_indices(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, reuse_histogram
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts
+from dreamshard_planner.workload.sketch import IdSketch, merge
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         """Statistics over batches, each of about the local batch size.
 
         Pooling factors are lookups over samples, distinct rows are averaged over batches, and so are histograms,
-        weighted by these.
+        weighted by these. Features whose ids are hashes (negative, or 2^53 and more) have no sketch of ids.
 
         Args:
             batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, or what holds one in ``sparse_features`` as
@@ -80,6 +82,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         lookups: dict[str, int] = {}
         samples: dict[str, int] = {}
         counts: dict[str, torch.Tensor] = {}
+        sketches: dict[str, list[tuple[IdSketch | None, int, float]]] = {}
         num_batches = 0
         for element in _elements(batches):
             # Not around the loop: the batches are made in the caller's state, random numbers and all.
@@ -93,12 +96,16 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                         raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
                     lookups, samples = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
                     counts = {key: torch.zeros(NUM_REUSE_BINS, dtype=torch.float64) for key in keys}
+                    sketches = {key: [] for key in keys}
                 elif set(batch.keys()) != given:
                     changed = sorted(set(batch.keys()) ^ given)
                     raise StatisticsError(f"batch {num_batches} has other keys than the first one: {changed}")
                 for key in keys:
                     jagged = batch[key]
-                    histogram, distinct = reuse_histogram(jagged.values().cpu())
+                    id_R, count_R = torch.unique(jagged.values().cpu(), return_counts=True)
+                    histogram, distinct = histogram_of_counts(count_R)
+                    if len(id_R):
+                        sketches[key].append((IdSketch.of_counts(id_R, count_R), jagged.values().numel(), distinct))
                     lookups[key] += jagged.values().numel()
                     samples[key] += jagged.lengths().numel()
                     counts[key] += histogram * distinct
@@ -117,6 +124,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 reuse_histogram=shares,
                 batch_size=max(1, round(samples[key] / num_batches)),
                 distinct_rows=distinct / num_batches if lookups[key] else None,
+                ids=_merged(sketches[key]),
             )
         return cls(features)
 
@@ -139,6 +147,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 "reuse_histogram": feature.reuse_histogram,
                 "batch_size": feature.batch_size,
                 "distinct_rows": feature.distinct_rows,
+                "ids": None if feature.ids is None else asdict(feature.ids),
             }
             for name, feature in self.items()
         }
@@ -175,10 +184,19 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                     reuse_histogram=None if histogram is None else tuple(histogram),
                     batch_size=entry["batch_size"],
                     distinct_rows=entry.get("distinct_rows"),
+                    ids=entry.get("ids"),
                 )
             except (TypeError, ValueError) as error:
                 raise StatisticsError(f"{path}: feature {name!r}: {error}") from error
         return cls(features)
+
+
+@neutral()
+def _merged(sketches: Sequence[tuple[IdSketch | None, int, float]]) -> IdSketch | None:
+    """Of all batches, from each one's sketch, lookups and distinct rows."""
+    if not sketches or any(sketch is None for sketch, _, _ in sketches):
+        return None
+    return merge(*zip(*sketches, strict=True))
 
 
 def _elements(batches: Any) -> Iterable[Any]:

@@ -8,11 +8,12 @@ shard of it asks of one device in one training step, at the batch size that its 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dreamshard_planner.errors import StatisticsError, TaskError
-from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
+from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "other")
 """Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
@@ -20,6 +21,10 @@ OPTIMIZERS = ("sgd", "rowwise_adagrad", "other")
 MEMORIES = ("device", "uvm_caching", "uvm")
 """Where the weights live: the device's own memory, unified memory behind a cache on the device, or
 unified memory alone (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``)."""
+
+
+CACHE_LOAD_FACTOR = 0.2
+"""Default of FBGEMM and of TorchRec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,17 @@ class FeatureStatistics:
     distinct_rows: float | None = None
     """Distinct rows of one such batch. None: derived from lookups and histogram, a few percent off."""
 
+    ids: IdSketch | None = None
+    """Where in the table's range of ids the lookups of such batches fall, and their distinct rows; a mapping with the
+    fields of :class:`IdSketch` is taken as one. None: evenly."""
+
     def __post_init__(self) -> None:
+        if isinstance(self.ids, Mapping):
+            object.__setattr__(self, "ids", IdSketch(**self.ids))
+        if not isinstance(self.ids, IdSketch | None):
+            raise StatisticsError(f"ids must be an IdSketch, got {type(self.ids).__name__}")
+        if self.ids is not None and self.batch_size is None:
+            raise StatisticsError("a sketch of ids belongs to a batch size: give batch_size")
         for name in ("pooling_factor", "distinct_rows"):
             value = getattr(self, name)
             try:
@@ -90,6 +105,10 @@ class Table:
     """Whether lookups carry per-sample weights."""
     optimizer: str = "sgd"
     memory: str = "device"
+    cache_load_factor: float = CACHE_LOAD_FACTOR
+    """Share of the rows that the device's cache holds, where ``memory`` is ``uvm_caching``."""
+    prefetched: bool = False
+    """Whether that cache is filled for a batch while the one before is computed (TorchRec's prefetch pipeline)."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -102,6 +121,10 @@ class Table:
             raise TaskError(f"table {self.name!r}: optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
         if self.memory not in MEMORIES:
             raise TaskError(f"table {self.name!r}: memory must be one of {MEMORIES}, got {self.memory!r}")
+        if not 0 < self.cache_load_factor <= 1:
+            raise TaskError(
+                f"table {self.name!r}: cache load factor must be above 0, up to 1, got {self.cache_load_factor}"
+            )
 
     @property
     def pooling_factor(self) -> float:
@@ -137,19 +160,58 @@ class Workload:
     memory: str = "device"
     output_share: float = field(default=1.0, metadata={"measured": False})
     """As in :class:`Table`. Kernels are measured with one."""
+    ids: IdSketch | None = field(default=None, repr=False, metadata={"measured": False})
+    """Where in the range of ids lookups and distinct rows of such a batch fall; None: evenly. Of whole tables: a block
+    of rows has none of its own."""
+    cache_load_factor: float = field(default=CACHE_LOAD_FACTOR, metadata={"measured": False})
+    prefetched: bool = field(default=False, metadata={"measured": False})
 
-    def part(self, rows: int, dim: int) -> Workload:
+    def part(self, rows: int, dim: int, first_row: int = 0) -> Workload:
         """What a block of so many rows and columns of this table asks for. Columns repeat every lookup; rows have their
-        share of the lookups and of the distinct rows, taken to be spread evenly."""
+        share of the lookups and of the distinct rows: that of their ids, where these are known, else an even one."""
         if (rows, dim) == (self.rows, self.dim):
             return self
         share = rows / self.rows
+        if self.ids is not None and rows < self.rows:
+            return self._block(rows, dim, *self.ids.shares(first_row, first_row + rows))
         return replace(
             self,
             rows=max(1, rows),
             dim=max(1, dim),
             pooling_factor=self.pooling_factor * share,
             distinct_rows=self.distinct_rows * share,
+        )
+
+    def _block(self, rows: int, dim: int, lookup_share: float, distinct_share: float) -> Workload:
+        """A block of rows with these shares, whose reuse is as much higher or lower as its lookups per distinct row."""
+        lookups = self.lookups * lookup_share
+        distinct = max(self.distinct_rows * distinct_share, min(1.0, lookups))
+        distinct = min(distinct, lookups, rows * self.num_features)  # a row counts once per feature
+        histogram = (0.0,) * NUM_REUSE_BINS
+        if distinct > 0:
+            ratio = lookups / distinct / (self.lookups / self.distinct_rows)
+            histogram = shift_reuse(self.reuse_histogram, ratio)
+        return replace(
+            self,
+            rows=max(1, rows),
+            dim=max(1, dim),
+            pooling_factor=lookups / self.batch_size,
+            distinct_rows=distinct,
+            reuse_histogram=histogram,
+            ids=None,
+        )
+
+    def deduped(self, of_rank: Workload, ranks: int) -> Workload:
+        """The same where each of ``ranks`` ranks looks up the distinct rows of its own batch, ``of_rank``, once. Rows
+        that several features of a shared table read count once for each."""
+        if not self.lookups:
+            return self
+        lookups = min(max(ranks * of_rank.distinct_rows, self.distinct_rows), self.lookups)
+        return replace(
+            self,
+            pooling_factor=lookups / self.batch_size,
+            reuse_histogram=shift_reuse(self.reuse_histogram, lookups / self.lookups),
+            ids=None if self.ids is None else IdSketch(of_rank.ids.distinct, self.ids.distinct),
         )
 
     @property
@@ -202,6 +264,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
         for i, bins, count in zip(indices, new_bins.tolist(), new_distinct.tolist(), strict=True):
             histograms[i], distinct[i] = tuple(bins), count
 
+    known_ids = _ids_at(batch_size, [feature for _, feature in flat])
     workloads, start = [], 0
     for table in tables:
         stop = start + len(table.features)
@@ -222,7 +285,33 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 weighted=table.weighted,
                 optimizer=table.optimizer,
                 memory=table.memory,
+                cache_load_factor=table.cache_load_factor,
+                prefetched=table.prefetched,
+                ids=_merged_ids(table, known_ids, distinct[start:stop]) if known_ids else None,
             )
         )
         start = stop
     return workloads
+
+
+def _ids_at(batch_size: int, features: Sequence[FeatureStatistics]) -> dict[FeatureStatistics, IdSketch]:
+    """Sketches of the features that have one, at another batch size."""
+    known = [feature for feature in dict.fromkeys(features) if feature.ids is not None and feature.pooling_factor > 0]
+    if not known:
+        return {}
+    lookups = [feature.pooling_factor * feature.batch_size for feature in known]
+    factors = [batch_size / feature.batch_size for feature in known]
+    return dict(zip(known, rescale([feature.ids for feature in known], lookups, factors), strict=True))
+
+
+def _merged_ids(
+    table: Table, known: Mapping[FeatureStatistics, IdSketch], distinct: Sequence[float]
+) -> IdSketch | None:
+    """Of a table whose features read so many distinct rows; those without a sketch read evenly."""
+    read = [(feature, count) for feature, count in zip(table.features, distinct, strict=True) if count > 0]
+    if not any(feature in known for feature, _ in read):
+        return None
+    sketches = [known.get(feature) or IdSketch.even(table.rows) for feature, _ in read]
+    if len(sketches) == 1:
+        return sketches[0]
+    return merge(sketches, [feature.pooling_factor for feature, _ in read], [count for _, count in read])

@@ -1,0 +1,140 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What shards of sequence tables and of cached tables ask for, as TorchRec's options describe them.
+
+Shapes: P parts, N indices.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, set_ec_index_dedup
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import TableStatistics
+from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.plugin.context import PlanningContext
+from dreamshard_planner.plugin.reader import OptionReader, ReadProblem
+from dreamshard_planner.workload.features import FEATURE_INDEX
+from dreamshard_planner.workload.tables import Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Please set use_index_dedup")
+ROWS, DIM, SAMPLES, LENGTH, RANKS = 10_000, 32, 128, 20, 4
+
+
+def read(model, sharder, statistics=None, device="cpu", **constraint) -> tuple[list[Workload], ReadProblem]:
+    """The only table's options of the constraint."""
+    topology = Topology(RANKS, device, hbm_cap=2**34)
+    constraints = {"t": ParameterConstraints(**constraint)}
+    options = EmbeddingEnumerator(topology, SAMPLES, constraints).enumerate(model, [sharder])
+    reader = OptionReader(constraints, statistics, [sharder])
+    context = PlanningContext(topology, reader, resolve("auto", device), "roofline")
+    return reader.workloads(options, topology), context.read(options)
+
+
+def sequence_model() -> nn.Module:
+    config = EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"])
+    model = nn.Module()
+    model.sequence = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+    return model
+
+
+def draw(seed: int) -> KeyedJaggedTensor:
+    """One rank's batch, with ids sorted by frequency."""
+    generator = torch.Generator().manual_seed(seed)
+    edge_R = ((torch.arange(ROWS, dtype=torch.float64) + 1) ** -1.2).cumsum(0)
+    uniform_N = torch.rand(SAMPLES * LENGTH, dtype=torch.float64, generator=generator) * edge_R[-1]
+    lengths = torch.full((SAMPLES,), LENGTH)
+    return KeyedJaggedTensor(["f"], torch.searchsorted(edge_R, uniform_N), lengths=lengths)
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "column_wise", "row_wise"])
+def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -> None:
+    workloads, found = read(
+        sequence_model(),
+        EmbeddingCollectionSharder(),
+        sharding_types=[sharding_type],
+        min_partition=16,
+        pooling_factors=[float(LENGTH)],
+    )
+    (option,) = found.problem.tables[0]
+    parts = [part for unit in option.units for part in unit.parts]
+    assert len(parts) == {"table_wise": 1, "column_wise": 2, "row_wise": RANKS}[sharding_type]
+    (collective,) = found.problem.collectives.collectives
+    assert collective.name == f"sequence {sharding_type} all-to-all" and collective.over == "world"
+    # All of one rank's lookups come back to it as vectors, whoever sends them.
+    assert float(found.problem.bytes_PC[parts].sum()) == pytest.approx(SAMPLES * LENGTH * DIM * 4)
+    if sharding_type != "row_wise":
+        lookups_P = found.problem.features_PF[parts, FEATURE_INDEX["lookups"]]
+        assert lookups_P.tolist() == [workloads[0].lookups] * len(parts)
+
+
+@pytest.mark.parametrize("by_global", [False, True])
+def test_index_dedup_asks_for_a_row_once_per_rank(by_global: bool) -> None:
+    batches = [draw(seed) for seed in range(RANKS)]
+    statistics = TableStatistics.from_batches(batches)
+    # TorchRec's operator for it runs on GPUs only.
+    kinds = {"device": "cuda", "sharding_types": ["row_wise", "table_wise"], "compute_kernels": ["fused"]}
+    plain, _ = read(sequence_model(), EmbeddingCollectionSharder(), statistics, **kinds)
+    set_ec_index_dedup(by_global)
+    try:
+        sharder = EmbeddingCollectionSharder(use_index_dedup=not by_global)
+        deduped, found = read(sequence_model(), sharder, statistics, **kinds)
+    finally:
+        set_ec_index_dedup(False)
+    sent_N = torch.cat([batch.values().unique() for batch in batches])
+    for before, after in zip(plain, deduped, strict=True):
+        assert after.lookups == pytest.approx(len(sent_N), rel=0.01) and after.lookups < before.lookups / 2
+        assert after.distinct_rows == before.distinct_rows == pytest.approx(len(sent_N.unique()), rel=0.05)
+        assert after.output_elements == pytest.approx(len(sent_N) * DIM, rel=0.01)
+    (row_wise,) = [option for option in found.problem.tables[0] if option.sharding_type == "row_wise"]
+    block = ROWS // RANKS
+    expected = (torch.bincount(sent_N // block, minlength=RANKS) * DIM * 4 / RANKS).tolist()
+    (unit,) = row_wise.units
+    bytes_B = found.problem.bytes_PC[list(unit.parts)].sum(-1).tolist()
+    assert bytes_B == pytest.approx(expected, rel=0.1, abs=0.01 * sum(expected))
+
+
+def bag_model() -> nn.Module:
+    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"])
+    model = nn.Module()
+    model.sparse = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    return model
+
+
+CACHED = {"sharding_types": ["table_wise"], "compute_kernels": ["fused_uvm_caching"], "pooling_factors": [30.0]}
+
+
+def test_load_factors_of_options_and_sharders_decide_what_misses() -> None:
+    def misses(sharder: EmbeddingBagCollectionSharder, **constraint) -> tuple[float, float]:
+        (workload,), found = read(bag_model(), sharder, device="cuda", **CACHED, **constraint)
+        row_F = found.problem.features_PF[0]
+        assert row_F[FEATURE_INDEX["uvm_caching"]] == 1
+        return workload.cache_load_factor, float(row_F[FEATURE_INDEX["cache_misses"]])
+
+    default = misses(EmbeddingBagCollectionSharder())
+    fused = misses(EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.5}))
+    own = misses(
+        EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.5}),
+        cache_params=CacheParams(load_factor=0.9),
+    )
+    assert [default[0], fused[0], own[0]] == [0.2, 0.5, 0.9]
+    assert 1 > default[1] > fused[1] > own[1] > 0
+
+
+@pytest.mark.parametrize("own", [None, False, True])
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_prefetching_is_read_as_torchrec_does(own: bool | None, fused: bool | None) -> None:
+    sharder = EmbeddingBagCollectionSharder(fused_params=None if fused is None else {"prefetch_pipeline": fused})
+    constraint = {} if own is None else {"cache_params": CacheParams(prefetch_pipeline=own)}
+    (workload,), found = read(bag_model(), sharder, device="cuda", **CACHED, **constraint)
+    expected = bool(fused) if own is None else own
+    assert workload.prefetched == expected
+    assert float(found.problem.features_PF[0, FEATURE_INDEX["cache_prefetched"]]) == expected

@@ -1,0 +1,276 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Where in the range of ids lookups fall, and what blocks of rows ask for therefore.
+
+Shapes: R rows, N indices, B blocks.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.workload.pools import load_tables, save_tables
+from dreamshard_planner.workload.reuse import mean_reuse
+from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
+from dreamshard_planner.workload.tables import Table, workloads_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+ROWS, SAMPLES, POOLING, RANKS = 100_000, 256, 16, 8
+
+
+class PowerLaw:
+    """Random lookups of a table whose row popularity is a power law, with ids sorted by it, or shuffled."""
+
+    def __init__(self, rows: int = ROWS, exponent: float = 1.05, shuffled: bool = False, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        chance_R = (torch.arange(rows, dtype=torch.float64) + 1) ** -exponent
+        self.edge_R = chance_R.cumsum(0) / chance_R.sum()
+        self.id_R = torch.randperm(rows, generator=self.generator) if shuffled else torch.arange(rows)
+
+    def draw(self, lookups: int) -> Tensor:
+        uniform_N = torch.rand(lookups, dtype=torch.float64, generator=self.generator)
+        return self.id_R[torch.searchsorted(self.edge_R, uniform_N).clamp_max(len(self.id_R) - 1)]
+
+    def statistics(self, name: str = "f", pooling: int = POOLING) -> TableStatistics:
+        lengths = torch.full((SAMPLES,), pooling)
+        return TableStatistics.from_batches(
+            KeyedJaggedTensor([name], self.draw(SAMPLES * pooling), lengths=lengths) for _ in range(10)
+        )
+
+
+def block_shares(read_N: Tensor, rows: int, blocks: int = RANKS) -> Tensor:
+    """Shares of each of equal blocks, [B]."""
+    return torch.bincount(read_N // (rows // blocks), minlength=blocks)[:blocks] / len(read_N)
+
+
+def test_a_sketch_by_hand() -> None:
+    # Ids 0, 2 and 1000: three quarters of the lookups, an eighth, an eighth; each a third of the distinct rows.
+    sketch = IdSketch.of_counts(torch.tensor([0, 2, 1000]), torch.tensor([6, 1, 1]))
+    assert sketch.lookups[0] == 0 and sketch.lookups[1:193] == (1,) * 192 and sketch.end == 1001
+    assert sketch.shares(0, 1) == (0.75, pytest.approx(1 / 3, abs=1 / 256))
+    assert sketch.shares(0, 500)[0] == pytest.approx(7 / 8, abs=1 / 256)
+    for first, end in ((0, 1001), (0, 10**6)):
+        assert sketch.shares(first, end) == (1.0, 1.0)
+    assert sketch.shares(1001, 2000) == (0.0, 0.0)
+    assert IdSketch.even(1024).shares(256, 512) == (0.25, 0.25)
+    assert sum(IdSketch.even(7).shares(row, row + 1)[0] for row in range(7)) == pytest.approx(1)
+
+
+def test_sketches_merge_by_weight() -> None:
+    low, high = IdSketch.even(100), IdSketch(*[tuple(edge + 900 for edge in IdSketch.even(100).lookups)] * 2)
+    merged = merge([low, high], [3.0, 1.0], [1.0, 1.0])
+    assert merged.shares(0, 500) == pytest.approx((0.75, 0.5), abs=1 / 256)
+    assert merged.shares(900, 950) == pytest.approx((0.125, 0.25), abs=2 / 256)
+    hot = IdSketch.of_counts(torch.tensor([5]), torch.tensor([8]))
+    assert merge([hot, hot], [1.0, 2.0], [1.0, 1.0]) == hot
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_ids_merge_and_rescale(seed: int) -> None:
+    """Sparse and dense, hot and cold, far apart: always a sketch, which keeps what it has where."""
+    generator = torch.Generator().manual_seed(seed)
+    sketches, lookups, distinct = [], [], []
+    for _ in range(5):
+        far = 10 ** torch.randint(1, 12, (), generator=generator)
+        count = int(torch.randint(1, 300, (), generator=generator))
+        id_R = torch.randint(int(far), (count,), generator=generator).unique()
+        count_R = (10 ** (4 * torch.rand(len(id_R), generator=generator))).long()
+        sketches.append(IdSketch.of_counts(id_R, count_R))
+        lookups.append(float(count_R.sum()))
+        distinct.append(float(len(id_R)))
+    merged = merge(sketches, lookups, distinct)
+    assert merged.end <= max(sketch.end for sketch in sketches)
+    for first, end in ((0, 100), (50, 10**4), (10**3, 10**9)):
+        each = torch.tensor([sketch.shares(first, end) for sketch in sketches], dtype=torch.float64)
+        weight = torch.tensor([lookups, distinct], dtype=torch.float64).T
+        expected = (each * weight).sum(0) / weight.sum(0)
+        assert merged.shares(first, end) == pytest.approx(expected.tolist(), abs=3 / 256)
+    for factor in (1 / 64, 1.0, 64.0):
+        (scaled,) = rescale([merged], [sum(lookups)], [factor])
+        assert scaled.lookups == merged.lookups
+        if factor == 1:
+            assert scaled.shares(0, 10**4)[1] == pytest.approx(merged.shares(0, 10**4)[1], abs=2 / 256)
+
+
+def test_ids_that_are_hashes_have_no_sketch() -> None:
+    for ids in ([-3, 5], [5, 2**60]):
+        batch = KeyedJaggedTensor(["a"], torch.tensor(ids), lengths=torch.tensor([2]))
+        statistics = TableStatistics.from_batches([batch])
+        assert statistics["a"].ids is None and statistics["a"].distinct_rows == 2
+
+
+@pytest.mark.parametrize("exponent", [0.8, 1.05, 1.2])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_blocks_have_what_fresh_batches_bring_them(exponent: float, shuffled: bool, ranks: int) -> None:
+    data = PowerLaw(exponent=exponent, shuffled=shuffled)
+    table = Table("t", ROWS, 16, (data.statistics()["f"],))
+    whole = workloads_of([table], SAMPLES * ranks)[0]
+    blocks = [whole.part(ROWS // RANKS, 16, first) for first in range(0, ROWS, ROWS // RANKS)]
+    fresh = [data.draw(SAMPLES * POOLING * ranks) for _ in range(10)]
+    lookups_B = torch.stack([block_shares(read_N, ROWS) for read_N in fresh]).mean(0)
+    distinct_B = torch.stack([block_shares(read_N.unique(), ROWS) for read_N in fresh]).mean(0)
+    assert [block.lookups / whole.lookups for block in blocks] == pytest.approx(lookups_B.tolist(), abs=0.02)
+    assert [block.distinct_rows / whole.distinct_rows for block in blocks] == pytest.approx(
+        distinct_B.tolist(), abs=0.03
+    )
+    assert sum(block.lookups for block in blocks) == pytest.approx(whole.lookups)
+    assert sum(block.distinct_rows for block in blocks) == pytest.approx(whole.distinct_rows, rel=0.01)
+    if shuffled:
+        assert max(block.lookups for block in blocks) < 3 * whole.lookups / RANKS
+    else:
+        assert blocks[0].lookups > 4 * whole.lookups / RANKS
+    # Their histograms say what their lookups and distinct rows say, as nearly as the whole table's does.
+    (bins,) = mean_reuse(torch.tensor([whole.reuse_histogram])).tolist()
+    off = bins / (whole.lookups / whole.distinct_rows)
+    for block in blocks:
+        (bins,) = mean_reuse(torch.tensor([block.reuse_histogram])).tolist()
+        assert sum(block.reuse_histogram) == pytest.approx(1)
+        assert bins == pytest.approx(max(1, off * block.lookups / block.distinct_rows), rel=1e-6)
+
+
+def test_without_a_sketch_shares_are_even_and_whole_tables_are_the_same() -> None:
+    feature = PowerLaw().statistics()["f"]
+    without = FeatureStatistics(feature.pooling_factor, feature.reuse_histogram, SAMPLES, feature.distinct_rows)
+    known, even = workloads_of([Table(name, ROWS, 16, (f,)) for name, f in (("k", feature), ("e", without))], 2048)
+    for one, other in ((known, even), (known.part(ROWS, 4), even.part(ROWS, 4))):
+        for what in ("lookups", "distinct_rows", "reuse_histogram", "pooling_factor", "dim", "rows"):
+            assert getattr(one, what) == getattr(other, what)
+    assert even.part(ROWS // 4, 16, 0) == even.part(ROWS // 4, 16, ROWS // 2)
+    assert even.part(ROWS // 4, 16).lookups == even.lookups / 4
+
+
+def test_a_shared_table_merges_its_features() -> None:
+    hot = PowerLaw(exponent=1.2).statistics()["f"]
+    table = Table("t", ROWS, 16, (hot, FeatureStatistics(48.0)))
+    whole, alone = workloads_of([table, Table("a", ROWS, 16, (hot,))], SAMPLES)
+    expected = (alone.part(ROWS // 8, 16).lookups + 48 * SAMPLES / 8) / whole.lookups
+    assert whole.part(ROWS // 8, 16).lookups / whole.lookups == pytest.approx(expected, abs=0.01)
+
+
+def test_blocks_that_nobody_reads_ask_for_nothing() -> None:
+    feature = FeatureStatistics(2.0, (1.0,) + (0.0,) * 16, 64, 128.0, IdSketch.even(100))
+    whole = workloads_of([Table("t", 1000, 16, (feature,))], 64)[0]
+    unread = whole.part(500, 16, 500)
+    assert unread.lookups == unread.distinct_rows == sum(unread.reuse_histogram) == 0
+    read = whole.part(500, 16, 0)
+    assert read.lookups == whole.lookups and read.distinct_rows == whole.distinct_rows
+    assert whole.part(0, 16, 1000).lookups == 0
+
+
+def test_sketches_in_files(tmp_path) -> None:
+    statistics = PowerLaw().statistics()
+    path = tmp_path / "statistics.json"
+    statistics.to_json(path)
+    assert dict(TableStatistics.from_json(path)) == dict(statistics)
+    tables = [Table("t", ROWS, 16, (statistics["f"], FeatureStatistics(1.0)))]
+    save_tables(path, tables)
+    assert load_tables(path) == tables
+
+
+GOOD = list(range(257))
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ({"lookups": GOOD[1:], "distinct": GOOD}, "has 257 lookups quantiles, got 256 of"),
+        ({"lookups": GOOD, "distinct": GOOD[::-1]}, "must ascend .* got distinct 257 of .256, 255, 254. ... .0."),
+        ({"lookups": [-1, *GOOD[1:]], "distinct": GOOD}, "must ascend from 0"),
+        ({"lookups": [0.5, *GOOD[1:]], "distinct": GOOD}, "whole numbers, got lookups"),
+        ({"lookups": GOOD}, "distinct"),
+        (GOOD, "ids must be an IdSketch, got list"),
+    ],
+)
+def test_damaged_sketches_name_their_feature(tmp_path, ids, reason: str) -> None:
+    path = tmp_path / "statistics.json"
+    TableStatistics({"a": FeatureStatistics(1.0, None, 4)}).to_json(path)
+    document = json.loads(path.read_text())
+    document["features"]["a"]["ids"] = ids
+    path.write_text(json.dumps(document))
+    with pytest.raises(StatisticsError, match=f"feature 'a': .*{reason}"):
+        TableStatistics.from_json(path)
+
+
+def collection(rows: int, tables: int = 1) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=128, feature_names=[f"f{i}"])
+        for i in range(tables)
+    ]
+    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+
+
+def planner(statistics: TableStatistics, **arguments) -> DreamShardPlanner:
+    arguments.setdefault("topology", Topology(RANKS, "cuda", hbm_cap=2**34, local_world_size=RANKS))
+    return DreamShardPlanner(
+        batch_size=4096,
+        statistics=statistics,
+        cost_source="roofline",
+        stats=[],
+        debug=False,
+        **arguments,
+    )
+
+
+def test_tables_are_split_by_rows_only_where_rows_are_read_evenly() -> None:
+    """One hot table among others: split, it costs kernels and collectives of its own, and must gain more."""
+    model = nn.Module()
+    model.sparse = collection(ROWS, tables=5)
+    chosen = {}
+    for shuffled in (True, False):
+        statistics = PowerLaw(exponent=1.3, shuffled=shuffled).statistics("f0", pooling=32)
+        made = planner(statistics, sharding_types=("table_wise", "row_wise"))
+        plan = made.plan(model, [EmbeddingBagCollectionSharder()])
+        chosen[shuffled] = plan.plan["sparse"]["t0"].sharding_type
+    assert chosen == {True: "row_wise", False: "table_wise"}
+
+
+def test_the_report_says_which_block_is_heavy() -> None:
+    model = nn.Module()
+    model.sparse = collection(ROWS)
+    for shuffled in (True, False):
+        made = planner(PowerLaw(shuffled=shuffled).statistics("f0"), sharding_types=("row_wise",))
+        made.plan(model, [EmbeddingBagCollectionSharder()])
+        notes = [note for note in made.report().notes if "of the lookups" in note]
+        assert len(notes) == (0 if shuffled else 1)
+        ranks = made.report().chosen.rank_ms
+        assert (max(ranks) > 2 * min(ranks)) != shuffled
+    assert notes[0].startswith("sparse.t0, row_wise: rank 0 has 8") and "with 12% of the rows" in notes[0]
+
+
+def test_ids_past_the_rows_place_nothing_and_the_report_says_so() -> None:
+    model = nn.Module()
+    model.sparse = collection(ROWS // 2)
+    made = planner(PowerLaw().statistics("f0"), sharding_types=("row_wise",))
+    made.plan(model, [EmbeddingBagCollectionSharder()])
+    (note,) = [note for note in made.report().notes if "feature 'f0'" in note]
+    assert "sparse.t0" in note and "the table has 50,000 rows" in note
+    assert len(set(made.report().chosen.rank_ms)) == 1
+
+
+def test_managed_collisions_hide_the_rows() -> None:
+    model, plain = nn.Module(), collection(ROWS)
+    managed = MCHManagedCollisionModule(ROWS, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
+    collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
+    model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
+    # TorchRec splits such a table over several ranks only in buckets, which this module has one of.
+    made = planner(PowerLaw().statistics("f0"), topology=Topology(1, "cuda", hbm_cap=2**34))
+    made.plan(model, [ManagedCollisionEmbeddingBagCollectionSharder()])
+    assert made.report().sharding_types == {"row_wise": 1}
+    assert any("managed collisions" in note for note in made.report().notes)
