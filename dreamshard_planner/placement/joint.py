@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, ShardingProblem, WithExtras
+from dreamshard_planner.placement.joint_packing import packed_start
 from dreamshard_planner.placement.packing import best_fit
 from dreamshard_planner.placement.rules import greedy_by_score
 from dreamshard_planner.placement.search import DIGITS, SearchConfig, local_search
@@ -244,6 +245,8 @@ def joint_search(
         left: whether there is time left, asked between steps.
     """
     pool = list(dict.fromkeys([*starts, *level_starts(cost)]))
+    if not pool and (packed := packed_start(cost.problem)) is not None:
+        pool = [packed]
     if not pool:
         return None
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}

@@ -316,14 +316,23 @@ def infeasible_wide(problem: ShardingProblem) -> PlannerError:
                         "missing"
                     )
     if not reasons:
-        wide = [unit for options in problem.tables for unit in options[0].units if unit.span > 1]
-        need_M = torch.stack([problem.storage_PM[list(unit.parts)].sum(0) for unit in wide]).sum(0)
+        wide = [
+            (name, problem.storage_PM[list(unit.parts)].sum(0))
+            for name, options in zip(problem.names, problem.tables, strict=True)
+            for unit in options[0].units
+            if unit.span > 1
+        ]
+        need_M = torch.stack([need_M for _, need_M in wide]).sum(0)
+        largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
         asked = [
             f"{int(need):,} bytes of {memory}, of {room:,}"
             for need, room, memory in zip(need_M, total_room(problem), MEMORY_KINDS, strict=True)
             if need > 0
         ]
-        reasons.append(f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little")
+        reasons.append(
+            f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little; the "
+            f"largest is {largest!r}, with {int(most_M.sum()):,} bytes"
+        )
     return PlannerError(
         f"Tables do not fit: {'; '.join(reasons[:5])}. More or larger devices, a smaller storage reservation, or "
         "smaller tables would help.",

@@ -253,7 +253,7 @@ class OptionReader:
         if option.sharding_type == DP:
             gradient = workload.rows * workload.dim * workload.weight_bytes
             yield Collective(f"{name} all-reduce", "world", links.world, forward=False), 2 * gradient / world
-        elif option.sharding_type in (TWRW, GRID):
+        elif option.sharding_type in (TWRW, GRID) and topology.intra_group_size > 1:
             yield Collective(f"{name} reduce-scatter", "host", links.host), sent / topology.intra_group_size
             yield Collective(f"{name} all-to-all", "across", links.across), sent / world
         elif option.sharding_type == RW and option.is_pooled:
