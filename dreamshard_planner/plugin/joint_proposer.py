@@ -27,7 +27,7 @@ from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.plugin.constraints import known_kernels
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
-from dreamshard_planner.plugin.legal import CW, TW
+from dreamshard_planner.plugin.legal import CW, GRID, TW, TWCW
 from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.plugin.reader import ReadProblem
@@ -197,11 +197,23 @@ def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOptio
         by_table.setdefault(option.fqn, []).append(option)
     for fqn, options in by_table.items():
         kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
-        known = [option for option in options if option.compute_kernel in kernels]
-        # One column slice is the whole table, in a kernel and an exchange of its own.
-        whole = any(option.sharding_type == TW for option in known)
-        by_table[fqn] = [o for o in known if not (whole and o.sharding_type == CW and o.num_shards == 1)]
+        known = [option for option in options if option.compute_kernel in kernels and not _shares_a_store(option)]
+        if not known:
+            raise PlannerError(
+                f"table {fqn.removeprefix('.')!r} may only be split by columns with compute kernel 'key_value', whose "
+                "slices TorchRec wants on one rank each, which DreamShardPlanner cannot promise: allow another "
+                "sharding type or kernel, or raise min_partition to the table's dim.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        # One slice, or one block, is the whole table in a kernel and an exchange of its own.
+        whole = {option.compute_kernel for option in known if option.sharding_type == TW}
+        by_table[fqn] = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
     return _one_width_per_collection(by_table)
+
+
+def _shares_a_store(option: ShardingOption) -> bool:
+    """Whether two slices of one table in key-value stores could meet on a rank, which TorchRec rules out."""
+    return option.compute_kernel == "key_value" and option.sharding_type in (CW, TWCW, GRID) and option.num_shards > 1
 
 
 def _one_width_per_collection(by_table: dict[str, list[ShardingOption]]) -> list[ShardingOption]:

@@ -65,6 +65,8 @@ class ReadProblem:
     """A shard of each part: parts are shards of one size, of one option."""
     dense_elements_P: torch.Tensor
     """Elements of the table-sized gradient of data-parallel parts, zero elsewhere."""
+    ssd_bytes_P: torch.Tensor
+    """Bytes of the distinct rows that parts on SSDs read per batch, zero elsewhere."""
 
     def assign(self, sharding: Sharding) -> list[ShardingOption]:
         """The chosen options, with the ranks of their shards set."""
@@ -188,6 +190,7 @@ class OptionReader:
         shard_P: list[Shard] = []
         group_P: list[int] = []
         dense_P: list[float] = []
+        ssd_P: list[float] = []
         sent: list[tuple[int, int, float]] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
@@ -207,6 +210,8 @@ class OptionReader:
                     shard_P.append(shard)
                     group_P.append(group)
                     dense_P.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
+                    distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
+                    ssd_P.append(distinct_bytes if workload.memory == "ssd" else 0.0)
                     for collective, count in self._exchanges(option, workload, topology, links):
                         sent.append((part, columns.setdefault(collective, len(columns)), count))
                 parts.append(part)
@@ -242,6 +247,7 @@ class OptionReader:
             tuple(tuple(choices) for choices in by_table.values()),
             tuple(shard_P),
             torch.tensor(dense_P, dtype=torch.float64),
+            torch.tensor(ssd_P, dtype=torch.float64),
         )
 
     def _exchanges(
