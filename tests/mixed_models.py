@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import (
@@ -23,6 +24,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
@@ -103,10 +105,19 @@ def mixed_case(seed: int) -> MixedCase:
     sharders = [
         (EveryTypeSharder if device == "cpu" and rng.random() < 0.6 else EmbeddingBagCollectionSharder)(),
         EmbeddingCollectionSharder(),
+        EmbeddingTowerSharder(),
+        EmbeddingTowerCollectionSharder(),
     ]
     constraints = {
         name: made for name, config in tables.items() if (made := _random_constraint(rng, config, device)) is not None
     }
+    settings = {
+        "exact_training": rng.random() < 0.6,
+        "cost_source": rng.choice(["auto", "auto", "roofline", "torchrec"]),
+        "sharding_types": rng.choice([None, None, None, (TW, CW, RW), SHARDING_TYPES]),
+    }
+    if rng.random() < 0.15 and settings["sharding_types"] != (TW, CW, RW):
+        constraints.update(_add_towers(rng, model))
     left_out = frozenset(_other_device_group(rng, model, constraints, device))
     weight_bytes = sum(c.num_embeddings * c.embedding_dim * 4 for c in tables.values())
     # Generous memory, or little more than the weights' even share, or than half of it where the host's memory helps.
@@ -125,11 +136,7 @@ def mixed_case(seed: int) -> MixedCase:
         statistics=_random_statistics(rng, tables),
         constraints=constraints,
         heuristical=rng.random() < 0.2,
-        settings={
-            "exact_training": rng.random() < 0.6,
-            "cost_source": rng.choice(["auto", "auto", "roofline", "torchrec"]),
-            "sharding_types": rng.choice([None, None, None, (TW, CW, RW), SHARDING_TYPES]),
-        },
+        settings=settings,
         left_out=left_out,
     )
 
@@ -168,6 +175,33 @@ def _random_model(rng: random.Random, num_tables: int) -> tuple[nn.Module, dict[
     return model, tables
 
 
+class Interaction(nn.Module):
+    """What a tower makes of its embeddings; it is never run."""
+
+
+def _add_towers(rng: random.Random, model: nn.Module) -> dict[str, ParameterConstraints]:
+    """Add a tower or a collection of some; says the constraints of their tables."""
+    constraints, towers = {}, []
+    for index in range(rng.choice([1, 1, 3])):
+        tables = [
+            EmbeddingBagConfig(
+                name=f"w{index}_{number}",
+                num_embeddings=int(10 ** rng.uniform(0, 4)),
+                embedding_dim=rng.choice([4, 64, 256]),
+                feature_names=[f"w{index}_{number}_f"],
+            )
+            for number in range(rng.choice([1, 2, 4]))
+        ]
+        for table in tables:
+            types = rng.choice([None, None, [TWRW], [TWCW], [TWRW, TWCW]])
+            constraints[table.name] = ParameterConstraints(
+                sharding_types=types, min_partition=rng.choice([None, 4, 32])
+            )
+        towers.append(EmbeddingTower(EmbeddingBagCollection(tables=tables, device=torch.device("meta")), Interaction()))
+    model.towers = towers[0] if len(towers) == 1 else EmbeddingTowerCollection(towers)
+    return constraints
+
+
 def _random_constraint(rng: random.Random, config: EmbeddingBagConfig, device: str) -> ParameterConstraints | None:
     if rng.random() < 0.4:
         return None
@@ -198,7 +232,7 @@ def _other_device_group(
     """Of some modules, leave one table to another device group; says which."""
     left_out = []
     for module in model.children():
-        names = [name.split(".")[1] for name, _ in module.named_parameters()]
+        names = [name.split(".")[-2] for name, _ in module.named_parameters()]
         if len(names) > 1 and rng.random() < 0.2:
             constraints[names[0]] = ParameterConstraints(device_group="cpu" if device == "cuda" else "cuda")
             left_out.append(names[0])

@@ -112,6 +112,8 @@ def test_slices_of_two_widths_in_one_embedding_collection() -> None:
     }
     kinds = {option.name: option.sharding_type for option in planned(sequences(5000, 100), constraints)._best_plan}
     assert kinds == {"t0": CW, "t1": RW}
+    kinds = {option.name: option.sharding_type for option in planned(sequences(100, 5000), constraints)._best_plan}
+    assert kinds == {"t0": CW, "t1": RW}  # the one that has no other type, however small
     constraints["t1"] = ParameterConstraints(sharding_types=[CW], min_partition=32)
     text = refusal(sequences(5000, 100), constraints)
     assert "'sequence.t1' may only be sharded column_wise" in text and "another width than the 16" in text

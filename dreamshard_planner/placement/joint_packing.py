@@ -54,11 +54,13 @@ def packed_start(problem: ShardingProblem) -> Sharding | None:
 def _lay(option: Option, share_PM: Tensor, used_DM: Tensor, room_DM: Tensor) -> _Laid | None:
     """Every unit where it adds least to the sum of squares; None where one finds no room."""
     used_DM, positions = used_DM.clone(), []
-    for unit in option.units:
+    for index, unit in enumerate(option.units):
         need_LM = share_PM[list(unit.parts)]
         before_NLM = used_DM.view(-1, unit.span, used_DM.shape[1])
         after_NLM = before_NLM + need_LM
         fits_N = ((after_NLM <= room_DM.view_as(after_NLM) + 1e-12) | (need_LM == 0)).all(-1).all(-1)
+        if option.pinned is not None:
+            fits_N &= torch.arange(len(fits_N)) == option.pinned[index]
         if not bool(fits_N.any()):
             return None
         added_N = (after_NLM.square() - before_NLM.square()).sum((-1, -2)).masked_fill(~fits_N, torch.inf)

@@ -37,6 +37,7 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
     key_value = option.compute_kernel in KEY_VALUE_MEMORY
     return (
         option.path,
+        option.dependency,
         option.sharding_type,
         option.compute_kernel if key_value or option.compute_kernel == "dense" else "fused",
         str(tensor.dtype),

@@ -34,8 +34,9 @@ from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
+from dreamshard_planner.plugin.dependencies import pin
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
-from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.plugin.reader import ReadProblem, set_ranks, unit_span
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -65,15 +66,22 @@ def place_proposal(
     torchrec_estimate: Callable[[list[ShardingOption]], None] | None = None,
 ) -> Outcome:
     """Ranks for the shards of a proposal: positions that the context knows of are taken as a start; else what spans
-    hosts and world is laid down first, and TorchRec's ranks are a start where there is no such thing. No rank is set.
+    hosts and world is laid down first, and TorchRec's ranks are a start where there is no such thing. Only tables that
+    depend on each other get their ranks.
 
     Raises:
         PlannerError: where the tables do not fit, naming table and missing bytes.
     """
+    found = context.found.get(identity(ranks_by_choice(proposal)))
+    dependent = [option for option in proposal if option.dependency]
+    if found is not None:
+        for option in dependent:
+            set_ranks(option, found[option.fqn], unit_span(option, topology))
+    elif dependent:
+        pin(proposal, topology)
     read = context.read(proposal, topology)
     cost = context.cost(read)
     given: dict[str, Tensor] = {}
-    found = context.found.get(identity(ranks_by_choice(proposal)))
     if found is not None:
         places = tuple(found[choices[0].fqn] for choices in read.options)
         chosen = cost.chosen(Sharding((0,) * len(places), places))
@@ -83,7 +91,7 @@ def place_proposal(
         if laid is None:
             raise infeasible_wide(read.problem)
         chosen = cost.chosen(laid)
-        if all(option.num_shards == 1 for option in proposal):
+        if not dependent and all(option.num_shards == 1 for option in proposal):
             ranks_S = torchrec_ranks(proposal, topology, torchrec_estimate)
             given.update({} if ranks_S is None else {"torchrec": ranks_S})
     try:
@@ -243,6 +251,8 @@ class RulePartitioner(Partitioner):
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
         context = PlanningContext.of(storage_constraint, *self._arguments)
+        if any(option.dependency for option in proposal):
+            pin(proposal, storage_constraint)
         read = context.read(proposal, storage_constraint)
         cost = context.cost(read)
         laid = lay_wide(cost, (0,) * read.problem.num_tables)
