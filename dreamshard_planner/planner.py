@@ -265,6 +265,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             self._topology.compute_device,
             self._sharding_types,
             exact_training,
+            any(device.storage.ssd > 0 for device in self._topology.devices),
         )
 
     def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
@@ -350,20 +351,23 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         and refinement, and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
 
         Raises:
-            DreamShardError: before any plan, on this rank.
+            DreamShardError: before any plan, on this rank, unless an enumerator and a reservation are given that have
+                done their work.
         """
-        if self._reader is None or not hasattr(self._enumerator, "last_stored_search_space"):
+        space = getattr(self._enumerator, "last_stored_search_space", None)
+        reserved = getattr(self._storage_reservation, "last_reserved_topology", None)
+        if space is None or reserved is None:
             raise DreamShardError(
                 "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
             )
-        reserved = self._storage_reservation.last_reserved_topology
+        reader = self._reader or OptionReader(self._given_constraints, self._statistics)
         tables = [
             {
                 "option": (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
                 "shards": [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
-                "table": self._reader.table(option, self._topology),
+                "table": reader.table(option, self._topology),
             }
-            for option in self._enumerator.last_stored_search_space or []
+            for option in space
         ]
         parts = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
         return digest(
@@ -372,7 +376,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "reserved": [device.storage for device in reserved.devices],
                 "batch_size": self._batch_size,
                 "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
-                "constraints": self._constraints,
+                "constraints": self._given_constraints,
+                "cost source": (self._cost_source, self._exact_training, self._sharding_types),
                 "statistics": self._statistics,
                 "checkpoint": self._checkpoint.digest(),
                 "recipe": self._checkpoint.recipe,

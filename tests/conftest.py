@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 # Scripts that tests start find this checkout too, installed or not (for the tests themselves: pythonpath in setup.cfg).
@@ -14,3 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--models", type=int, default=100, help="random mixed models to plan (100)")

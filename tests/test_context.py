@@ -13,6 +13,7 @@ from enum import Enum
 import pytest
 import torch
 from test_plugin import SHARDERS, collection, ranks_of, table, topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
 
@@ -74,6 +75,7 @@ CHANGES: dict[str, Callable[[], dict]] = {
     "checkpoint's weights": lambda: {"checkpoint": other_weights()},
     "recipe": lambda: {"recipe": "paper"},
     "seed": lambda: {"seed": 1},
+    "cost source": lambda: {"cost_source": "torchrec"},
     "search time": lambda: {"search_seconds": 5.0},
     "time": lambda: {"timeout_seconds": 100},
     "refinement": lambda: {"refine": "measure", "refine_seconds": 0.2},
@@ -129,6 +131,19 @@ def test_the_order_of_constraints_and_statistics_does_not_count() -> None:
 def test_there_is_no_context_before_a_plan() -> None:
     with pytest.raises(DreamShardError, match="no context to hash: plan first"):
         DreamShardPlanner(topology=topology()).hash_planner_context_inputs()
+
+
+def test_an_enumerator_that_has_enumerated_brings_a_context() -> None:
+    devices, reservation = topology(), FixedPercentageStorageReservation(0.1)
+    enumerator = EmbeddingEnumerator(topology=devices, batch_size=64)
+    enumerator.enumerate(model(), SHARDERS)
+    reservation.reserve(topology=devices, batch_size=64, module=model(), sharders=SHARDERS)
+
+    def context(**changes) -> int:
+        given = {"topology": devices, "enumerator": enumerator, "storage_reservation": reservation, "batch_size": 64}
+        return DreamShardPlanner(**(given | changes)).hash_planner_context_inputs()
+
+    assert context() == context() != context(batch_size=128)
 
 
 PRINT_HASHES = """

@@ -565,13 +565,13 @@ def test_batches_larger_than_measured_are_noted() -> None:
 
 
 def test_kernels_of_unknown_cost_are_left_alone() -> None:
-    constraints = {name: ParameterConstraints(compute_kernels=["fused", "key_value"]) for name in "zabc"}
+    constraints = {name: ParameterConstraints(compute_kernels=["fused", "quant"]) for name in "zabc"}
     made, model = scarce_planner(constraints=constraints)
-    with pytest.raises(PlannerError, match="Tables do not fit"):  # rather than on SSDs at the cost of device memory
+    with pytest.raises(PlannerError, match="Tables do not fit"):
         made.plan(model, SHARDERS)
-    constraints["z"] = ParameterConstraints(compute_kernels=["key_value"])
+    constraints["z"] = ParameterConstraints(compute_kernels=["quant"])
     made, model = scarce_planner(constraints=constraints)
-    with pytest.raises(PlannerError, match="'z' may only use compute kernels .'key_value'., whose cost"):
+    with pytest.raises(PlannerError, match="'z' may only use compute kernels .'quant'., whose cost"):
         made.plan(model, SHARDERS)
 
 

@@ -47,6 +47,8 @@ class Option:
     """TorchRec's name of it."""
     kernel: str = "fused"
     """TorchRec's compute kernel."""
+    pinned: tuple[int, ...] | None = None
+    """Where its units must be; None where they may go anywhere."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A sharding problem whose options are chosen and whose wide units have positions: a placement problem."""
+    """A sharding problem whose options are chosen, wide and pinned units laid down: a placement problem."""
 
     cost: PlacementCost
     assignment_S: Tensor
@@ -189,7 +191,7 @@ class ShardingCost:
             zip(problem.tables, sharding.options, sharding.positions, strict=True)
         ):
             for index, (unit, position) in enumerate(zip(options[option].units, positions, strict=True)):
-                if unit.span == 1:
+                if unit.span == 1 and options[option].pinned is None:
                     free.append((table, index, unit.parts[0], position))
                 else:
                     wide[0].extend(range(position * unit.span, (position + 1) * unit.span))

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
+from dreamshard_planner.placement.joint_packing import packed_start
 from dreamshard_planner.placement.packing import best_fit, largest_first
 from dreamshard_planner.placement.rules import greedy_by_score
 from dreamshard_planner.placement.search import SearchConfig, local_search
@@ -160,18 +161,19 @@ def level_choice(
 
 
 def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
-    """Positions for the units of chosen options that are wider than a rank, the widest and heaviest first, each where
-    the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
+    """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
+    each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
     problem, single = cost.problem, cost.single_ms_P
     positions: list[list[int]] = [[0] * len(problem.tables[t][o].units) for t, o in enumerate(options)]
     world: list[tuple[int, ...]] = []
     wide = []
     for table, option in enumerate(options):
+        free = problem.tables[table][option].pinned is None
         for index, unit in enumerate(problem.tables[table][option].units):
-            if unit.span == problem.num_ranks > 1:  # lies everywhere
+            if free and unit.span == problem.num_ranks > 1:  # lies everywhere
                 world.append(unit.parts)
-            elif unit.span > 1:
-                wide.append((-unit.span, -float(single[list(unit.parts)].sum()), table, index))
+            elif unit.span > 1 or not free:
+                wide.append((free, -unit.span, -float(single[list(unit.parts)].sum()), table, index))
     load_D = torch.zeros(problem.num_ranks, dtype=torch.float64)
     free_DM = problem.capacity_DM.clone()
     if world:
@@ -182,10 +184,13 @@ def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
             return None
         free_DM -= need_DM
     for *_, table, index in sorted(wide):
+        pinned = problem.tables[table][options[table]].pinned
         parts = torch.tensor(problem.tables[table][options[table]].units[index].parts)
         need_LM = problem.storage_PM[parts]
         free_NLM = free_DM.view(-1, len(parts), free_DM.shape[1])
         fits_N = ((need_LM <= free_NLM) | (need_LM == 0)).all(-1).all(-1)
+        if pinned is not None:
+            fits_N &= torch.arange(len(fits_N)) == pinned[index]
         if not fits_N.any():
             return None
         peak_N = (load_D.view(-1, len(parts)) + single[parts]).amax(-1).masked_fill(~fits_N, torch.inf)
@@ -313,6 +318,8 @@ def joint_search(
         seconds: cap on the search, on top of its budget of candidates.
     """
     pool = list(dict.fromkeys([*starts, *level_starts(cost)]))
+    if not pool and (packed := packed_start(cost.problem)) is not None:
+        pool = [packed]
     if not pool:
         return None
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
@@ -499,6 +506,8 @@ class _State:
 
     def _movable(self, option: Option) -> bool:
         """Whether laying the same option down again may give another sharding; single units of span 1 just move."""
+        if option.pinned is not None:
+            return False
         return len(option.units) > 1 or 1 < option.units[0].span < self.problem.num_ranks
 
     def _tables_that_exchange(self) -> list[int]:

@@ -68,7 +68,9 @@ def shortage(problem: PlacementProblem, memory_names: tuple[str, ...]) -> str:
     """Which table does not fit and how many bytes are missing, for the error that a user reads."""
     need_SM, capacity_DM = problem.storage_SM, problem.capacity_DM
     fits_SD = ((need_SM[:, None] <= capacity_DM[None]) | (need_SM[:, None] == 0)).all(-1)
-    homeless_S = (~fits_SD.any(-1)).nonzero()[:, 0].tolist()
+    # Of the slices of one table, the first.
+    homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
+    homeless_S = sorted(homeless.values())
     lines = []
     for shard in homeless_S[:5]:
         missing_DM = (need_SM[shard] - capacity_DM).clamp_min(0) * (need_SM[shard] > 0)

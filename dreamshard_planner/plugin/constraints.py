@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
+from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, KEY_VALUE_MEMORY
 from dreamshard_planner.plugin.legal import CW, GRID, TWCW, Situation, broken, inexact, optimizer_name
 from dreamshard_planner.plugin.limits import check_per_feature
 from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables
@@ -27,6 +27,7 @@ def planning_constraints(
     compute_device: str,
     sharding_types: Sequence[str] | None = None,
     exact_training: bool = True,
+    has_ssd: bool = True,
 ) -> dict[str, ParameterConstraints]:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
@@ -42,9 +43,10 @@ def planning_constraints(
         compute_device: of the topology.
         sharding_types: TorchRec's names of the types to use; None for all.
         exact_training: leave out types that change how a table is trained, unless its constraint names them.
+        has_ssd: whether the topology has SSDs; TorchRec leaves ``key_value`` out where not.
 
     Raises:
-        PlannerError: where no type is left for a table, or lengths don't match the features.
+        PlannerError: where no type is left for a table, or numbers make no sense, or lengths don't match the features.
         StatisticsError: where ``statistics`` names a feature that no table of the module serves.
     """
     tables = shardable_tables(module, sharders)
@@ -59,12 +61,11 @@ def planning_constraints(
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
         if constraint.device_group and constraint.device_group != compute_device:
             continue
-        _require_supported(table, compute_device)
+        _check_min_partition(table, constraint)
+        constraint.compute_kernels = _usable_kernels(table, constraint, compute_device, has_ssd)
         # TorchRec looks up one constraint for all tables of a name.
         types = [allowed_types(t, constraint, compute_device, sharding_types, exact_training) for t in by_name[name]]
         constraint.sharding_types = sorted(set(types[0]).intersection(*types[1:]))
-        if constraint.compute_kernels:
-            constraint.compute_kernels = known_kernels(table.fqn, constraint.compute_kernels)
         features = table.feature_names
         # It holds no table's own statistics then, and the reader adds these.
         namesakes = [other for other in by_name[name] if other.feature_names != features]
@@ -86,8 +87,15 @@ def planning_constraints(
     return expanded
 
 
-def _require_supported(table: ShardableTable, compute_device: str) -> None:
-    """PlannerError, with the true reason, where no constraint could make the table one that we place."""
+def _usable_kernels(
+    table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
+) -> list[str]:
+    """Compute kernels that a table may use: offered, known, and named by its constraint where that names some.
+
+    Raises:
+        PlannerError: there are none, with the true reason: no constraint could make the table one that we place, or
+            this one leaves nothing.
+    """
     sharder = table.sharder
     offered = {
         kernel
@@ -99,6 +107,30 @@ def _require_supported(table: ShardableTable, compute_device: str) -> None:
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
             f"others on {compute_device}, and DreamShardPlanner knows what training costs, with "
             f"{sorted(KERNEL_MEMORY)}. Plan this module with TorchRec's planner.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    named = constraint.compute_kernels
+    if not named:
+        return sorted(offered & KERNEL_MEMORY.keys() - KEY_VALUE_MEMORY.keys())
+    usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != "key_value"}
+    if not usable & offered:
+        why = "" if has_ssd or "key_value" not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
+        raise PlannerError(
+            f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
+            f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
+            "ParameterConstraints.compute_kernels.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return sorted(usable)
+
+
+def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints) -> None:
+    """PlannerError for a bound that no width can keep to; one above the table's dim leaves one slice."""
+    given = constraint.min_partition
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise PlannerError(
+            f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
+            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {given!r}",
             PlannerErrorType.STRICT_CONSTRAINTS,
         )
 
@@ -143,7 +175,7 @@ def allowed_types(
     sharding_types: Sequence[str] | None,
     exact_training: bool,
 ) -> list[str]:
-    """Sharding types that may be used for a table, sorted.
+    """Sharding types that may be used for a table by the compute kernels of its constraint, sorted.
 
     Raises:
         PlannerError: none is left; says why each was left out.
@@ -162,8 +194,11 @@ def allowed_types(
     )
     processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
     for kind in sorted(wanted - left_out.keys()):
+        kernels = table.sharder.compute_kernels(kind, compute_device)
         if reason := broken(kind, situation):
             left_out[kind] = reason
+        elif constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
+            left_out[kind] = f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
         elif named is None and kind == GRID and GRID not in (sharding_types or ()):
             left_out[kind] = "TorchRec wants it named"
         elif named is None and processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
@@ -177,7 +212,7 @@ def allowed_types(
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in sorted(left_out.items()))
         raise PlannerError(
             f"no sharding type is left for table {table.fqn!r} ({reasons or 'the sharder offers none'}). Allow another "
-            "one in its ParameterConstraints.sharding_types.",
+            "one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels.",
             PlannerErrorType.STRICT_CONSTRAINTS,
         )
     return sorted(allowed)

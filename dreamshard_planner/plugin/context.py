@@ -128,12 +128,14 @@ class PlanningContext:
         problem = read.problem
         if self.cost_source == "torchrec":
             return ShardingCost(problem, self.compute, estimates(read))
-        if not bool(read.dense_elements_P.any()):
+        if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
             return ShardingCost(problem, self.compute)
-        extra_ms_P = read.dense_elements_P * dense_ms_per_element(self.topology)
-        with_dense = WithExtras(self.compute)
-        latent_PH = with_dense.latents(problem.features_PF, torch.stack([torch.zeros_like(extra_ms_P), extra_ms_P], -1))
-        return ShardingCost(problem, with_dense, latent_PH)
+        dense_ms_P = read.dense_elements_P * dense_ms_per_element(self.topology)
+        # The forward reads rows from the SSD, the backward reads and writes them.
+        ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
+        with_extras = WithExtras(self.compute)
+        extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P], -1)
+        return ShardingCost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
 
 
 def ranks_by_choice(options: Sequence[ShardingOption]) -> dict[Hashable, list[int | None]]:

@@ -11,18 +11,34 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from dreamshard_planner.workload.tables import Table
 
-KERNEL_MEMORY = {"fused": "device", "fused_uvm": "uvm", "fused_uvm_caching": "uvm_caching", "dense": "device"}
-"""Where FBGEMM's training kernels keep their weights. For others, such as ``key_value`` on SSDs, there is no cost."""
+KEY_VALUE_MEMORY = {
+    "key_value": "ssd",
+    "ssd_virtual_table": "ssd",
+    "dram_virtual_table": "uvm",
+    "dram_ssd_virtual_table": "ssd",
+}
+"""Where key-value stores keep their rows; hits of the caches before them are not counted on. TorchRec uses them only
+where a constraint names them."""
+KERNEL_MEMORY = {
+    "fused": "device",
+    "fused_uvm": "uvm",
+    "fused_uvm_caching": "uvm_caching",
+    "dense": "device",
+    **KEY_VALUE_MEMORY,
+}
+"""Where FBGEMM's training kernels keep their weights. For others, those of inference among them, there is no cost."""
 
 
 def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
     """What must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
     tensor, cache = option.tensor, option.cache_params
+    key_value = option.compute_kernel in KEY_VALUE_MEMORY
     return (
         option.path,
+        option.dependency,
         option.sharding_type,
-        "dense" if option.compute_kernel == "dense" else "fused",
+        option.compute_kernel if key_value or option.compute_kernel == "dense" else "fused",
         str(tensor.dtype),
         str(getattr(config, "data_type", None)),
         str(getattr(config, "pooling", None)),
@@ -38,5 +54,6 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         option.bounds_check_mode,
         option.enforce_hbm,
         repr(cache and replace(cache, load_factor=None, stats=None)),
-        option.shards[0].size[1] if table.prefetched else None,
+        repr(getattr(option, "key_value_params", None)) if key_value else None,
+        option.shards[0].size[1] if table.prefetched or key_value else None,
     )

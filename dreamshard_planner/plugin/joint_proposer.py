@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,14 +21,15 @@ from torchrec.distributed.planner.utils import reset_shard_rank
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.ambient import neutral
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.placement.joint import DEFAULT_JOINT, JointConfig, JointResult, joint_search
 from dreamshard_planner.placement.place import Contender
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.plugin.constraints import known_kernels
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
-from dreamshard_planner.plugin.legal import CW, TW
+from dreamshard_planner.plugin.dependencies import pinned_options
+from dreamshard_planner.plugin.legal import CW, GRID, TW, TWCW
 from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.plugin.reader import ReadProblem
@@ -144,12 +146,22 @@ class JointProposer(Proposer):
     def _search_all(self, topology: Topology) -> list[ShardingOption]:
         """The options that the joint search chooses; those that ask least of any rank where it finds no room."""
         with single_thread():
-            read = self._context.read(self._options, topology)
-            cost = self._context.cost(read)
-            starts = [self._start(cost, name, sharding) for name, sharding in self._known_plans(read, topology)]
-            self.result = joint_search(cost, starts, self._config, self._search, self._seed, self._third)
-        if self.result is None:
-            return _smallest(read)
+            plans, rated, best = self._known_plans(topology), {}, None
+            for options in pinned_options(self._options, topology, plans.get("torchrec")):
+                read = self._context.read(options, topology)
+                cost = self._context.cost(read)
+                within = {name: _within(read, plan) for name, plan in plans.items()}
+                starts = {name: sharding for name, sharding in within.items() if sharding is not None}
+                rated.update({name: cost.rate(sharding) for name, sharding in starts.items()})
+                result = joint_search(cost, starts.values(), self._config, self._search, self._seed, self._third)
+                if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
+                    best = read, result
+                reset_shard_rank(options)
+            self.rivals += [Contender(name, None, costs) for name, costs in rated.items()]
+        if best is None:
+            self.result = None
+            return _smallest(self._context.read(self._options, topology))
+        read, self.result = best
         chosen = self.result.sharding
         proposal = [options[option] for options, option in zip(read.options, chosen.options, strict=True)]
         places = zip(proposal, chosen.positions, strict=True)
@@ -158,9 +170,10 @@ class JointProposer(Proposer):
         }
         return proposal
 
-    def _known_plans(self, read: ReadProblem, topology: Topology) -> Iterator[tuple[str, Sharding]]:
-        """Ours of whole tables, whose own rivals are rivals as well, and TorchRec's of all options."""
-        whole = self._whole()
+    def _known_plans(self, topology: Topology) -> dict[str, list[ShardingOption]]:
+        """Plans with ranks, rivals and starts, by name: ours of whole tables, whose own rivals are rivals as well, and
+        TorchRec's of all options."""
+        plans, whole = {}, copy.deepcopy(self._whole())
         try:
             outcome = place_proposal(
                 self._context,
@@ -174,20 +187,25 @@ class JointProposer(Proposer):
         except PlannerError:
             pass  # no room for whole tables: others may have some
         else:
-            outcome.read.assign(outcome.sharding)
-            yield "whole_tables", read.sharding(whole)
-            reset_shard_rank(whole)
+            plans["whole_tables"] = outcome.read.assign(outcome.sharding)
             if all(option.sharding_type == TW for option in whole):
                 named = {"torchrec": "torchrec_whole"}
                 self.rivals += [replace(r, name=named.get(r.name, r.name)) for r in outcome.placement.rivals]
         theirs = [option for option in self._options if is_torchrecs(option)]
         self.torchrec = torchrec_plan(theirs, topology, self._context.estimate_as_torchrec)
         if self.torchrec is not None:
-            yield "torchrec", read.sharding(self.torchrec.options)
+            plans["torchrec"] = self.torchrec.options
+        return plans
 
-    def _start(self, cost: ShardingCost, name: str, sharding: Sharding) -> Sharding:
-        self.rivals.append(Contender(name, None, cost.rate(sharding)))
-        return sharding
+
+def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
+    """A plan as a sharding of the problem; None where it has dependent tables elsewhere than these are pinned."""
+    try:
+        return read.sharding(plan)
+    except PlannerError:
+        if any(option.dependency for option in plan):
+            return None
+        raise
 
 
 def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
@@ -201,34 +219,51 @@ def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOptio
         by_table.setdefault(option.fqn, []).append(option)
     for fqn, options in by_table.items():
         kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
-        known = [option for option in options if option.compute_kernel in kernels]
-        # One column slice is the whole table, in a kernel and an exchange of its own.
-        whole = any(option.sharding_type == TW for option in known)
-        by_table[fqn] = [o for o in known if not (whole and o.sharding_type == CW and o.num_shards == 1)]
+        known = [option for option in options if option.compute_kernel in kernels and not _shares_a_store(option)]
+        if not known:
+            raise PlannerError(
+                f"table {fqn.removeprefix('.')!r} may only be split by columns with compute kernel 'key_value', whose "
+                "slices TorchRec wants on one rank each, which DreamShardPlanner cannot promise: allow another "
+                "sharding type or kernel, or raise min_partition to the table's dim.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        # One slice, or one block, is the whole table in a kernel and an exchange of its own.
+        whole = {option.compute_kernel for option in known if option.sharding_type == TW}
+        by_table[fqn] = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
     return _one_width_per_collection(by_table)
 
 
+def _shares_a_store(option: ShardingOption) -> bool:
+    """Whether two slices of one table in key-value stores could meet on a rank, which TorchRec rules out."""
+    return option.compute_kernel == "key_value" and option.sharding_type in (CW, TWCW, GRID) and option.num_shards > 1
+
+
 def _one_width_per_collection(by_table: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
-    """TorchRec wants all column slices of one EmbeddingCollection of one width: the one that splits most bytes."""
+    """TorchRec wants all column slices of one EmbeddingCollection of one width: the one that splits most bytes, of
+    tables that can only be split by columns where there are such."""
     widths: dict[str, Counter[int]] = {}
+    forced: dict[str, Counter[int]] = {}
     for options in by_table.values():
+        only = all(option.sharding_type == CW for option in options)
         for option in options:
             if option.sharding_type == CW and isinstance(option.module[1], EmbeddingCollection):
                 width = option.shards[0].size[1]
-                widths.setdefault(option.path, Counter())[width] += option.tensor.numel()
+                for counter in (widths, forced) if only else (widths,):
+                    counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
+    common = {path: _common(forced.get(path, counter)) for path, counter in widths.items()}
     kept = []
     for fqn, options in by_table.items():
         fitting = [
             option
             for option in options
             if option.sharding_type != CW
-            or option.path not in widths
-            or {shard.size[1] for shard in option.shards} == {_common(widths[option.path])}
+            or option.path not in common
+            or {shard.size[1] for shard in option.shards} == {common[option.path]}
         ]
         if not fitting:
             raise PlannerError(
                 f"table {fqn.removeprefix('.')!r} may only be sharded column_wise, in slices of another width than "
-                f"the {_common(widths[options[0].path])} of other tables of its EmbeddingCollection, which TorchRec "
+                f"the {common[options[0].path]} of other tables of its EmbeddingCollection, which TorchRec "
                 "can't mix: give them the same min_partition, or allow another sharding type.",
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )

@@ -34,8 +34,9 @@ from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.baseline import torchrec_ranks
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
+from dreamshard_planner.plugin.dependencies import pin
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
-from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.plugin.reader import ReadProblem, set_ranks, unit_span
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -64,15 +65,22 @@ def place_proposal(
     packing_seconds: float = PACKING_SECONDS,
 ) -> Outcome:
     """Ranks for the shards of a proposal: positions that the context knows of are taken as a start; else what spans
-    hosts and world is laid down first, and TorchRec's ranks are a start where there is no such thing. No rank is set.
+    hosts and world is laid down first, and TorchRec's ranks are a start where there is no such thing. Only tables that
+    depend on each other get their ranks.
 
     Raises:
         PlannerError: where the tables do not fit, naming table and missing bytes.
     """
+    found = context.found.get(identity(ranks_by_choice(proposal)))
+    dependent = [option for option in proposal if option.dependency]
+    if found is not None:
+        for option in dependent:
+            set_ranks(option, found[option.fqn], unit_span(option, topology))
+    elif dependent:
+        pin(proposal, topology)
     read = context.read(proposal, topology)
     cost = context.cost(read)
     given: dict[str, Tensor] = {}
-    found = context.found.get(identity(ranks_by_choice(proposal)))
     if found is not None:
         places = tuple(found[choices[0].fqn] for choices in read.options)
         chosen = cost.chosen(Sharding((0,) * len(places), places))
@@ -83,7 +91,7 @@ def place_proposal(
         if laid is None:
             raise infeasible_wide(read.problem)
         chosen = cost.chosen(laid)
-        if all(option.num_shards == 1 for option in proposal):
+        if not dependent and all(option.num_shards == 1 for option in proposal):
             ranks_S = torchrec_ranks(proposal, topology, context.estimate_as_torchrec)
             given.update({} if ranks_S is None else {"torchrec": ranks_S})
     try:
@@ -238,6 +246,8 @@ class RulePartitioner(Partitioner):
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
         context = PlanningContext.of(storage_constraint, *self._arguments)
+        if any(option.dependency for option in proposal):
+            pin(proposal, storage_constraint)
         read = context.read(proposal, storage_constraint)
         cost = context.cost(read)
         laid = lay_wide(cost, (0,) * read.problem.num_tables)
@@ -290,14 +300,23 @@ def infeasible_wide(problem: ShardingProblem) -> PlannerError:
                         "missing"
                     )
     if not reasons:
-        wide = [unit for options in problem.tables for unit in options[0].units if unit.span > 1]
-        need_M = torch.stack([problem.storage_PM[list(unit.parts)].sum(0) for unit in wide]).sum(0)
+        wide = [
+            (name, problem.storage_PM[list(unit.parts)].sum(0))
+            for name, options in zip(problem.names, problem.tables, strict=True)
+            for unit in options[0].units
+            if unit.span > 1
+        ]
+        need_M = torch.stack([need_M for _, need_M in wide]).sum(0)
+        largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
         asked = [
             f"{int(need):,} bytes of {memory}, of {room:,}"
             for need, room, memory in zip(need_M, total_room(problem), MEMORY_KINDS, strict=True)
             if need > 0
         ]
-        reasons.append(f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little")
+        reasons.append(
+            f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little; the "
+            f"largest is {largest!r}, with {int(most_M.sum()):,} bytes"
+        )
     return PlannerError(
         f"Tables do not fit: {'; '.join(reasons[:5])}. More or larger devices, a smaller storage reservation, or "
         "smaller tables would help.",

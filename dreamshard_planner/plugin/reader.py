@@ -70,6 +70,8 @@ class ReadProblem:
     """A shard of each part: parts are shards of one size, of one option, that are read alike."""
     dense_elements_P: torch.Tensor
     """Elements of the table-sized gradient of data-parallel parts, zero elsewhere."""
+    ssd_bytes_P: torch.Tensor
+    """Bytes of the distinct rows that parts on SSDs read per batch, zero elsewhere."""
 
     def assign(self, sharding: Sharding) -> list[ShardingOption]:
         """The chosen options, with the ranks of their shards set."""
@@ -77,10 +79,7 @@ class ReadProblem:
         for options, units, option, positions in zip(
             self.options, self.problem.tables, sharding.options, sharding.positions, strict=True
         ):
-            shards = iter(options[option].shards)
-            for unit, position in zip(units[option].units, positions, strict=True):
-                for rank in range(position * unit.span, (position + 1) * unit.span):
-                    next(shards).rank = rank
+            set_ranks(options[option], positions, units[option].units[0].span)
             chosen.append(options[option])
         return chosen
 
@@ -94,23 +93,39 @@ class ReadProblem:
         options, positions = [], []
         for choices, units in zip(self.options, self.problem.tables, strict=True):
             option = given.get(choices[0].fqn)
-            index = next((i for i, choice in enumerate(choices) if option is not None and _same(choice, option)), None)
+            index = next(
+                (i for i, choice in enumerate(choices) if option is not None and same_option(choice, option)), None
+            )
             if index is None:
                 raise PlannerError(
                     f"the plan has no sharding of table {choices[0].fqn.removeprefix('.')!r} that could be rated",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
+            places = _positions(option, units[index])
+            if units[index].pinned not in (None, places):
+                raise PlannerError(
+                    f"table {option.fqn.removeprefix('.')!r} is pinned elsewhere than the plan has it",
+                    PlannerErrorType.PARTITION,
+                )
             options.append(index)
-            positions.append(_positions(option, units[index]))
+            positions.append(places)
         return Sharding(tuple(options), tuple(positions))
 
 
-def _same(one: ShardingOption, other: ShardingOption) -> bool:
+def same_option(one: ShardingOption, other: ShardingOption) -> bool:
+    """Whether two options of one table shard it alike."""
     return (one.sharding_type, one.compute_kernel, one.num_shards) == (
         other.sharding_type,
         other.compute_kernel,
         other.num_shards,
     )
+
+
+def set_ranks(option: ShardingOption, positions: Sequence[int], span: int) -> None:
+    """Ranks of the shards of an option whose units, ``span`` ranks wide each, are at some positions."""
+    ranks = [rank for position in positions for rank in range(position * span, (position + 1) * span)]
+    for shard, rank in zip(option.shards, ranks, strict=True):
+        shard.rank = rank
 
 
 def _positions(option: ShardingOption, units: Option) -> tuple[int, ...]:
@@ -195,11 +210,12 @@ class OptionReader:
             with_storage: False before storage is estimated: no memory binds then.
 
         Raises:
-            PlannerError: for options that can't be placed: of an unknown kernel, or that depend on each other.
+            PlannerError: for options that can't be placed: of an unknown kernel, or pinned where TorchRec would not run
+                them.
         """
         by_table: dict[str, list[ShardingOption]] = {}
         for option in options:
-            require_independent(option)
+            require_known_kernel(option)
             by_table.setdefault(option.fqn, []).append(option)
         flat = [option for choices in by_table.values() for option in choices]
         columns: dict[Collective, int] = {}
@@ -208,6 +224,7 @@ class OptionReader:
         shard_P: list[Shard] = []
         group_P: list[int] = []
         dense_P: list[float] = []
+        ssd_P: list[float] = []
         sent: list[tuple[int, int, float]] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
@@ -229,6 +246,8 @@ class OptionReader:
                     shard_P.append(shard)
                     group_P.append(group)
                     dense_P.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
+                    distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
+                    ssd_P.append(distinct_bytes if workload.memory == "ssd" else 0.0)
                     for collective, count in self._exchanges(option, workload, topology, links):
                         sent.append((part, columns.setdefault(collective, len(columns)), count))
                 parts.append(part)
@@ -240,7 +259,9 @@ class OptionReader:
                     PlannerErrorType.PARTITION,
                 )
             units = tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
-            read[option.fqn].append(Option(units, option.sharding_type, option.compute_kernel))
+            choice = Option(units, option.sharding_type, option.compute_kernel)
+            read[option.fqn].append(replace(choice, pinned=_pinned(option, choice)))
+        _check_hosts(flat, topology)
         bytes_PC = torch.zeros(len(workloads), max(1, len(columns)), dtype=torch.float64)
         for part, column, count in sent:
             bytes_PC[part, column] = count
@@ -264,19 +285,22 @@ class OptionReader:
             tuple(tuple(choices) for choices in by_table.values()),
             tuple(shard_P),
             torch.tensor(dense_P, dtype=torch.float64),
+            torch.tensor(ssd_P, dtype=torch.float64),
         )
 
     def _exchanges(
         self, option: ShardingOption, workload: Workload, topology: Topology, links: Links
     ) -> Iterable[tuple[Collective, float]]:
         """Collectives that carry a shard's output, each with the bytes that its rank sends to each peer."""
-        name, world = f"{option.path or 'model'} {option.sharding_type}", topology.world_size
+        name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
+        world, host = topology.world_size, topology.intra_group_size
         sent = workload.output_elements * self._wire_bytes(option)
         if option.sharding_type == DP:
             gradient = workload.rows * workload.dim * workload.weight_bytes
             yield Collective(f"{name} all-reduce", "world", links.all_reduce, forward=False), gradient / world
-        elif option.sharding_type in (TWRW, GRID):
-            yield Collective(f"{name} reduce-scatter", "host", links.host), sent / topology.intra_group_size
+        elif (option.sharding_type in (TWRW, GRID) or option.dependency) and host > 1:
+            # Between hosts a tower exchanges what it makes of its embeddings, here taken to be as much.
+            yield Collective(f"{name} reduce-scatter", "host", links.host), sent / host
             yield Collective(f"{name} all-to-all", "across", links.across), sent / world
         elif option.sharding_type == RW and option.is_pooled:
             yield Collective(f"{name} reduce-scatter", "world", links.reduce_scatter), sent / world
@@ -428,15 +452,34 @@ def unit_span(option: ShardingOption, topology: Topology) -> int:
     return topology.intra_group_size if option.sharding_type in (TWRW, GRID) else 1
 
 
-def require_independent(option: ShardingOption) -> None:
-    """Raise TorchRec's ``PlannerError`` for an option that is not ours to place alone, or whose cost nobody knows."""
+def _pinned(option: ShardingOption, units: Option) -> tuple[int, ...] | None:
+    """Positions of the units of a dependent table whose shards have ranks, see
+    :mod:`~dreamshard_planner.plugin.dependencies`; None for others."""
+    if not option.dependency or any(shard.rank is None for shard in option.shards):
+        return None
+    return _positions(option, units)
+
+
+def _check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
+    """PlannerError where pinned tables that depend on each other are on several hosts."""
+    hosts: dict[str, dict[int, str]] = {}
+    for option in options:
+        for shard in option.shards if option.dependency else []:
+            if shard.rank is not None:
+                host = shard.rank // topology.intra_group_size
+                hosts.setdefault(option.dependency, {})[host] = option.fqn.removeprefix(".")
+    for dependency, tables in hosts.items():
+        if len(tables) > 1:
+            raise PlannerError(
+                f"tables {sorted(tables.values())} of {dependency!r} are on hosts {sorted(tables)}; TorchRec wants "
+                "them on one",
+                PlannerErrorType.PARTITION,
+            )
+
+
+def require_known_kernel(option: ShardingOption) -> None:
+    """Raise TorchRec's ``PlannerError`` for an option whose cost nobody knows."""
     table = option.fqn.removeprefix(".")
-    if option.dependency:
-        raise PlannerError(
-            f"table {table!r} is to be sharded {option.sharding_type} together with {option.dependency}; only tables "
-            "that depend on no others can be placed so far",
-            PlannerErrorType.STRICT_CONSTRAINTS,
-        )
     if option.compute_kernel not in KERNEL_MEMORY:
         raise PlannerError(
             f"table {table!r} may only use compute kernel {option.compute_kernel!r}, whose cost DreamShardPlanner does "

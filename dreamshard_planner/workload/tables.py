@@ -18,9 +18,9 @@ from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "other")
 """Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
 
-MEMORIES = ("device", "uvm_caching", "uvm")
-"""Where the weights live: the device's own memory, unified memory behind a cache on the device, or
-unified memory alone (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``)."""
+MEMORIES = ("device", "uvm_caching", "uvm", "ssd")
+"""Where the weights live: the device's own memory, unified memory behind a cache on the device, unified memory alone,
+or an SSD of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``, ``key_value``)."""
 
 
 CACHE_LOAD_FACTOR = 0.2

@@ -1,0 +1,273 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Random models of every kind of table and module, with everything that a planner can be given."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+    HeuristicalStorageReservation,
+)
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
+from torchrec.distributed.types import CacheParams, ModuleSharder
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.plugin.legal import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
+
+GIB = 2**30
+POOLED_TYPES, SEQUENCE_TYPES = SHARDING_TYPES, (TW, CW, RW, DP)
+CUDA_KERNELS = ("fused", "fused_uvm", "fused_uvm_caching")
+
+
+class EveryTypeSharder(EmbeddingBagCollectionSharder):
+    """On CPUs TorchRec's own offers neither rows nor grids; they run there, too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(POOLED_TYPES)
+
+
+@dataclass(frozen=True)
+class MixedCase:
+    """A random model, and what a planner is given for it."""
+
+    model: nn.Module
+    sharders: list[ModuleSharder[nn.Module]]
+    topology: Topology
+    batch_size: int
+    statistics: TableStatistics | None
+    constraints: dict[str, ParameterConstraints]
+    heuristical: bool
+    settings: dict[str, Any]
+    """``exact_training``, ``cost_source`` and ``sharding_types`` of the planner."""
+    left_out: frozenset[str]
+    """Tables of another device group."""
+
+    def reservation(self):
+        kind = HeuristicalStorageReservation if self.heuristical else FixedPercentageStorageReservation
+        return kind(percentage=0.1)
+
+    def planner(self, **changed: Any) -> DreamShardPlanner:
+        arguments = {**self.settings, **changed}
+        return DreamShardPlanner(
+            topology=self.topology,
+            batch_size=self.batch_size,
+            storage_reservation=self.reservation(),
+            statistics=self.statistics,
+            constraints=self.constraints,
+            stats=[],
+            debug=False,
+            **arguments,
+        )
+
+    def torchrec_plan(
+        self, constraints: dict[str, ParameterConstraints] | None, seconds: int = 10
+    ) -> list[ShardingOption] | None:
+        """Of TorchRec's planner, which may use what the constraints leave; None where it finds none in that time."""
+        theirs = EmbeddingShardingPlanner(
+            topology=self.topology,
+            batch_size=self.batch_size,
+            storage_reservation=self.reservation(),
+            constraints=constraints,
+            stats=[],
+            debug=False,
+            timeout_seconds=seconds,
+        )
+        try:
+            theirs.plan(self.model, self.sharders)
+        except PlannerError:
+            return None
+        return theirs._best_plan
+
+
+def mixed_case(seed: int) -> MixedCase:
+    """1 to 24 tables in up to five modules on 1 to 16 ranks, of which hosts may hold fewer than all."""
+    rng = random.Random(seed)
+    device = rng.choice(["cpu", "cuda", "cuda"])
+    world_size = rng.choice([1, 2, 2, 3, 4, 4, 6, 8, 8, 16])
+    hosts = rng.choice([ranks for ranks in (world_size, world_size // 2, 2, 1) if ranks and world_size % ranks == 0])
+    model, tables = _random_model(rng, rng.choice([1, 3, 8, 24]))
+    sharders = [
+        (EveryTypeSharder if device == "cpu" and rng.random() < 0.6 else EmbeddingBagCollectionSharder)(),
+        EmbeddingCollectionSharder(),
+        EmbeddingTowerSharder(),
+        EmbeddingTowerCollectionSharder(),
+    ]
+    constraints = {
+        name: made for name, config in tables.items() if (made := _random_constraint(rng, config, device)) is not None
+    }
+    settings = {
+        "exact_training": rng.random() < 0.6,
+        "cost_source": rng.choice(["auto", "auto", "roofline", "torchrec"]),
+        "sharding_types": rng.choice([None, None, None, (TW, CW, RW), SHARDING_TYPES]),
+    }
+    if rng.random() < 0.15 and settings["sharding_types"] != (TW, CW, RW):
+        constraints.update(_add_towers(rng, model))
+    left_out = frozenset(_other_device_group(rng, model, constraints, device))
+    weight_bytes = sum(c.num_embeddings * c.embedding_dim * 4 for c in tables.values())
+    # Generous memory, or little more than the weights' even share, or than half of it where the host's memory helps.
+    memory = 64 * GIB if rng.random() < 0.4 else int(weight_bytes / world_size * rng.uniform(0.5, 4)) + 2**21
+    return MixedCase(
+        model=model,
+        sharders=sharders,
+        topology=Topology(
+            world_size=world_size,
+            compute_device=device,
+            local_world_size=hosts,
+            hbm_cap=memory,
+            ddr_cap=memory * (1 if device == "cpu" else rng.choice([1, 4])),
+        ),
+        batch_size=rng.choice([16, 128, 512]),
+        statistics=_random_statistics(rng, tables),
+        constraints=constraints,
+        heuristical=rng.random() < 0.2,
+        settings=settings,
+        left_out=left_out,
+    )
+
+
+def _random_model(rng: random.Random, num_tables: int) -> tuple[nn.Module, dict[str, EmbeddingBagConfig]]:
+    """A model, and its tables by name."""
+    model, tables = nn.Module(), {}
+    kinds = [rng.choice(["bags", "bags", "weighted", "sequence"]) for _ in range(rng.choice([1, 1, 2, 3, 5]))]
+    for index, kind in enumerate(kinds):
+        own, width = [], rng.choice([4, 32, 64, 256])
+        for number in range(-(-num_tables // len(kinds))):
+            name = f"t{index}_{number}"
+            common = {
+                "name": name,
+                "num_embeddings": rng.choice([1, rng.randint(2, 40), int(10 ** rng.uniform(2, 6))]),
+                "embedding_dim": width if kind == "sequence" else rng.choice([4, 8, 12, 32, 64, 128, 256, 512]),
+                "feature_names": [f"{name}_f{k}" for k in range(rng.choice([1, 1, 1, 2, 3]))],
+                "data_type": rng.choice([DataType.FP32, DataType.FP32, DataType.FP16]),
+            }
+            if kind == "sequence":
+                own.append(EmbeddingConfig(**common))
+            else:
+                own.append(EmbeddingBagConfig(**common, pooling=rng.choice([PoolingType.SUM, PoolingType.MEAN])))
+        meta = torch.device("meta")
+        if kind == "sequence":
+            module = EmbeddingCollection(tables=own, device=meta)
+        else:
+            module = EmbeddingBagCollection(tables=own, is_weighted=kind == "weighted", device=meta)
+        setattr(model, f"{kind}{index}", module)
+        optimizer = rng.choice([None, torch.optim.SGD, torch.optim.Adam, RowWiseAdagrad])
+        if optimizer is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
+        tables.update({config.name: config for config in own})
+    return model, tables
+
+
+class Interaction(nn.Module):
+    """What a tower makes of its embeddings; it is never run."""
+
+
+def _add_towers(rng: random.Random, model: nn.Module) -> dict[str, ParameterConstraints]:
+    """Add a tower or a collection of some; says the constraints of their tables."""
+    constraints, towers = {}, []
+    for index in range(rng.choice([1, 1, 3])):
+        tables = [
+            EmbeddingBagConfig(
+                name=f"w{index}_{number}",
+                num_embeddings=int(10 ** rng.uniform(0, 4)),
+                embedding_dim=rng.choice([4, 64, 256]),
+                feature_names=[f"w{index}_{number}_f"],
+            )
+            for number in range(rng.choice([1, 2, 4]))
+        ]
+        for table in tables:
+            types = rng.choice([None, None, [TWRW], [TWCW], [TWRW, TWCW]])
+            constraints[table.name] = ParameterConstraints(
+                sharding_types=types, min_partition=rng.choice([None, 4, 32])
+            )
+        towers.append(EmbeddingTower(EmbeddingBagCollection(tables=tables, device=torch.device("meta")), Interaction()))
+    model.towers = towers[0] if len(towers) == 1 else EmbeddingTowerCollection(towers)
+    return constraints
+
+
+def _random_constraint(rng: random.Random, config: EmbeddingBagConfig, device: str) -> ParameterConstraints | None:
+    if rng.random() < 0.4:
+        return None
+    pooled = isinstance(config, EmbeddingBagConfig)
+    types = None
+    if rng.random() < 0.5:
+        types = rng.sample(POOLED_TYPES if pooled else SEQUENCE_TYPES, rng.choice([1, 2, 4]))
+        types += [] if rng.random() < 0.2 else [TW]
+    kernels = None
+    if device == "cuda" and rng.random() < 0.4:
+        kernels = [*rng.sample(CUDA_KERNELS, rng.choice([1, 2])), "dense"]
+    factors = [float(rng.choice([0, 1, 5, 30])) for _ in config.feature_names]
+    return ParameterConstraints(
+        sharding_types=types,
+        compute_kernels=kernels,
+        min_partition=rng.choice([None, None, 4, 16, 32, 128, 1024]),
+        pooling_factors=factors if rng.random() < 0.5 else [1.0],
+        num_poolings=[2.0] * len(factors) if rng.random() < 0.1 else None,
+        cache_params=CacheParams(load_factor=rng.choice([0.1, 0.5])) if rng.random() < 0.3 else None,
+        enforce_hbm=rng.choice([None, None, True, False]),
+        device_group=rng.choice([None, None, device]),
+    )
+
+
+def _other_device_group(
+    rng: random.Random, model: nn.Module, constraints: dict[str, ParameterConstraints], device: str
+) -> list[str]:
+    """Of some modules, leave one table to another device group; says which."""
+    left_out = []
+    for module in model.children():
+        names = [name.split(".")[-2] for name, _ in module.named_parameters()]
+        if len(names) > 1 and rng.random() < 0.2:
+            constraints[names[0]] = ParameterConstraints(device_group="cpu" if device == "cuda" else "cuda")
+            left_out.append(names[0])
+    return left_out
+
+
+def _random_statistics(rng: random.Random, tables: dict[str, EmbeddingBagConfig]) -> TableStatistics | None:
+    features = {}
+    for config in tables.values():
+        for feature in config.feature_names if rng.random() < 0.4 else []:
+            bins = (0.5, 0.3, 0.2) + (0.0,) * 14 if rng.random() < 0.5 else None
+            features[feature] = FeatureStatistics(rng.choice([0.0, 10 ** rng.uniform(-1, 2)]), bins, 512)
+    return TableStatistics(features) if features else None
+
+
+def slice_width(dim: int, min_partition: int | None) -> int:
+    """Columns of TorchRec's slices: the least divisor of the dim from the bound on that is a multiple of 4."""
+    widths = [width for width in range(min_partition or 128, dim) if dim % width == 0 and width % 4 == 0]
+    return widths[0] if widths else dim
+
+
+def expected_shards(kind: str, rows: int, dim: int, min_partition: int | None, topology: Topology) -> list[list[int]]:
+    """Sizes of the shards of a table."""
+    ranks, host, width = topology.world_size, topology.local_world_size, slice_width(dim, min_partition)
+
+    def blocks(count: int, columns: int) -> list[list[int]]:
+        each = math.ceil(rows / count)
+        return [[max(0, min(each, rows - each * index)), columns] for index in range(count)]
+
+    return {
+        TW: [[rows, dim]],
+        DP: [[rows, dim]] * ranks,
+        RW: blocks(ranks, dim),
+        TWRW: blocks(host, dim),
+        CW: [[rows, width]] * (dim // width),
+        TWCW: [[rows, width]] * (dim // width),
+        GRID: blocks(host, width) * (dim // width),
+    }[kind]

@@ -1,0 +1,204 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Constraints at their limits: what is still planned, and errors that name table, limit and remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.plugin.legal import CW, DP, RW, TW
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+SHARDERS = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+META = torch.device("meta")
+GIB = 2**30
+
+
+def bags(*sizes: tuple[int, int]) -> nn.Module:
+    """Tables t0, t1 ... of so many rows and dims."""
+    tables = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
+        for i, (rows, dim) in enumerate(sizes)
+    ]
+    model = nn.Module()
+    model.sparse = EmbeddingBagCollection(tables=tables, device=META)
+    return model
+
+
+def sequences(*rows: int, dim: int = 64) -> nn.Module:
+    tables = [
+        EmbeddingConfig(name=f"t{i}", num_embeddings=count, embedding_dim=dim, feature_names=[f"f{i}"])
+        for i, count in enumerate(rows)
+    ]
+    model = nn.Module()
+    model.sequence = EmbeddingCollection(tables=tables, device=META)
+    return model
+
+
+def planned(model: nn.Module, constraints: dict[str, ParameterConstraints], sharders=SHARDERS, **arguments):
+    """The planner, which has planned."""
+    device = arguments.pop("device", "cuda")
+    memory = {"hbm_cap": 2 * GIB, "ddr_cap": 2 * GIB} | arguments.pop("memory", {})
+    planner = DreamShardPlanner(
+        topology=Topology(4, device, **memory),
+        batch_size=64,
+        storage_reservation=FixedPercentageStorageReservation(0.1),
+        constraints=constraints,
+        stats=[],
+        debug=False,
+        **arguments,
+    )
+    planner.plan(model, sharders)
+    return planner
+
+
+def refusal(model: nn.Module, constraints: dict[str, ParameterConstraints], sharders=SHARDERS, **arguments) -> str:
+    with pytest.raises(PlannerError) as caught:
+        planned(model, constraints, sharders, **arguments)
+    assert caught.value.error_type in (PlannerErrorType.STRICT_CONSTRAINTS, PlannerErrorType.INSUFFICIENT_STORAGE)
+    return str(caught.value)
+
+
+def test_a_type_that_no_allowed_kernel_serves() -> None:
+    constraint = ParameterConstraints(sharding_types=[DP], compute_kernels=["fused"])
+    text = refusal(bags((100, 16)), {"t0": constraint})
+    assert "'sparse.t0'" in text and "data_parallel: it takes compute kernels ['dense']" in text
+    assert "only ['fused'] may be used" in text and "compute_kernels" in text
+    both = ParameterConstraints(sharding_types=[DP, TW], compute_kernels=["fused"])
+    assert planned(bags((100, 16)), {"t0": both})._best_plan[0].sharding_type == TW
+
+
+def test_a_kernel_that_the_sharder_does_not_offer() -> None:
+    text = refusal(bags((100, 16)), {"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}, device="cpu")
+    assert "'sparse.t0' may only use compute kernels ['fused_uvm']" in text and "offers ['dense', 'fused']" in text
+
+
+@pytest.mark.parametrize("given", [-4, 2.5, True])
+def test_a_min_partition_that_is_no_width(given) -> None:
+    text = refusal(bags((100, 16)), {"t0": ParameterConstraints(min_partition=given)})
+    assert "'sparse.t0': min_partition must be a number of columns, 1 to the dim of 16" in text and repr(given) in text
+
+
+@pytest.mark.parametrize("given", [17, 1024])
+def test_a_min_partition_above_the_dim_leaves_one_slice(given: int) -> None:
+    """As in TorchRec."""
+    constraint = ParameterConstraints(sharding_types=[CW], min_partition=given)
+    (option,) = planned(bags((100, 16)), {"t0": constraint})._best_plan
+    assert (option.sharding_type, [shard.size for shard in option.shards]) == (CW, [[100, 16]])
+
+
+def test_a_table_larger_than_all_memory() -> None:
+    small = {"hbm_cap": 2**20, "ddr_cap": 2**20}
+    text = refusal(bags((100, 16), (10_000_000, 64)), {}, memory=small)
+    assert "'sparse.t1'" in text and "bytes are missing" in text and "would help" in text
+
+
+def test_slices_of_two_widths_in_one_embedding_collection() -> None:
+    """TorchRec can't mix them: the one that splits most bytes stays, other tables take another type, or none."""
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=[CW], min_partition=16),
+        "t1": ParameterConstraints(sharding_types=[CW, RW], min_partition=32),
+    }
+    kinds = {option.name: option.sharding_type for option in planned(sequences(5000, 100), constraints)._best_plan}
+    assert kinds == {"t0": CW, "t1": RW}
+    kinds = {option.name: option.sharding_type for option in planned(sequences(100, 5000), constraints)._best_plan}
+    assert kinds == {"t0": CW, "t1": RW}  # the one that has no other type, however small
+    constraints["t1"] = ParameterConstraints(sharding_types=[CW], min_partition=32)
+    text = refusal(sequences(5000, 100), constraints)
+    assert "'sequence.t1' may only be sharded column_wise" in text and "another width than the 16" in text
+    assert "same min_partition, or allow another sharding type" in text
+
+
+def test_tables_on_ssds() -> None:
+    """A table that a constraint puts into a key-value store is planned, and is dear; none is put there unasked."""
+    constraints = {"t0": ParameterConstraints(compute_kernels=["key_value"], min_partition=16)}
+    model, ssd = bags((100_000, 64), (100_000, 64)), {"ssd_cap": 10 * GIB}
+    planner = planned(model, constraints, memory=ssd, exact_training=False)
+    kernels = {option.name: option.compute_kernel for option in planner._best_plan}
+    assert kernels["t0"] == "key_value" and kernels["t1"] in ("fused", "dense")
+    (stored,) = [option for option in planner._best_plan if option.name == "t0"]
+    assert stored.num_shards == 1 or stored.sharding_type not in (CW, "table_column_wise")
+    assert stored.total_storage.ssd >= 100_000 * 64 * 4
+    alone = {table.name: table.alone_ms for table in planner.report().tables}
+    assert alone["sparse.t0"] > 3 * alone["sparse.t1"]
+    (ssds,) = [entry for entry in planner.report().memory if entry.kind == "SSD"]
+    assert sum(ssds.used_bytes) == stored.total_storage.ssd
+    faster = planned(model, constraints, memory={**ssd, "ssd_mem_bw": 1e9}, exact_training=False)
+    assert faster.report().chosen.total_ms < planner.report().chosen.total_ms
+
+
+def test_tables_on_ssds_that_are_not_there() -> None:
+    constraints = {"t0": ParameterConstraints(compute_kernels=["key_value"])}
+    text = refusal(bags((100, 16)), constraints, memory={"ssd_cap": 0})
+    assert "'sparse.t0'" in text and "ssd_cap" in text
+
+
+def test_slices_of_one_table_never_share_a_key_value_store() -> None:
+    constraint = ParameterConstraints(compute_kernels=["key_value"], sharding_types=[CW], min_partition=16)
+    text = refusal(bags((100, 64)), {"t0": constraint}, memory={"ssd_cap": GIB})
+    assert "'sparse.t0' may only be split by columns" in text and "min_partition" in text
+
+
+@pytest.mark.parametrize("kernel", ["ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"])
+def test_virtual_tables(kernel: str) -> None:
+    """A table of rows without number, of which memory holds those that are in use."""
+    table = EmbeddingConfig(
+        name="t0",
+        num_embeddings=2**50,
+        embedding_dim=64,
+        feature_names=["f0"],
+        use_virtual_table=True,
+        total_num_buckets=2**10,
+    )
+    model = nn.Module()
+    model.sequence = EmbeddingCollection(tables=[table], device=META)
+    constraints = {"t0": ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])}
+    planner = planned(model, constraints)
+    (option,) = planner._best_plan
+    assert (option.sharding_type, option.compute_kernel) == (RW, kernel)
+    assert [shard.rank for shard in option.shards] == [0, 1, 2, 3] and planner.report().chosen.total_ms > 0
+
+
+class EveryKernelSharder(EmbeddingBagCollectionSharder):
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [kernel.value for kernel in EmbeddingComputeKernel]
+
+
+def test_a_sharder_that_offers_unknown_kernels_besides() -> None:
+    (option,) = planned(bags((100, 16)), {}, [EveryKernelSharder()])._best_plan
+    assert option.compute_kernel in ("fused", "fused_uvm", "fused_uvm_caching")
+
+
+def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
+    """30 + 30 + 2 and 20 + 20 + 20 + 2 of 62 MB: only so. TorchRec's greedy partitioner puts the large tables on two
+    ranks, and the last one of 20 MB finds no room; and the small table does not fit whole."""
+    mb, dim = 2**20, 16
+    sizes = (30, 30, 20, 20, 20, 4)
+    model = bags(*((size * mb // (dim * 4), dim) for size in sizes))
+    constraints = {f"t{i}": ParameterConstraints(sharding_types=[TW]) for i in range(5)}
+    constraints["t5"] = ParameterConstraints(sharding_types=[TW, CW], min_partition=8)
+    arguments = {
+        "topology": Topology(2, "cpu", hbm_cap=0, ddr_cap=62 * mb + mb // 2),
+        "batch_size": 1,
+        "storage_reservation": FixedPercentageStorageReservation(0.0),
+        "constraints": constraints,
+        "stats": [],
+        "debug": False,
+    }
+    with pytest.raises(PlannerError, match="insufficient storage|strict constraints"):
+        EmbeddingShardingPlanner(**arguments).plan(model, [EmbeddingBagCollectionSharder()])
+    planner = DreamShardPlanner(**arguments)
+    planner.plan(model, [EmbeddingBagCollectionSharder()])
+    ranks = {option.name: [shard.rank for shard in option.shards] for option in planner._best_plan}
+    assert ranks["t0"] == ranks["t1"] != ranks["t2"] == ranks["t3"] == ranks["t4"] and sorted(ranks["t5"]) == [0, 1]

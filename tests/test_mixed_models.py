@@ -1,0 +1,197 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""DreamShardPlanner with every sharding type on random models: valid, within memory, as constrained, repeatable, never
+rated worse than its rivals, and there wherever TorchRec's planner has a plan.
+
+``pytest tests/test_mixed_models.py --models 1000`` tries more of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from torchrec.distributed.planner.planners import (
+    validate_compute_kernels,
+    validate_modules_inclusion_in_sharding_plan,
+    validate_rank_assignment,
+)
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.plugin.legal import CW, DP, GRID, RW, TWCW, TWRW, Situation, broken, inexact, optimizer_name
+from dreamshard_planner.plugin.modules import table_configs
+from tests.mixed_models import MixedCase, expected_shards, mixed_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
+
+BLOCK = 5
+"""Models in one test."""
+SLACK = 1e-5
+"""Relative: costs are compared after rounding."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeds" in metafunc.fixturenames:
+        models = metafunc.config.getoption("models")
+        blocks = [range(first, min(first + BLOCK, models)) for first in range(0, models, BLOCK)]
+        metafunc.parametrize("seeds", blocks, ids=[f"{seeds[0]}-{seeds[-1]}" for seeds in blocks])
+
+
+def test_random_mixed_models(seeds: range) -> None:
+    planned = 0
+    for seed in seeds:
+        case = mixed_case(seed)
+        planner = case.planner(seed=seed)
+        try:
+            plan = planner.plan(case.model, case.sharders)
+        except PlannerError as error:
+            check_refusal(case, planner, error, seed)
+            continue
+        planned += 1
+        check_plan(case, planner, plan, seed)
+    assert planned >= len(seeds) // 5
+
+
+def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerError, seed: int) -> None:
+    """It says what is wrong, and TorchRec's planner finds nothing either under the same sharding types."""
+    text = str(error)
+    if "negative available" in text:
+        return  # TorchRec's own words: the reservation leaves nothing
+    assert any(f"'{kind}" in text for kind in ("bags", "weighted", "sequence", "towers")), (seed, text)
+    if "no sharding type is left" in text or "which TorchRec can't mix" in text:
+        return  # nothing that TorchRec could be given instead
+    assert "bytes" in text, (seed, text)
+    theirs = case.torchrec_plan(planner._constraints)
+    assert theirs is None, f"seed {seed}: TorchRec finds a plan; ours: {text}"
+
+
+def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> None:
+    options, report = planner._best_plan, planner.report()
+    validate_rank_assignment(plan, case.topology)
+    validate_compute_kernels(options)
+    validate_modules_inclusion_in_sharding_plan(plan, case.model, case.sharders)
+    check_tables(case, options, seed)
+    check_memory(case, planner, options, seed)
+    for option in options:
+        check_ranks(case, option, seed)
+    check_towers(case, options, seed)
+    check_constraints(case, planner, options, seed)
+    sharded = {(path, name): one for path, module in plan.plan.items() for name, one in module.items()}
+    for option in options:
+        one = sharded[option.path, option.name]
+        assert (one.sharding_type, one.compute_kernel) == (option.sharding_type, option.compute_kernel), seed
+        assert (one.cache_params, one.enforce_hbm) == (option.cache_params, option.enforce_hbm), seed
+    assert planner.predict(options).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6), seed
+    for rival in report.rivals:
+        assert report.chosen.total_ms <= rival.total_ms * (1 + SLACK) + 1e-9, (seed, rival.name)
+    kinds = {table.name: table.sharding_type for table in report.tables}
+    assert kinds == {option.fqn.removeprefix("."): option.sharding_type for option in options}, seed
+
+
+def check_tables(case: MixedCase, options, seed: int) -> None:
+    """Every table of this device group, once."""
+    expected = {
+        f"{path}.{name}"
+        for path, module in case.model.named_children()
+        for name in table_configs(module)
+        if name not in case.left_out
+    }
+    assert len(options) == len(expected) and {option.fqn for option in options} == expected, seed
+
+
+def check_memory(case: MixedCase, planner: DreamShardPlanner, options, seed: int) -> None:
+    reserved = case.reservation().reserve(
+        case.topology, case.batch_size, case.model, case.sharders, planner._constraints
+    )
+    for kind in ("hbm", "ddr", "ssd"):
+        used = [0] * case.topology.world_size
+        for option in options:
+            for shard in option.shards:
+                used[shard.rank] += getattr(shard.storage, kind)
+        for rank, device in enumerate(reserved.devices):
+            assert used[rank] == 0 or used[rank] <= getattr(device.storage, kind), (seed, rank, kind)
+
+
+def check_ranks(case: MixedCase, option, seed: int) -> None:
+    """Ranks as TorchRec runs the sharding type."""
+    ranks, host = [shard.rank for shard in option.shards], case.topology.local_world_size
+    where = (seed, option.fqn, option.sharding_type, ranks)
+    if option.sharding_type in (RW, DP):
+        assert ranks == list(range(case.topology.world_size)), where
+    elif option.sharding_type in (TWRW, GRID):
+        for first in range(0, len(ranks), host):
+            assert ranks[first] % host == 0, where
+            assert ranks[first : first + host] == list(range(ranks[first], ranks[first] + host)), where
+
+
+def check_towers(case: MixedCase, options, seed: int) -> None:
+    """All tables of a tower on one host."""
+    hosts: dict[str, set[int]] = {}
+    for option in options:
+        if option.dependency:
+            ranks = {shard.rank // case.topology.local_world_size for shard in option.shards}
+            hosts.setdefault(option.dependency, set()).update(ranks)
+    assert all(len(host) == 1 for host in hosts.values()), (seed, hosts)
+
+
+def check_constraints(case: MixedCase, planner: DreamShardPlanner, options, seed: int) -> None:
+    """Sharding types, kernels and slices as constrained; nothing that TorchRec breaks, nor inexact unless asked for."""
+    widths: dict[str, set[int]] = {}
+    for option in options:
+        kind, given = option.sharding_type, case.constraints.get(option.name)
+        where = (seed, option.fqn, kind, option.compute_kernel)
+        module = option.module[1]
+        sharder = next(one for one in case.sharders if one.module_type is type(module))
+        assert kind in sharder.sharding_types(case.topology.compute_device), where
+        assert option.compute_kernel in sharder.compute_kernels(kind, case.topology.compute_device), where
+        named = None if given is None else given.sharding_types
+        assert named is None or kind in named, where
+        assert case.settings["sharding_types"] is None or kind in case.settings["sharding_types"], where
+        if given is not None:
+            assert given.compute_kernels is None or option.compute_kernel in given.compute_kernels, where
+            assert (option.enforce_hbm, option.cache_params) == (given.enforce_hbm, given.cache_params), where
+        config = table_configs(module)[option.name]
+        situation = Situation(
+            module, config, case.topology.compute_device, optimizer_name(option.tensor, sharder.fused_params)
+        )
+        assert broken(kind, situation) is None, where
+        assert named is not None or not case.settings["exact_training"] or inexact(kind, situation) is None, where
+        rows, dim = option.tensor.shape
+        sizes = expected_shards(kind, rows, dim, given and given.min_partition, case.topology)
+        assert [list(shard.size) for shard in option.shards] == sizes, where
+        if kind in (CW, TWCW) and isinstance(module, EmbeddingCollection):
+            widths.setdefault(option.path, set()).update(shard.size[1] for shard in option.shards)
+    assert all(len(width) == 1 for width in widths.values()), (seed, widths)
+
+
+PRINT_PLANS = """
+import sys, torch, warnings
+warnings.simplefilter("ignore")
+torch.set_num_threads(int(sys.argv[1]))
+from tests.mixed_models import mixed_case
+for seed in (6, 7, 12, 13, 15, 19):
+    case = mixed_case(seed)
+    planner = case.planner()
+    try:
+        planner.plan(case.model, case.sharders)
+    except Exception as error:
+        print(type(error).__name__, error)
+        continue
+    print([(o.fqn, o.sharding_type, o.compute_kernel, [s.rank for s in o.shards]) for o in planner._best_plan])
+    print(planner.report())
+"""
+
+
+def test_the_same_plans_in_every_process() -> None:
+    outputs = set()
+    for hash_seed, threads in (("0", "1"), ("1", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        result = subprocess.run(
+            [sys.executable, "-c", PRINT_PLANS, threads], env=environment, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        outputs.add(result.stdout)
+    assert len(outputs) == 1 and "milliseconds" in outputs.pop()
