@@ -91,11 +91,8 @@ def test_constraints_of_towers_hold() -> None:
     made.plan(towers(), SHARDERS)
     options = {option.name: option for option in made._best_plan}
     assert options["a0"].sharding_type == TWRW
-    assert (options["a1"].sharding_type, options["a1"].compute_kernel, options["a1"].num_shards) == (
-        TWCW,
-        "fused_uvm",
-        4,
-    )
+    assert (options["a1"].sharding_type, options["a1"].compute_kernel) == (TWCW, "fused_uvm")
+    assert all(shard.size[1] >= 64 for shard in options["a1"].shards)
 
 
 def test_a_plan_that_tears_a_tower_apart_is_not_rated() -> None:
