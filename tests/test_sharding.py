@@ -14,6 +14,7 @@ from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
 from dreamshard_planner.placement import joint
 from dreamshard_planner.placement.joint import JointConfig, JointOptions, joint_search, lay, level_starts
+from dreamshard_planner.placement.joint_packing import packed_start
 from dreamshard_planner.placement.search import SearchConfig
 
 RANKS, HOST = 4, 2
@@ -201,3 +202,13 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
     heights = [asked.largest_ms[table][option] for table, option in enumerate(chosen)]
     level = sum(asked.total_ms[table][option] for table, option in enumerate(chosen)) / RANKS
     assert max(heights) <= level * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_alone_find_a_start(seed: int) -> None:
+    """In memory that is nearly full when all ranks are level; and none where it cannot hold the tables."""
+    total = int(problem_of(12, seed).problem.storage_PM[::10].sum())  # of whole tables: the first of ten parts each
+    cost = problem_of(12, seed, memory=int(1.08 * total / RANKS))
+    start = packed_start(cost.problem)
+    assert start is not None and cost.fits(start)
+    assert packed_start(problem_of(12, seed, memory=int(0.9 * total / RANKS)).problem) is None
