@@ -15,6 +15,7 @@ from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
 from dreamshard_planner.placement import joint
 from dreamshard_planner.placement.joint import JointConfig, JointOptions, joint_search, lay, level_starts
+from dreamshard_planner.placement.joint_packing import packed_start
 from dreamshard_planner.placement.search import SearchConfig
 
 RANKS, HOST = 4, 2
@@ -203,3 +204,13 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
     level = asked.total_ms_TO[each_T, chosen_T].sum() / RANKS
     assert asked.largest_ms_TO[each_T, chosen_T].max() <= level * (1 + 1e-6)
     assert level >= asked.least_ms / RANKS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_alone_find_a_start(seed: int) -> None:
+    """In memory that is nearly full when all ranks are level; and none where it cannot hold the tables."""
+    total = int(problem_of(12, seed).problem.storage_PM[::10].sum())  # of whole tables: the first of ten parts each
+    cost = problem_of(12, seed, memory=int(1.08 * total / RANKS))
+    start = packed_start(cost.problem)
+    assert start is not None and cost.fits(start)
+    assert packed_start(problem_of(12, seed, memory=int(0.9 * total / RANKS)).problem) is None
