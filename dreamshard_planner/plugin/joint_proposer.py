@@ -143,7 +143,9 @@ class JointProposer(Proposer):
         with single_thread():
             read = self._context.read(self._options, topology)
             cost = self._context.cost(read)
-            starts = [self._start(cost, name, sharding) for name, sharding in self._known_plans(read, topology)]
+            starts = [
+                sharding for name, sharding in self._known_plans(read, topology) if self._fits(cost, name, sharding)
+            ]
             self.result = joint_search(cost, starts, self._config, self._search, self._seed)
         if self.result is None:
             return _smallest(read)
@@ -181,9 +183,11 @@ class JointProposer(Proposer):
         if self.torchrec is not None:
             yield "torchrec", read.sharding(self.torchrec.options)
 
-    def _start(self, cost: ShardingCost, name: str, sharding: Sharding) -> Sharding:
-        self.rivals.append(Contender(name, None, cost.rate(sharding)))
-        return sharding
+    def _fits(self, cost: ShardingCost, name: str, sharding: Sharding) -> bool:
+        """Notes a rival; TorchRec's, which does not reckon with dense gradients, may need more memory than there is."""
+        fits = cost.fits(sharding)
+        self.rivals.append(Contender(name, None, cost.rate(sharding) if fits else None))
+        return fits
 
 
 def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
@@ -200,7 +204,9 @@ def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOptio
         known = [option for option in options if option.compute_kernel in kernels]
         # One column slice is the whole table, in a kernel and an exchange of its own.
         whole = any(option.sharding_type == TW for option in known)
-        by_table[fqn] = [o for o in known if not (whole and o.sharding_type == CW and o.num_shards == 1)]
+        known = [o for o in known if not (whole and o.sharding_type == CW and o.num_shards == 1)]
+        # FBGEMM's CPU kernel crashes on a rank whose tables have no row among them.
+        by_table[fqn] = [o for o in known if all(shard.size[0] for shard in o.shards)] or known
     return _one_width_per_collection(by_table)
 
 
