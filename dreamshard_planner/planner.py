@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ from dreamshard_planner.plugin.limits import check_topology, checked_seed
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
 from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -194,7 +196,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             self._report = f"the last plan failed, {type(error).__name__}: {error}"
             raise
         self._report = self._reported()
+        self._tell_training(self._best_plan or [])
         return sharding_plan
+
+    def _tell_training(self, plan: list[ShardingOption]) -> None:
+        """In the report, and as a warning where tables lose their optimizer: what the plan changes in training."""
+        lost = lost_optimizers(plan, self._reader)
+        if lost is not None:
+            warnings.warn(lost, stacklevel=4)
+        if isinstance(self._report, Report):
+            notes = training_notes(plan, self._reader, self._topology.compute_device)
+            self._report = replace(self._report, notes=(*self._report.notes, *notes))
 
     def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """TorchRec's planning with our parts, made for this module."""

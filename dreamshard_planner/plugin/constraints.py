@@ -13,7 +13,18 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, KEY_VALUE_MEMORY
-from dreamshard_planner.plugin.legal import CW, GRID, TWCW, Situation, broken, inexact, optimizer_name
+from dreamshard_planner.plugin.legal import (
+    CW,
+    GRID,
+    MIXED_MEAN,
+    TWCW,
+    Situation,
+    broken,
+    inexact,
+    is_mean,
+    optimizer_name,
+    without_mixed_means,
+)
 from dreamshard_planner.plugin.limits import check_per_feature
 from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -84,7 +95,33 @@ def planning_constraints(
                 if values:
                     setattr(constraint, what, per_feature(values, len(features), name, what))
         expanded[name] = constraint
+    _keep_means_apart([table for table in tables if table.name in expanded], expanded)
     return expanded
+
+
+def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, ParameterConstraints]) -> None:
+    """Narrow the types of every module's tables to those that mean pooling survives, in place.
+
+    Raises:
+        PlannerError: none is left for a table.
+    """
+    modules: dict[str, list[ShardableTable]] = {}
+    for table in tables:
+        modules.setdefault(table.path, []).append(table)
+    for path, members in modules.items():
+        types = {table.name: constraints[table.name].sharding_types for table in members}
+        if None in types.values():
+            continue  # of another device
+        means = [table.name for table in members if is_mean(table.config)]
+        for name, kept in without_mixed_means(types, means).items():
+            if not kept:
+                raise PlannerError(
+                    f"no sharding type is left for table {f'{path}.{name}'!r} of {types[name]}: {MIXED_MEAN}. Allow "
+                    "whole tables in ParameterConstraints.sharding_types of the module's mean-pooled tables, or those "
+                    "two types for all of its tables.",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+            constraints[name].sharding_types = kept
 
 
 def _usable_kernels(

@@ -151,8 +151,10 @@ class JointProposer(Proposer):
                 read = self._context.read(options, topology)
                 cost = self._context.cost(read)
                 within = {name: _within(read, plan) for name, plan in plans.items()}
-                starts = {name: sharding for name, sharding in within.items() if sharding is not None}
-                rated.update({name: cost.rate(sharding) for name, sharding in starts.items()})
+                plans_here = {name: sharding for name, sharding in within.items() if sharding is not None}
+                # TorchRec's, which does not reckon with dense gradients, may need more memory than there is.
+                starts = {name: sharding for name, sharding in plans_here.items() if cost.fits(sharding)}
+                rated.update({name: cost.rate(starts[name]) if name in starts else None for name in plans_here})
                 result = joint_search(cost, starts.values(), self._config, self._search, self._seed, self._third)
                 if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                     best = read, result
@@ -230,6 +232,8 @@ def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOptio
         # One slice, or one block, is the whole table in a kernel and an exchange of its own.
         whole = {option.compute_kernel for option in known if option.sharding_type == TW}
         by_table[fqn] = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
+        # FBGEMM's CPU kernel crashes on a rank whose tables have no row among them.
+        by_table[fqn] = [o for o in by_table[fqn] if all(shard.size[0] for shard in o.shards)] or by_table[fqn]
     return _one_width_per_collection(by_table)
 
 

@@ -30,8 +30,8 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem, Unit
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key
-from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, optimizer_name
-from dreamshard_planner.plugin.limits import available_bytes, check_needs, check_per_feature, needed_bytes
+from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, Situation, is_weighted, optimizer_name
+from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes, check_needs, check_per_feature, needed_bytes
 from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -39,8 +39,7 @@ from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatist
 
 OUTPUT_BYTES = 4.0
 """Of one output element on the wire: TorchRec's kernels put out fp32 by default."""
-_OPTIMIZERS = {"sgd": "sgd", "exact_sgd": "sgd", "rowwiseadagrad": "rowwise_adagrad"}
-_OPTIMIZERS["exact_rowwise_adagrad"] = "rowwise_adagrad"
+_OPTIMIZERS = {"sgd": "sgd", "exact_sgd": "sgd", "exact_rowwise_adagrad": "rowwise_adagrad"}
 
 
 @dataclass(frozen=True)
@@ -225,6 +224,7 @@ class OptionReader:
         group_P: list[int] = []
         dense_P: list[float] = []
         ssd_P: list[float] = []
+        uncounted_P: list[int] = []
         sent: list[tuple[int, int, float]] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
@@ -248,6 +248,7 @@ class OptionReader:
                     dense_P.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
                     distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
                     ssd_P.append(distinct_bytes if workload.memory == "ssd" else 0.0)
+                    uncounted_P.append(_uncounted_bytes(option, table, workload))
                     for collective, count in self._exchanges(option, workload, topology, links):
                         sent.append((part, columns.setdefault(collective, len(columns)), count))
                 parts.append(part)
@@ -266,8 +267,12 @@ class OptionReader:
         for part, column, count in sent:
             bytes_PC[part, column] = count
         spare = [] if columns else [Collective("none", "world", links.all_to_all)]
+        storage_PM = torch.zeros(len(shard_P), len(MEMORY_KINDS), dtype=torch.int64)
         if with_storage:
             check_needs(by_table.values())
+            storage_PM = needed_bytes(shard_P)
+            kind = MEMORY_KINDS.index("DDR" if topology.compute_device == "cpu" else "HBM")
+            storage_PM[:, kind] += torch.tensor(uncounted_P, dtype=torch.int64)
         problem = ShardingProblem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
@@ -275,7 +280,7 @@ class OptionReader:
             features_PF=feature_matrix(workloads),
             group_P=torch.tensor(group_P, dtype=torch.int64),
             num_groups=max(1, len(groups)),
-            storage_PM=needed_bytes(shard_P) if with_storage else torch.zeros(len(shard_P), 3, dtype=torch.int64),
+            storage_PM=storage_PM,
             capacity_DM=available_bytes(topology),
             bytes_PC=bytes_PC,
             collectives=Collectives([*columns, *spare], topology.intra_group_size, links.all_to_all),
@@ -312,6 +317,19 @@ class OptionReader:
         if module not in self._configs:
             self._configs[module] = table_configs(module)
         return self._configs[module].get(option.name)
+
+    def situation(self, option: ShardingOption, compute_device: str) -> Situation:
+        """Of the option's table, for what its type changes in training."""
+        return Situation(
+            option.module[1],
+            self._config(option),
+            compute_device,
+            optimizer_name(option.tensor, self._fused_params(option)),
+        )
+
+    def in_backward(self, option: ShardingOption) -> bool:
+        """Whether somebody set an in-backward optimizer for the option's table."""
+        return bool(getattr(option.tensor, "_optimizer_classes", None) or self._fused_params(option).get("optimizer"))
 
     def pooling_factors(self, option: ShardingOption) -> list[float]:
         """Pooling factor per feature of the option's table: statistics, else what the option says."""
@@ -423,11 +441,8 @@ class OptionReader:
         return getattr(self._sharder(option), "fused_params", None) or {}
 
     def _module_is_weighted(self, module: nn.Module) -> bool:
-        """Also where it only wraps such a module: feature processors give the lookups weights."""
         if module not in self._weighted:
-            self._weighted[module] = any(
-                child.is_weighted() for child in module.modules() if callable(getattr(child, "is_weighted", None))
-            )
+            self._weighted[module] = is_weighted(module)
         return self._weighted[module]
 
     def _wire_bytes(self, option: ShardingOption) -> float:
@@ -443,6 +458,16 @@ class OptionReader:
         if codecs is not None:
             return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
         return OUTPUT_BYTES if option.output_dtype is None else data_type_to_dtype(option.output_dtype).itemsize
+
+
+def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> int:
+    """What a shard needs beside TorchRec's estimate of its storage: the table-sized gradient of a dense kernel, and
+    what a column slice's row-wise optimizer state, four bytes per row, exceeds its share of the whole table's."""
+    if option.compute_kernel == "dense":
+        return int(shard.rows * shard.dim * shard.weight_bytes)
+    if table.optimizer == "rowwise_adagrad" and table.memory == "device":
+        return int(shard.rows * 4 * (1 - shard.dim / table.dim))
+    return 0
 
 
 def unit_span(option: ShardingOption, topology: Topology) -> int:

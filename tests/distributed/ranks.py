@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torchrec.distributed import comm
 
 TIMEOUT_SECONDS = 120
 
@@ -73,6 +74,7 @@ def _rank_main(
     timeout = timedelta(seconds=TIMEOUT_SECONDS // 2)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     result = function(Rank(rank, world_size, device), *args)
+    comm._INTRA_PG = comm._CROSS_PG = None  # TorchRec keeps the groups of hosts for ever
     gc.collect()  # models are cyclic, and hold the group
     dist.destroy_process_group()
     if backend == "gloo":  # else its threads can abort this process at its exit, rarely

@@ -1,0 +1,47 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a plan changes in the training of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchrec.distributed.planner.types import ShardingOption
+
+from dreamshard_planner.plugin.legal import DP, inexact
+from dreamshard_planner.plugin.reader import OptionReader
+
+MAX_NAMED = 5
+
+
+def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> list[str]:
+    """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for option in plan:
+        reason = inexact(option.sharding_type, reader.situation(option, compute_device))
+        if reason is not None:
+            changed.setdefault((option.sharding_type, reason), []).append(_name(option))
+    return [
+        f"{_names(tables)}: {kind} trains differently than a whole table, {reason}"
+        for (kind, reason), tables in sorted(changed.items())
+    ]
+
+
+def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader) -> str | None:
+    """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
+    lost = [_name(option) for option in plan if option.sharding_type == DP and reader.in_backward(option)]
+    if not lost:
+        return None
+    return (
+        f"{_names(lost)}: the plan is data_parallel, which takes the in-backward optimizer away. They are trained only "
+        "by an optimizer of the script's own, over in_backward_optimizer_filter(model.named_parameters()); or name "
+        "other types in their ParameterConstraints.sharding_types"
+    )
+
+
+def _name(option: ShardingOption) -> str:
+    return option.fqn.removeprefix(".")
+
+
+def _names(tables: Sequence[str]) -> str:
+    named = ", ".join(sorted(tables)[:MAX_NAMED])
+    return named if len(tables) <= MAX_NAMED else f"{named} and {len(tables) - MAX_NAMED} more tables"

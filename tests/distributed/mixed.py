@@ -1,0 +1,354 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Models of several modules whose tables are sharded each in its own way, and their training, on several ranks or one.
+
+Shape letters: B batch (a rank's share), E all embedding dims.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from ranks import Rank
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ModuleSharder, ShardedTensor
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
+from dreamshard_planner.plugin.legal import SHARDING_TYPES
+
+SAMPLES = 16
+"""Of a global batch."""
+MAX_LENGTH = 4
+"""Lookups per sample and feature: from none to these."""
+STEPS = 4
+LEARNING_RATE = 0.5
+
+
+class EveryTypeSharder(EmbeddingBagCollectionSharder):
+    """NOT TorchRec's own: it offers on CPUs what TorchRec's sharder offers on GPUs only, row_wise, table_row_wise and
+    grid_shard, so that these types run on gloo ranks too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(SHARDING_TYPES)
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table, and how it may be sharded."""
+
+    rows: int
+    dim: int
+    sharding_types: tuple[str, ...] | None = None
+    min_partition: int | None = None
+    features: int = 1
+    pooling: PoolingType = PoolingType.SUM
+    data_type: DataType = DataType.FP32
+    planned_lookups: float = 2.0
+    """Per sample, as the planner is told."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        modules: by module, its tables by name. A module whose name starts with ``sequence`` is an EmbeddingCollection,
+            any other an EmbeddingBagCollection, with weighted lookups where it starts with ``weighted``.
+        optimizer: set with ``apply_optimizer_in_backward``; None for none.
+        fused_params: of the sharders.
+        stock: with TorchRec's own sharders; else :class:`EveryTypeSharder`.
+        exact_training: see ``DreamShardPlanner``.
+        planner: ``dreamshard``, or ``torchrec`` for what ours refuses.
+        dense: the script's optimizer for all that no kernel updates; None for none.
+        planned_batch: samples of a rank, as the planner is told.
+    """
+
+    modules: Mapping[str, Mapping[str, TableSpec]]
+    optimizer: type[torch.optim.Optimizer] | None = None
+    fused_params: Mapping[str, Any] = field(default_factory=dict)
+    stock: bool = True
+    exact_training: bool = True
+    planner: str = "dreamshard"
+    dense: type[torch.optim.Optimizer] | None = torch.optim.SGD
+    planned_batch: int = 16
+
+    def tables(self) -> Iterator[tuple[str, str, TableSpec]]:
+        for module, tables in self.modules.items():
+            for name, table in tables.items():
+                yield module, name, table
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it, on a rank."""
+
+    losses: list[float]
+    """Mean over the ranks, per step."""
+    weights: dict[str, Tensor]
+    """By table, whole."""
+    sharding: dict[str, tuple[str, list[int]]]
+    """Sharding type and ranks by table."""
+    notes: tuple[str, ...]
+    """Of the planner's report, on rank 0."""
+    warned: tuple[str, ...]
+    """By the planner."""
+    error: str | None
+    """Of the sharding or training, where that crashed."""
+    allocated: int
+    """Bytes of this rank's tables, see :func:`allocated_bytes`."""
+    planned: tuple[int, ...]
+    """Bytes of host memory that the planner expected, by rank; on rank 0."""
+
+
+def feature_names(table: str, spec: TableSpec) -> list[str]:
+    return [f"{table}_f{k}" for k in range(spec.features)]
+
+
+class MixedModel(nn.Module):
+    """Pooled and sequence embeddings into one linear layer; returns the loss of a batch."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.features: dict[str, list[str]] = {}
+        self.sequence_dims: dict[str, int] = {}
+        width = 0
+        for module, tables in case.modules.items():
+            sequence = module.startswith("sequence")
+            configs = []
+            for name, spec in tables.items():
+                common = {
+                    "name": name,
+                    "num_embeddings": spec.rows,
+                    "embedding_dim": spec.dim,
+                    "feature_names": feature_names(name, spec),
+                    "data_type": spec.data_type,
+                }
+                configs.append(
+                    EmbeddingConfig(**common) if sequence else EmbeddingBagConfig(**common, pooling=spec.pooling)
+                )
+                width += spec.dim * spec.features
+            if sequence:
+                collection: nn.Module = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+            else:
+                collection = EmbeddingBagCollection(
+                    tables=configs, is_weighted=module.startswith("weighted"), device=torch.device("meta")
+                )
+            setattr(self, module, collection)
+            self.features[module] = [name for config in configs for name in config.feature_names]
+            if case.optimizer is not None:
+                apply_optimizer_in_backward(case.optimizer, collection.parameters(), {"lr": LEARNING_RATE})
+        self.top = nn.Linear(width, 1)
+        with torch.no_grad():
+            self.top.weight.uniform_(-1, 1, generator=torch.Generator().manual_seed(100))
+            self.top.bias.zero_()
+
+    def forward(self, batches: dict[str, KeyedJaggedTensor], labels_B: Tensor) -> Tensor:
+        columns = []
+        for module, names in self.features.items():
+            output = getattr(self, module)(batches[module])
+            for name in names:
+                if module.startswith("sequence"):
+                    columns.append(output[name].to_padded_dense(MAX_LENGTH).tanh().sum(1))
+                else:
+                    columns.append(output[name].float())
+        inputs_BE = torch.cat(columns, dim=1)
+        return nn.functional.binary_cross_entropy_with_logits(self.top(inputs_BE.tanh()).squeeze(1), labels_B)
+
+
+def batches(case: Case, step: int, first: int, count: int) -> tuple[dict[str, KeyedJaggedTensor], Tensor]:
+    """Samples ``first`` to ``first + count`` of a step's global batch, by module, and their labels."""
+    generator = torch.Generator().manual_seed(step % 2)  # batches come back, so that what was learned is seen again
+    result = {}
+    for module, tables in case.modules.items():
+        names, indices, weights, lengths = [], [], [], []
+        for table, spec in tables.items():
+            for name in feature_names(table, spec):
+                names.append(name)
+                length_B = torch.randint(MAX_LENGTH + 1, (SAMPLES,), generator=generator)
+                start = int(length_B[:first].sum())
+                index_L = torch.randint(spec.rows, (int(length_B.sum()),), generator=generator)
+                weight_L = torch.rand(len(index_L), generator=generator)
+                lengths.append(length_B[first : first + count])
+                end = start + int(lengths[-1].sum())
+                indices.append(index_L[start:end])
+                weights.append(weight_L[start:end])
+        result[module] = KeyedJaggedTensor(
+            names,
+            torch.cat(indices),
+            torch.cat(weights) if module.startswith("weighted") else None,
+            lengths=torch.cat(lengths),
+        )
+    labels = torch.randint(2, (SAMPLES,), generator=generator).float()
+    return result, labels[first : first + count]
+
+
+def sharders(case: Case) -> list[ModuleSharder[nn.Module]]:
+    bag = EmbeddingBagCollectionSharder if case.stock else EveryTypeSharder
+    fused_params = dict(case.fused_params) or None
+    return [
+        bag(fused_params=copy.copy(fused_params)),
+        EmbeddingCollectionSharder(fused_params=copy.copy(fused_params)),
+    ]
+
+
+def planner_of(case: Case, world_size: int, local_world_size: int) -> EmbeddingShardingPlanner:
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=list(spec.sharding_types) if spec.sharding_types else None,
+            min_partition=spec.min_partition,
+            pooling_factors=[spec.planned_lookups],
+            compute_kernels=["fused", "dense"],
+        )
+        for _, name, spec in case.tables()
+    }
+    common: dict[str, Any] = {
+        "topology": Topology(world_size, "cpu", local_world_size=local_world_size, ddr_cap=8 << 30),
+        "batch_size": case.planned_batch,
+        "constraints": constraints,
+        "stats": [],
+        "debug": False,
+    }
+    if case.planner == "torchrec":
+        return EmbeddingShardingPlanner(**common)
+    return DreamShardPlanner(**common, exact_training=case.exact_training)
+
+
+def train_all(rank: Rank, cases: Mapping[str, Case], hosts: int = 1) -> dict[str, Trained]:
+    """Train every case on all ranks, which are spread evenly over some hosts: TorchRec takes the ranks of a host from
+    the environment."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(rank.world_size // hosts)
+    return {name: train(case, rank, rank.world_size // hosts) for name, case in cases.items()}
+
+
+def train(case: Case, rank: Rank, local_world_size: int) -> Trained:
+    """Train on all ranks; ``error`` where TorchRec crashes, as it then does on every rank."""
+    planner = planner_of(case, rank.world_size, local_world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = planner.collective_plan(MixedModel(case), sharders(case), dist.group.WORLD)
+    warned = tuple(str(warning.message) for warning in caught if warning.category is UserWarning)
+    losses: list[float] = []
+    weights, memory, error = {}, 0, None
+    try:
+        model = DistributedModelParallel(MixedModel(case), device=rank.device, sharders=sharders(case), plan=plan)
+        fill(model)
+        _steps(case, model, rank, losses)
+        weights, memory = whole_weights(model, rank.world_size), allocated_bytes(model)
+    except (AssertionError, RuntimeError, ValueError) as crash:
+        error = f"{type(crash).__name__}: {crash}"
+    sharding = {
+        name: (parameter.sharding_type, list(parameter.ranks))
+        for tables in plan.plan.values()
+        for name, parameter in tables.items()
+    }
+    notes, planned = (), ()
+    if isinstance(planner, DreamShardPlanner) and rank.rank == 0:
+        report = planner.report()
+        notes, planned = report.notes, next(entry.used_bytes for entry in report.memory if entry.kind == "DDR")
+    return Trained(losses, weights, sharding, notes, warned, error, memory, planned)
+
+
+def _steps(case: Case, model: DistributedModelParallel, rank: Rank, losses: list[float]) -> None:
+    count, optimizer = SAMPLES // rank.world_size, None
+    if case.dense is not None:
+        parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+        optimizer = case.dense(parameters.values(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        model.zero_grad()
+        loss = model(*batches(case, step, count * rank.rank, count))
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        total = loss.detach() / rank.world_size
+        dist.all_reduce(total)
+        losses.append(total.item())
+
+
+def allocated_bytes(model: DistributedModelParallel) -> int:
+    """Weights, states of in-backward optimizers and gradients of all tables, on this rank, as they lie in memory after
+    a backward."""
+    total = 0
+    lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]  # not registered
+    for module in itertools.chain.from_iterable(lookup.modules() for lookup in lookups):
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            tensors = [*module.split_embedding_weights()]
+            tensors += [state for states in module.split_optimizer_states() for state in states]
+        elif isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
+            tensors = [module.weights, module.weights.grad]
+        else:
+            continue
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return total
+
+
+def alone(case: Case) -> Case:
+    """The same with whole tables, for one rank."""
+    modules = {module: {name: _whole(spec) for name, spec in tables.items()} for module, tables in case.modules.items()}
+    return replace(case, modules=modules, planner="torchrec")
+
+
+def _whole(spec: TableSpec) -> TableSpec:
+    return replace(spec, sharding_types=("table_wise",))
+
+
+def local_shards(
+    model: DistributedModelParallel,
+) -> Iterator[tuple[str, Sequence[int], list[tuple[list[int], Tensor]]]]:
+    """Of every table: name, shape, and this rank's shards with their offsets in it."""
+    for key, value in model.state_dict().items():
+        if not key.endswith(".weight") or key.startswith("top"):
+            continue
+        if isinstance(value, ShardedTensor):
+            shards = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in value.local_shards()]
+        else:
+            shards = [([0, 0], value.detach())]
+        yield key.split(".")[-2], tuple(value.size()), shards
+
+
+def untrained(name: str, shape: Sequence[int]) -> Tensor:
+    """The weights that a table starts with."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(tuple(shape)).uniform_(-0.5, 0.5, generator=generator)
+
+
+def fill(model: DistributedModelParallel) -> None:
+    """The same weights however the tables are sharded."""
+    for name, shape, shards in local_shards(model):
+        whole = untrained(name, shape)
+        for (row, column), part in shards:
+            part.copy_(whole[row : row + part.shape[0], column : column + part.shape[1]])
+
+
+def whole_weights(model: DistributedModelParallel, world_size: int) -> dict[str, Tensor]:
+    """Weights of every table, put together of all ranks' shards, on every rank."""
+    local = list(local_shards(model))
+    gathered: list[Any] = [local]
+    if world_size > 1:
+        gathered = [None] * world_size
+        dist.all_gather_object(gathered, local)
+    weights: dict[str, Tensor] = {}
+    for name, shape, shards in itertools.chain(*gathered):
+        whole = weights.setdefault(name, torch.full(shape, float("nan")))
+        for (row, column), part in shards:
+            whole[row : row + part.shape[0], column : column + part.shape[1]] = part.float()
+    return weights

@@ -1,0 +1,231 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Every sharding type trained for real on gloo ranks: what is exact is as on one rank, what the planner leaves out is
+not. row_wise, table_row_wise and grid_shard of pooled tables need a sharder of the tests' own on CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from mixed import Case, MixedModel, TableSpec, Trained, alone, planner_of, sharders, train_all, untrained
+from ranks import run_on_ranks
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim import SGD, Adagrad
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner.plugin.legal import BROKEN, CW, DP, GRID, INEXACT, MIXED_MEAN, RW, TW, TWCW, TWRW
+
+MEAN, SUM = PoolingType.MEAN, PoolingType.SUM
+FP16 = DataType.FP16
+
+
+def spec(kind: str, rows: int = 40, dim: int = 8, **arguments) -> TableSpec:
+    """A table that may only be sharded so, with column slices of at least 4 columns."""
+    return TableSpec(rows, dim, (kind,), 4 if kind in (CW, TWCW, GRID) else None, **arguments)
+
+
+def sequence(kinds: tuple[str, ...]) -> dict[str, TableSpec]:
+    """TorchRec's own types of unpooled tables on CPUs."""
+    return {f"{k}_sequence": spec(k, 30 + i, features=1 + i) for i, k in enumerate((TW, CW, RW)) if k in kinds}
+
+
+def stock(optimizer: type, slices: tuple[str, ...] = (CW, TWCW)) -> Case:
+    """TorchRec's own sharders on CPUs, two modules of bags and a sequence; several features, rows not a multiple of the
+    ranks, half precision."""
+    bags = {kind: spec(kind, 33, 16, features=2) for kind in (TW, *slices)}
+    more = {f"{kind}_mean": spec(kind, pooling=MEAN) for kind in (TW, *slices)}
+    half = {f"{kind}_half": spec(kind, data_type=FP16) for kind in (TW, *slices)}
+    modules = {"bags": bags, "weighted": half, "more": more, "sequence": sequence((TW, CW, RW))}
+    return Case(modules, optimizer)
+
+
+def every(optimizer: type, kinds: tuple[str, ...] = (TW, CW, RW, TWRW, GRID)) -> Case:
+    """A sharder of the tests' own: all types in one module, and blocks of rows for weighted, mean-pooled and tiny
+    tables, of which some ranks get no row."""
+    rows = {f"{kind}_{tiny}": spec(kind, tiny, 16, features=2) for kind in (RW,) for tiny in (1, 5)}
+    weighted = {f"{kind}_weighted": spec(kind, 33) for kind in kinds}
+    mean = {"rw_mean": spec(RW, pooling=MEAN), "twrw_mean": spec(TWRW, pooling=MEAN), "rw_sum": spec(RW)}
+    bags = {kind: spec(kind, 33, 16, features=2) for kind in kinds}
+    return Case(
+        {"bags": bags, "tiny": {"anchor": spec(RW), **rows}, "weighted": weighted, "mean": mean}, optimizer, stock=False
+    )
+
+
+FREE = {
+    "hot": TableSpec(1000, 256, None, 64, planned_lookups=200.0),
+    **{f"cold{i}": TableSpec(100 + i, 8, None, 4) for i in range(4)},
+}
+EXACT = {
+    "stock sgd": stock(SGD),
+    "every adagrad": every(Adagrad),
+    "every row-wise adagrad": every(RowWiseAdagrad, (TW, RW, TWRW)),
+    # The script's own optimizer does to it what the in-backward one would have done.
+    "data_parallel sgd": Case({"bags": {"t": spec(DP), "u": spec(DP, 33, 16, features=2), "w": spec(TW)}}, SGD),
+    "free": Case({"bags": FREE, "sequence": {"s": TableSpec(60, 8), "u": TableSpec(50, 8)}}, SGD, planned_batch=4096),
+}
+DIFFERENT = {
+    kind: Case({"bags": {"t": spec(kind)}}, RowWiseAdagrad, stock=kind != GRID) for kind in (CW, TWCW, GRID)
+} | {DP: Case({"bags": {"t": spec(DP), "w": spec(TW)}}, SGD, dense=None)}
+"""Named in a constraint, which is consent."""
+
+
+def torchrec_case(module: str = "bags", **tables: TableSpec) -> Case:
+    return Case({module: tables}, SGD, stock=False, planner="torchrec")
+
+
+WRONG = {
+    "grid mean": (torchrec_case(t=spec(GRID, pooling=MEAN)), BROKEN[0].reason),
+    "row_wise weighted mean": (torchrec_case("weighted", t=spec(RW, pooling=MEAN)), BROKEN[1].reason),
+    "table_row_wise weighted mean": (torchrec_case("weighted", t=spec(TWRW, pooling=MEAN)), BROKEN[1].reason),
+    "row_wise mean beside table_wise": (torchrec_case(t=spec(RW, pooling=MEAN), w=spec(TW)), MIXED_MEAN),
+    "table_row_wise mean beside column_wise mean": (
+        torchrec_case(t=spec(TWRW, pooling=MEAN), w=spec(CW, pooling=MEAN)),
+        MIXED_MEAN,
+    ),
+    "row_wise mean beside data_parallel": (torchrec_case(t=spec(RW, pooling=MEAN), w=spec(DP)), MIXED_MEAN),
+}
+"""TorchRec's plan of it trains without an error, and wrongly: with the reason of ours."""
+CRASHES = {
+    "sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), BROKEN[2].reason),
+}
+
+
+MEMORY = {
+    f"memory {kind} {optimizer.__name__}": Case(
+        {"bags": {"t": replace(spec(kind, 3001, 64), min_partition=16)}}, optimizer, stock=False, planned_batch=1
+    )
+    for kind in (TW, CW, RW, TWRW, GRID, DP)
+    for optimizer in ((SGD, Adagrad, RowWiseAdagrad) if kind != DP else (SGD,))
+}
+"""Batches so small that what is allocated is weights, optimizer states and dense gradients."""
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Trained]:
+    """Of every case, with whole tables on one rank."""
+    cases = EXACT | DIFFERENT | {name: case for name, (case, _) in WRONG.items()}
+    return run_on_ranks(train_all, {name: alone(case) for name, case in cases.items()}, world_size=1)[0]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Trained]]:
+    """By rank, two of one host."""
+    cases = EXACT | DIFFERENT | MEMORY | {name: entry[0] for name, entry in (WRONG | CRASHES).items()}
+    return run_on_ranks(train_all, cases, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[dict[str, Trained]]:
+    """By rank, two hosts of two."""
+    return run_on_ranks(train_all, EXACT, 2, world_size=4)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("ranks", ["on_two", "on_four"])
+def test_exact_plans_train_as_one_rank(
+    name: str, ranks: str, expected: dict[str, Trained], request: pytest.FixtureRequest
+) -> None:
+    one, many = expected[name], request.getfixturevalue(ranks)[0][name]
+    assert many.error is None and one.error is None
+    kinds = {table: kind for table, (kind, _) in many.sharding.items()}
+    for _, table, asked in EXACT[name].tables():
+        assert asked.sharding_types is None or (kinds[table],) == asked.sharding_types
+    assert one.losses[2] != pytest.approx(
+        one.losses[0], rel=0.02
+    )  # the same batch, so that equal losses mean something
+    assert many.losses == pytest.approx(one.losses, rel=1e-5)
+    assert many.weights.keys() == one.weights.keys() == kinds.keys()
+    for table, weight in one.weights.items():
+        torch.testing.assert_close(
+            many.weights[table], weight, rtol=1e-4, atol=1e-5, msg=lambda m, t=table: f"{t}: {m}"
+        )
+
+
+@pytest.mark.parametrize("ranks", ["on_two", "on_four"])
+def test_a_free_plan_splits_the_hot_table(ranks: str, request: pytest.FixtureRequest) -> None:
+    kind, used = request.getfixturevalue(ranks)[0]["free"].sharding["hot"]
+    assert kind == CW and len(set(used)) > 1
+
+
+def test_hosts_hold_their_blocks_of_rows(on_four: list[dict[str, Trained]]) -> None:
+    for kind, used in on_four[0]["every adagrad"].sharding.values():
+        if kind == TWRW:
+            assert used in ([0, 1], [2, 3])
+
+
+@pytest.mark.parametrize("kind", [CW, TWCW, GRID])
+def test_slices_of_a_row_wise_optimizer_train_differently(
+    kind: str, expected: dict[str, Trained], on_two: list[dict[str, Trained]]
+) -> None:
+    one, many = expected[kind], on_two[0][kind]
+    assert many.sharding["t"][0] == kind
+    # Batches come back: the third step is the first to see rows that were updated.
+    assert many.losses[0] == pytest.approx(one.losses[0], rel=1e-5)
+    assert many.losses[2:] != pytest.approx(one.losses[2:], rel=1e-3)
+    assert any(f"bags.t: {kind}" in note and INEXACT[1].reason in note for note in many.notes)
+    assert not many.warned
+
+
+def test_data_parallel_loses_the_optimizer(expected: dict[str, Trained], on_two: list[dict[str, Trained]]) -> None:
+    one, many = expected[DP], on_two[0][DP]
+    assert many.sharding["t"][0] == DP and many.error is None
+    moved = (many.weights["w"] - expected[DP].weights["w"]).abs().max()
+    assert moved > 0  # through the loss
+    whole = untrained("t", tuple(one.weights["t"].shape))
+    assert torch.equal(many.weights["t"], whole) and not torch.allclose(one.weights["t"], whole)
+    assert any(INEXACT[0].reason in note and "bags.t" in note for note in many.notes)
+    (warning,) = (text for text in many.warned if "in-backward" in text)
+    assert "bags.t:" in warning and "bags.w" not in warning
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_tables_take_the_memory_that_is_planned(name: str, on_two: list[dict[str, Trained]]) -> None:
+    """A row-wise state is 1.6% of these weights, and counts."""
+    planned = on_two[0][name].planned
+    allocated = [rank[name].allocated for rank in on_two]
+    assert sum(allocated) >= 3001 * 64 * 4 and allocated == pytest.approx(planned, rel=0.005)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_torchrec_computes_wrongly_what_is_broken(
+    name: str, expected: dict[str, Trained], on_two: list[dict[str, Trained]]
+) -> None:
+    one, many = expected[name], on_two[0][name]
+    assert many.error is None and one.error is None
+    assert many.losses[0] != pytest.approx(one.losses[0], rel=1e-3)  # the forward pass, with the same weights
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_torchrec_crashes_on_what_is_broken(name: str, on_two: list[dict[str, Trained]]) -> None:
+    for rank in on_two:
+        assert rank[name].error is not None
+
+
+@pytest.mark.parametrize("name", [*WRONG, *CRASHES])
+def test_what_is_broken_is_refused_even_where_it_is_named(name: str) -> None:
+    case, reason = (WRONG | CRASHES)[name][:2]
+    ours = replace(case, planner="dreamshard", exact_training=False)
+    with pytest.raises(PlannerError) as error:
+        planner_of(ours, 2, 2).plan(MixedModel(ours), sharders(ours))
+    text = str(error.value)
+    assert reason in text and (".t'" in text or ".w'" in text)
+
+
+def test_a_kernel_without_rows_crashes_on_cpus() -> None:
+    """Why blocks of no rows are not proposed: a rank that has nothing else would run this."""
+    host, device = EmbeddingLocation.HOST, ComputeDevice.CPU
+    for rows in (1, 0):
+        kernel = SplitTableBatchedEmbeddingBagsCodegen([(rows, 8, host, device)])
+        indices, offsets = torch.zeros(rows, dtype=torch.int64), torch.tensor([0, rows])
+        if rows:
+            assert kernel(indices, offsets).shape == (1, 8)
+            continue
+        with pytest.raises(RuntimeError, match="must be a GPU"):
+            kernel(indices, offsets)
