@@ -44,8 +44,9 @@ class SplitField:
     def __init__(self, field: Field, device: str = "cpu", seed: int = 0) -> None:
         self.field, self._device, self._seed = field, device, seed
         self.placers: dict[str, SplitPlacer] = {
-            "dreamshard": partial(self._dreamshard, None),
-            "dreamshard_whole": partial(self._dreamshard, (TW,)),
+            "dreamshard": partial(self._dreamshard, None, None),
+            "dreamshard_shipped": partial(self._dreamshard, None, "auto"),
+            "dreamshard_whole": partial(self._dreamshard, (TW,), None),
             "linear_joint": self._linear_joint,
             "torchrec": partial(self._torchrec, None, True),
             "torchrec_default": partial(self._torchrec, None, False),
@@ -55,15 +56,18 @@ class SplitField:
             "joint_halvings": self._joint_halvings,
         }
 
-    def _dreamshard(self, sharding_types: Sequence[str] | None, task: SplitTask) -> Sharding | None:
-        """The planner as a user calls it."""
+    def _dreamshard(
+        self, sharding_types: Sequence[str] | None, checkpoint: str | None, task: SplitTask
+    ) -> Sharding | None:
+        """The planner as a user calls it; with the field's checkpoint, unless another is given: what ships may have
+        been measured on other hardware."""
         planner = DreamShardPlanner(
             topology=task.topology,
             batch_size=task.local_batch_size,
             constraints=copy.deepcopy(task.constraints),
             statistics=task.statistics,
             storage_reservation=FixedPercentageStorageReservation(0.0),
-            checkpoint=self.field.learned,
+            checkpoint=checkpoint or self.field.learned,
             sharding_types=sharding_types or task.contest.sharding_types,
             seed=self._seed,
             debug=False,
