@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import describe_hardware, hardware_key
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.timing import pinned, time_groups
+from dreamshard_planner.measure.timing import pinned, processor_time, time_groups
 from dreamshard_planner.workload.tables import Workload
 
 REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14
@@ -233,6 +234,24 @@ def test_timed_runs_find_the_memory_of_their_outputs_in_place() -> None:
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert pages >= (64 << 20) // resource.getpagesize()
     assert faults[1] < faults[0] + pages  # eight runs more, and not once the pages of an output
+
+
+def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FusedKernel(GROUPS["one table"], "cpu")
+    forward = kernel.forward
+
+    def waiting() -> torch.Tensor:
+        time.sleep(0.2)  # the thread computes nothing, as if another process had the core
+        return forward()
+
+    monkeypatch.setattr(kernel, "forward", waiting)
+    with pinned(1), processor_time():
+        (by_thread,) = time_groups([kernel], repeats=1, warmup=0)
+    with pinned(1):
+        (by_clock,) = time_groups([kernel], repeats=1, warmup=0)
+    assert 0 < by_thread.samples_ms[0, 0] < by_clock.samples_ms[0, 0] - 100
+    with pinned(2), processor_time(), pytest.raises(TaskError, match="one thread, but 2"):
+        time_groups([kernel], repeats=1)
 
 
 def test_pinned_restores_threads_and_cores() -> None:

@@ -1,0 +1,83 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Contests for placers: held-out tables, ranks, and loose or tight memory.
+
+Shapes: S tables, D devices, M kinds of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.placement.exact import solve
+from dreamshard_planner.placement.tasks import Task, problem_of
+from dreamshard_planner.training import TrainingConfig, pool_tables
+from dreamshard_planner.workload.pools import named_pool
+from dreamshard_planner.workload.tables import workloads_of
+from placers import EXACT_SECONDS, Contest
+
+POOLS = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")
+FILLED = 0.95
+"""Share of all memory that is taken in a tight task."""
+BYTES_PER_MS = 12.5e9 / 1e3  # 100 Gbit/s Ethernet; only the overall cost depends on it
+AnyContest = TypeVar("AnyContest")
+
+
+class Part:
+    """Every ``count``-th six tasks in a row (of all pools, with loose and with tight memory), from the ``index``-th
+    six on; written ``index/count``."""
+
+    def __init__(self, text: str) -> None:
+        index, _, count = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            raise argparse.ArgumentTypeError(f"a part is I/N with I below N, got {text!r}")
+        self.index, self.count = int(index), int(count)
+
+    def of(self, contests: Sequence[AnyContest]) -> Sequence[AnyContest]:
+        """The tasks of this part."""
+        return [contest for i, contest in enumerate(contests) if i // 6 % self.count == self.index]
+
+
+def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
+    """Tasks of 20 to 100 held-out tables on 2, 4 or 8 devices; in half of them they fill 95 % of the memory.
+
+    Pools that never train anything are held out as a whole; of the 26 MLPerf tables a task takes 20 to 26.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    trained = TrainingConfig().pools
+    held_out = {name: pool_tables([name])[1] if name in trained else named_pool(name) for name in POOLS}
+    contests = []
+    for index in range(count):
+        pool = POOLS[index % len(POOLS)]
+        tables = held_out[pool]
+        order = torch.randperm(len(tables), generator=generator)[: pick(20, min(100, len(tables)))].tolist()
+        optimizer = ("sgd", "rowwise_adagrad")[pick(0, 1)]
+        chosen = tuple(replace(tables[i], optimizer=optimizer) for i in order)
+        devices = (2, 4, 8)[pick(0, 2)]
+        tight = index % 2 == 1
+        workloads = tuple(workloads_of(chosen, batch_size))
+        problem = problem_of(workloads, devices)
+        capacity_bytes = int(least_capacity_bytes(problem) * (1.0 if tight else 4.0))
+        problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, capacity_bytes))
+        name = f"{seed}.{index}"
+        model = CollectiveModel(devices, BYTES_PER_MS)
+        contests.append(Contest(name, pool, chosen, Task(workloads, problem), batch_size, tight, model))
+    return contests
+
+
+def least_capacity_bytes(problem: PlacementProblem) -> float:
+    """Of a device so that the tables fill 95 % of all memory, or more where whole tables do not pack that well."""
+    sizes_S = problem.storage_SM[:, 0].double()
+    roomy = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, int(sizes_S.sum())))
+    packed = solve(roomy, EXACT_SECONDS, sizes_S)  # its "milliseconds" are bytes here
+    return max(packed.cost_ms * 1.001, float(sizes_S.sum()) / problem.num_devices / FILLED)
