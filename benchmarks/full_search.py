@@ -12,11 +12,11 @@ data-parallel, on all sides.
 The bound is what no plan over TorchRec's options can be below, memory aside: the sum over tables of their cheapest
 option over the ranks, and the largest part that some table cannot do without.
 
-Each plan is made in a process of its own, one thread, and appends one line to the record; the same command continues
-where it ends, and summarizes. ``--limit`` is the time for TorchRec's search (its ``timeout_seconds``) and the beam's;
-who reaches it is rated by the best plan so far and marked ``>``. What has no plan after ``KILL`` times the limit is
-ended. A larger limit runs again what a smaller one cut. Seconds hold everything from the planner's making to its plan;
-memory is the peak of the process until then, libraries included.
+Each plan is made in a process of its own, on one thread, and appends one line to the record; the same command
+continues where it ends, and summarizes. Seconds are of processor time, so that they mean the same on a shared machine,
+and hold everything from the planner's making to its plan; memory is the peak of the process until then, libraries
+included. ``--limit`` ends TorchRec's proposals and the beam; who reaches it is rated by the best plan so far and marked
+``>``, and who has none long after (:func:`kill_seconds`) is ended. A larger limit runs again what a smaller one cut.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import logging
 import math
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import Enumerator, PlannerError, Proposer, ShardingOption
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -70,7 +71,6 @@ SHARDERS = [EmbeddingBagCollectionSharder()]
 GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
 RESERVED = 0.15
 """Share of memory that TorchRec's planner reserves by default."""
-KILL = 3.0
 MAX_SECONDS = {"random 50 x 8": 1.5, "random 200 x 8": 4.0, "random 200 x 64": 10.0, "random 800 x 64": 40.0}
 """Targets of ours."""
 
@@ -155,11 +155,33 @@ class Made:
     finished: bool
 
 
+class Timed(Proposer):
+    """Another proposer, until there is no time left."""
+
+    def __init__(self, inner: Proposer, left: Callable[[], bool]) -> None:
+        self._inner, self._left, self.cut = inner, left, False
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """The other's."""
+        self._inner.load(search_space, enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The other's, or None where time is up."""
+        proposal = self._inner.propose()
+        self.cut = proposal is not None and not self._left()
+        return None if self.cut else proposal
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        """The other's."""
+        self._inner.feedback(*args, **kwargs)
+
+
 class Contest:
     """One task in one setting; each planner is asked from nothing but the model."""
 
     def __init__(self, task: FullTask, setting: str, limit: float) -> None:
         self.task, self.setting, self.limit = task, setting, limit
+        self._start = time.process_time()
         self.model, self.constraints, self.topology = task.model(), task.constraints(setting), task.topology()
         self.planners: dict[str, Callable[[], Made]] = {
             "dreamshard": self.dreamshard,
@@ -195,10 +217,15 @@ class Contest:
             proposer=proposers,
             stats=[],
             debug=False,
-            timeout_seconds=math.ceil(self.limit),
         )
+        timed = [Timed(proposer, self.left) for proposer in planner._proposers]
+        planner._proposers = timed
         planner.plan(self.model, SHARDERS)
-        return Made(planner._best_plan, all(proposer.propose() is None for proposer in planner._proposers))
+        return Made(planner._best_plan, not any(proposer.cut for proposer in timed))
+
+    def left(self) -> bool:
+        """Whether the limit allows more."""
+        return time.process_time() - self._start < self.limit
 
     def options(self, sharding_types: Sequence[str] | None = None) -> list[ShardingOption]:
         """TorchRec's search space, or that of other sharding types, estimated."""
@@ -219,11 +246,9 @@ class Contest:
 
     def column_beam(self) -> Made:
         """NeuroShard's way, on TorchRec's estimates."""
-        end = time.perf_counter() + self.limit
         context = PlanningContext.of(self.topology, self.constraints, cost_source="torchrec")
         whole = [option for option in self.options([TW]) if option.compute_kernel == "fused"]
-        left = lambda: time.perf_counter() < end  # noqa: E731
-        return Made(*column_beam_plan(context, whole, self.reserved(), self.estimate, left))
+        return Made(*column_beam_plan(context, whole, self.reserved(), self.estimate, self.left))
 
     def bound_ms(self) -> dict[str, float]:
         """What no plan can be below: all work spread evenly, and the largest part that cannot be avoided."""
@@ -255,14 +280,20 @@ class Contest:
         """One planner's line of the record, or the bound's."""
         if name == "bound":
             return self.bound_ms()
-        before_bytes, start = peak_bytes(), time.perf_counter()
+        before_bytes, wall = peak_bytes(), time.perf_counter()
+        self._start = time.process_time()
         try:
-            made = self.planners[name]()
-        except PlannerError as error:
-            return {"seconds": time.perf_counter() - start, "error": str(error).strip().splitlines()[0]}
-        line = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(), "before_bytes": before_bytes}
-        line["finished"] = made.finished
-        return line | (self.rated(made.plan) if made.plan is not None else {"error": "found no plan"})
+            made, error = self.planners[name](), "found no plan"
+        except PlannerError as raised:
+            made, error = Made(None, self.left()), str(raised).strip().splitlines()[0]
+        line = {
+            "seconds": time.process_time() - self._start,
+            "wall_seconds": time.perf_counter() - wall,
+            "peak_bytes": peak_bytes(),
+            "before_bytes": before_bytes,
+            "finished": made.finished,
+        }
+        return line | (self.rated(made.plan) if made.plan is not None else {"error": error})
 
 
 def label(option: ShardingOption) -> str:
@@ -276,6 +307,11 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def kill_seconds(limit: float) -> float:
+    """After which a run is ended: what comes before the search takes time as well."""
+    return 60 + 3 * limit
+
+
 Key = tuple[str, str, str]
 """Task, setting, planner."""
 
@@ -285,10 +321,9 @@ def in_own_process(key: Key, limit: float) -> dict[str, Any]:
     line: dict[str, Any] = dict(zip(("task", "setting", "planner"), key, strict=True))
     line |= {"limit": limit, "commit": commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     command = [sys.executable, __file__, "--limit", str(limit), "--play", *key]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60 + KILL * limit)
-    except subprocess.TimeoutExpired as error:
-        return line | {"seconds": error.timeout, "finished": False, "error": "ended without a plan"}
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == -signal.SIGXCPU:
+        return line | {"seconds": kill_seconds(limit), "finished": False, "error": "ended without a plan"}
     if done.returncode:
         raise RuntimeError(f"{key}: {done.stderr[-2000:]}")
     return line | json.loads(done.stdout.splitlines()[-1])
@@ -339,10 +374,10 @@ def _cell(line: dict[str, Any] | None, key: str, scale: float = 1.0, digits: int
 
 
 def _print_setting(record: dict[Key, dict[str, Any]], setting: str, names: Sequence[str], console: Console) -> None:
-    table = RichTable(title=f"{setting}: rating by TorchRec's perf model (ms), by our cost (ms), seconds, GiB, GB")
+    table = RichTable(title=f"{setting}: rating by TorchRec's perf model (ms), by our cost (ms)")
     for heading in ("task", "planner"):
         table.add_column(heading)
-    for heading in ("torchrec ms", "x dreamshard", "own ms", "plan s", "HBM GiB", "peak GB"):
+    for heading in ("torchrec ms", "x dreamshard", "own ms", "CPU s", "HBM GiB", "peak GB"):
         table.add_column(heading, justify="right")
     table.add_column("types")
     for name in names:
@@ -401,6 +436,7 @@ def main() -> None:
         logging.disable(logging.WARNING)
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(kill_seconds(args.limit)), resource.RLIM_INFINITY))
         task, setting, planner = args.play
         print(json.dumps(Contest(tasks()[task], setting, args.limit).play(planner)))
         return
