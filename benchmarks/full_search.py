@@ -1,0 +1,466 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Plans over every sharding type, on TorchRec's own terms: ours, TorchRec's planner, and a beam over column splits.
+
+    python benchmarks/full_search.py --record benchmarks/results/2026-11-22-full-search.jsonl
+
+Four planners get the same model, topology (GPUs of 80 GB, eight to a host), batch and true pooling factors: TorchRec's
+``EmbeddingShardingPlanner``, the same with its ``DynamicProgrammingProposer``, NeuroShard's beam (``column_beam.py``),
+and ours with ``cost_source="torchrec"``. Every plan is estimated afresh by TorchRec's estimators and rated by its perf
+model (the slowest rank's sum), and by our own cost source as well. Once with all sharding types, once without
+data-parallel, on all sides.
+
+The bound is what no plan over TorchRec's options can be below, memory aside: the sum over tables of their cheapest
+option over the ranks, and the largest part that some table cannot do without.
+
+Each plan is made in a process of its own, on one thread, and appends one line to the record; the same command
+continues where it ends, and summarizes. Seconds are of processor time, so that they mean the same on a shared machine,
+and hold everything from the planner's making to its plan; memory is the peak of the process until then, libraries
+included. ``--limit`` ends TorchRec's proposals and the beam; who reaches it is rated by the best plan so far and marked
+``>``, and who has none long after (:func:`kill_seconds`) is ended. A larger limit runs again what a smaller one cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from torchrec.distributed.planner.types import Enumerator, PlannerError, Proposer, ShardingOption
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from column_beam import column_beam_plan
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.placement.joint import JointOptions
+from dreamshard_planner.plugin.context import PlanningContext
+from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
+from dreamshard_planner.plugin.joint_proposer import usable_options
+from dreamshard_planner.plugin.legal import CW, DP, RW, TW, TWCW, TWRW
+from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
+from dreamshard_planner.workload import named_pool
+from dreamshard_planner.workload.pools import meta_like
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from provenance import commit, provenance
+
+SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
+"""Sharding types of each setting: those that TorchRec's planner uses unasked, with and without data-parallel."""
+SHARDERS = [EmbeddingBagCollectionSharder()]
+GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
+RESERVED = 0.15
+"""Share of memory that TorchRec's planner reserves by default."""
+MAX_SECONDS = {"random 50 x 8": 1.5, "random 200 x 8": 4.0, "random 200 x 64": 10.0, "random 800 x 64": 40.0}
+"""Targets of ours."""
+
+
+def random_tables(count: int) -> list[Table]:
+    """Rows from a thousand to thirty million, pooling factors to a hundred."""
+    rng = random.Random(0)
+    shapes = [(int(10 ** rng.uniform(3, 7.5)), rng.choice([32, 64, 128, 256])) for _ in range(count)]
+    return [
+        Table(f"t{index}", rows, dim, (FeatureStatistics(10 ** rng.uniform(0, 2)),))
+        for index, (rows, dim) in enumerate(shapes)
+    ]
+
+
+@dataclass(frozen=True)
+class FullTask:
+    """A model and the ranks that it is to be planned for."""
+
+    name: str
+    make: Callable[[], list[Table]]
+    ranks: int
+    batch_size: int = 8192
+
+    def model(self) -> nn.Module:
+        """On the meta device: planning reads shapes only."""
+        model = nn.Module()
+        model.sparse = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=table.name,
+                    num_embeddings=table.rows,
+                    embedding_dim=table.dim,
+                    feature_names=[f"{table.name}_{index}" for index in range(len(table.features))],
+                )
+                for table in self.make()
+            ],
+        )
+        return model
+
+    def constraints(self, setting: str) -> dict[str, ParameterConstraints]:
+        """True pooling factors and the setting's sharding types, for every planner alike."""
+        return {
+            table.name: ParameterConstraints(
+                sharding_types=list(SETTINGS[setting]) if setting != "all" else None,
+                pooling_factors=[feature.pooling_factor for feature in table.features],
+            )
+            for table in self.make()
+        }
+
+    def topology(self) -> Topology:
+        """Hosts of eight GPUs."""
+        return Topology(
+            self.ranks, "cuda", hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=min(RANKS_PER_HOST, self.ranks)
+        )
+
+
+def tasks() -> dict[str, FullTask]:
+    """All of them, small ones first."""
+    made = [FullTask("mlperf x 8", lambda: named_pool("mlperf_dlrm_dcnv2"), 8)]
+    made += [FullTask(f"meta {n} x {ranks}", lambda n=n: meta_like(num_tables=n), ranks) for n, ranks in META]
+    made += [FullTask(f"random {n} x {ranks}", lambda n=n: random_tables(n), ranks, 2048) for n, ranks in RANDOM]
+    made += [
+        FullTask(f"merlin {model} x {ranks}", lambda model=model: named_pool(f"merlin_{model}"), ranks)
+        for model in MERLIN
+        for ranks in (8, 16, 64, 128)
+    ]
+    return {task.name: task for task in sorted(made, key=lambda task: len(task.make()) * task.ranks)}
+
+
+META = ((60, 8), (200, 8), (60, 64), (200, 64))
+RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
+MERLIN = ("tiny", "small", "medium", "large")
+QUICK = ("mlperf x 8", "random 50 x 8")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, None where none was found, and whether its search came to an end."""
+
+    plan: list[ShardingOption] | None
+    finished: bool
+
+
+class Timed(Proposer):
+    """Another proposer, until there is no time left."""
+
+    def __init__(self, inner: Proposer, left: Callable[[], bool]) -> None:
+        self._inner, self._left, self.cut = inner, left, False
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """The other's."""
+        self._inner.load(search_space, enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The other's, or None where time is up."""
+        proposal = self._inner.propose()
+        self.cut = proposal is not None and not self._left()
+        return None if self.cut else proposal
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        """The other's."""
+        self._inner.feedback(*args, **kwargs)
+
+
+class Contest:
+    """One task in one setting; each planner is asked from nothing but the model."""
+
+    def __init__(self, task: FullTask, setting: str, limit: float) -> None:
+        self.task, self.setting, self.limit = task, setting, limit
+        self._start = time.process_time()
+        self.model, self.constraints, self.topology = task.model(), task.constraints(setting), task.topology()
+        self.planners: dict[str, Callable[[], Made]] = {
+            "dreamshard": self.dreamshard,
+            "torchrec": lambda: self.torchrec(None),
+            "torchrec_dynamic": lambda: self.torchrec([DynamicProgrammingProposer()]),
+            "column_beam": self.column_beam,
+        }
+
+    def estimate(self, options: list[ShardingOption]) -> None:
+        """TorchRec's perf and storage."""
+        estimate_all(torchrec_estimators(self.topology, self.constraints), options, SHARDERS)
+
+    def dreamshard(self) -> Made:
+        """Ours, on TorchRec's estimates."""
+        planner = DreamShardPlanner(
+            topology=self.topology,
+            batch_size=self.task.batch_size,
+            constraints=self.constraints,
+            stats=[],
+            debug=False,
+            exact_training=False,
+            cost_source="torchrec",
+        )
+        planner.plan(self.model, SHARDERS)
+        return Made(planner._best_plan, True)
+
+    def torchrec(self, proposers: list | None) -> Made:
+        """TorchRec's, with its own proposers or others."""
+        planner = EmbeddingShardingPlanner(
+            topology=self.topology,
+            batch_size=self.task.batch_size,
+            constraints=self.constraints,
+            proposer=proposers,
+            stats=[],
+            debug=False,
+        )
+        timed = [Timed(proposer, self.left) for proposer in planner._proposers]
+        planner._proposers = timed
+        planner.plan(self.model, SHARDERS)
+        return Made(planner._best_plan, not any(proposer.cut for proposer in timed))
+
+    def left(self) -> bool:
+        """Whether the limit allows more."""
+        return time.process_time() - self._start < self.limit
+
+    def options(self, sharding_types: Sequence[str] | None = None) -> list[ShardingOption]:
+        """TorchRec's search space, or that of other sharding types, estimated."""
+        constraints = {
+            name: ParameterConstraints(
+                sharding_types=list(sharding_types or constraint.sharding_types or SETTINGS["all"]),
+                pooling_factors=constraint.pooling_factors,
+            )
+            for name, constraint in self.constraints.items()
+        }
+        return FastEnumerator(self.topology, self.task.batch_size, constraints).enumerate(self.model, SHARDERS)
+
+    def reserved(self) -> Topology:
+        """What TorchRec's default reservation leaves."""
+        return HeuristicalStorageReservation(RESERVED).reserve(
+            self.topology, self.task.batch_size, self.model, SHARDERS, self.constraints
+        )
+
+    def column_beam(self) -> Made:
+        """NeuroShard's way, on TorchRec's estimates."""
+        context = PlanningContext.of(self.topology, self.constraints, cost_source="torchrec")
+        whole = [option for option in self.options([TW]) if option.compute_kernel == "fused"]
+        return Made(*column_beam_plan(context, whole, self.reserved(), self.estimate, self.left))
+
+    def bound_ms(self) -> dict[str, float]:
+        """What no plan can be below: all work spread evenly, and the largest part that cannot be avoided."""
+        context = PlanningContext.of(self.topology, self.constraints, cost_source="torchrec")
+        asked = JointOptions(context.cost(context.read(usable_options(self.options()))))
+        return {
+            "level_ms": asked.least_ms / self.task.ranks,
+            "largest_ms": float(asked.largest_ms_TO.min(1).max()),
+        }
+
+    def rated(self, plan: list[ShardingOption]) -> dict[str, Any]:
+        """One plan, estimated afresh."""
+        self.estimate(plan)
+        used = [0] * self.task.ranks
+        for option in plan:
+            for shard in option.shards:
+                used[shard.rank] += shard.storage.hbm
+        context = PlanningContext.of(self.topology, self.constraints)
+        return {
+            "torchrec_ms": NoopPerfModel(self.topology).rate(plan),
+            "own_ms": float(DreamShardPerfModel(self.topology, context=context).costs(plan).overall_ms_B[0]),
+            "own_source": str(context.compute.source),
+            "hbm_bytes": max(used),
+            "hbm_limit_bytes": min(device.storage.hbm for device in self.reserved().devices),
+            "types": dict(Counter(label(option) for option in plan).most_common()),
+        }
+
+    def play(self, name: str) -> dict[str, Any]:
+        """One planner's line of the record, or the bound's."""
+        if name == "bound":
+            return self.bound_ms()
+        before_bytes, wall = peak_bytes(), time.perf_counter()
+        self._start = time.process_time()
+        try:
+            made, error = self.planners[name](), "found no plan"
+        except PlannerError as raised:
+            made, error = Made(None, self.left()), str(raised).strip().splitlines()[0]
+        line = {
+            "seconds": time.process_time() - self._start,
+            "wall_seconds": time.perf_counter() - wall,
+            "peak_bytes": peak_bytes(),
+            "before_bytes": before_bytes,
+            "finished": made.finished,
+        }
+        return line | (self.rated(made.plan) if made.plan is not None else {"error": error})
+
+
+def label(option: ShardingOption) -> str:
+    """Sharding type, with the kernel where that is not the usual one."""
+    usual = option.compute_kernel in ("fused", "dense")
+    return option.sharding_type if usual else f"{option.sharding_type} {option.compute_kernel}"
+
+
+def peak_bytes() -> int:
+    """Of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def kill_seconds(limit: float) -> float:
+    """After which a run is ended: what comes before the search takes time as well."""
+    return 60 + 3 * limit
+
+
+Key = tuple[str, str, str]
+"""Task, setting, planner."""
+
+
+def in_own_process(key: Key, limit: float) -> dict[str, Any]:
+    """Plan and rate in a new process; ended where it takes too long."""
+    line: dict[str, Any] = dict(zip(("task", "setting", "planner"), key, strict=True))
+    line |= {"limit": limit, "commit": commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    command = [sys.executable, __file__, "--limit", str(limit), "--play", *key]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == -signal.SIGXCPU:
+        return line | {"seconds": kill_seconds(limit), "finished": False, "error": "ended without a plan"}
+    if done.returncode:
+        raise RuntimeError(f"{key}: {done.stderr[-2000:]}")
+    return line | json.loads(done.stdout.splitlines()[-1])
+
+
+def read_record(path: Path) -> dict[Key, dict[str, Any]]:
+    """The last line of each key."""
+    if not path.exists():
+        return {}
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    return {(line["task"], line["setting"], line["planner"]): line for line in lines if "task" in line}
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """NaN of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+PLANNERS = ("dreamshard", "torchrec", "torchrec_dynamic", "column_beam")
+TYPE_NAMES = {"data_parallel": "dp", "table_column_wise": "twcw", "table_row_wise": "twrw"}
+TYPE_NAMES |= {"table_wise": "tw", "column_wise": "cw", "row_wise": "rw", "fused_": ""}
+
+
+def summarize(record: dict[Key, dict[str, Any]], console: Console) -> None:
+    """Tables by setting, geometric means, and the targets."""
+    names = [name for name in tasks() if any(key[0] == name for key in record)]
+    for setting in SETTINGS:
+        shown = [name for name in names if (name, setting, "dreamshard") in record]
+        if shown:
+            _print_setting(record, setting, shown, console)
+    for setting in SETTINGS:
+        _print_targets(record, setting, console)
+
+
+def _cell(line: dict[str, Any] | None, key: str, scale: float = 1.0, digits: int = 2) -> str:
+    if line is None:
+        return ""
+    if key not in line:
+        return "-" if "error" in line else ""
+    mark = "" if line.get("finished", True) else ">"
+    return f"{mark}{line[key] * scale:.{digits}f}"
+
+
+def _print_setting(record: dict[Key, dict[str, Any]], setting: str, names: Sequence[str], console: Console) -> None:
+    table = RichTable(title=f"{setting}: rating by TorchRec's perf model (ms), by our cost (ms)")
+    for heading in ("task", "planner"):
+        table.add_column(heading)
+    for heading in ("torchrec ms", "x dreamshard", "own ms", "CPU s", "HBM GiB", "peak GB"):
+        table.add_column(heading, justify="right")
+    table.add_column("types")
+    for name in names:
+        ours = record[name, setting, "dreamshard"].get("torchrec_ms")
+        for planner in (*PLANNERS, "bound"):
+            line = record.get((name, setting, planner))
+            if line is None:
+                continue
+            if planner == "bound":
+                line = line | {"torchrec_ms": max(line["level_ms"], line["largest_ms"])}
+            ratio = f"{line['torchrec_ms'] / ours:.3f}" if ours and "torchrec_ms" in line else ""
+            kinds = line.get("error") or " ".join(f"{count} {kind}" for kind, count in line.get("types", {}).items())
+            for long, short in TYPE_NAMES.items():
+                kinds = kinds.replace(long, short)
+            cells = [_cell(line, "torchrec_ms"), ratio, _cell(line, "own_ms"), _cell(line, "seconds", digits=1)]
+            cells += [_cell(line, "hbm_bytes", 2**-30, 1), _cell(line, "peak_bytes", 1e-9)]
+            table.add_row(name if planner == PLANNERS[0] else "", planner, *cells, kinds[:60])
+        table.add_section()
+    console.print(table)
+
+
+def _print_targets(record: dict[Key, dict[str, Any]], setting: str, console: Console) -> None:
+    ours = {name: line for (name, kind, planner), line in record.items() if (kind, planner) == (setting, "dreamshard")}
+    for rival in PLANNERS[1:]:
+        for which in ("torchrec_ms", "own_ms"):
+            ratios = {
+                name: (line[which] / record[name, setting, rival][which], record[name, setting, rival]["finished"])
+                for name, line in ours.items()
+                if which in line and which in record.get((name, setting, rival), {})
+            }
+            worse = ", ".join(f"{name} {ratio:.3f}" for name, (ratio, _) in ratios.items() if ratio > 1 + 1e-9)
+            if not ratios:
+                continue
+            mean, ended = geometric_mean(r for r, _ in ratios.values()), [r for r, done in ratios.values() if done]
+            console.print(
+                f"{setting}, {which}: dreamshard / {rival} {mean:.3f} over {len(ratios)} tasks, "
+                f"{geometric_mean(ended):.3f} over the {len(ended)} that {rival} finished; above 1: {worse or 'none'}"
+            )
+    for name, line in ours.items():
+        if line["seconds"] > MAX_SECONDS.get(name, math.inf):
+            console.print(f"{setting}: {name} took {line['seconds']:.1f} s, target {MAX_SECONDS[name]} s")
+        if line.get("peak_bytes", 0) > 2e9:
+            console.print(f"{setting}: {name} took {line['peak_bytes'] / 1e9:.2f} GB, target 2 GB")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, default=Path("full-search.jsonl"))
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of search")
+    parser.add_argument("--tasks", default=None, help="comma-separated names; all by default")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--planners", default=",".join((*PLANNERS, "bound")))
+    parser.add_argument("--quick", action="store_true", help="two small tasks in the first setting: a minute")
+    parser.add_argument("--again", action="store_true", help="also what is in the record; the last line counts")
+    parser.add_argument("--play", nargs=3, metavar=("TASK", "SETTING", "PLANNER"), help="one run, in this process")
+    args = parser.parse_args()
+    if args.play:
+        logging.disable(logging.WARNING)
+        warnings.filterwarnings("ignore")
+        torch.set_num_threads(1)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(kill_seconds(args.limit)), resource.RLIM_INFINITY))
+        task, setting, planner = args.play
+        print(json.dumps(Contest(tasks()[task], setting, args.limit).play(planner)))
+        return
+    names = QUICK if args.quick else args.tasks.split(",") if args.tasks else tuple(tasks())
+    settings = tuple(SETTINGS)[:1] if args.quick else args.settings.split(",")
+    if not args.record.exists():
+        append(args.record, provenance(torch.device("cpu")))
+    console = Console(width=170)
+    for name in names:
+        for setting in settings:
+            for planner in args.planners.split(","):
+                key = (name, setting, planner)
+                known = read_record(args.record).get(key)
+                if known and not args.again and (known.get("finished", True) or known["limit"] >= args.limit):
+                    continue
+                line = in_own_process(key, args.limit)
+                append(args.record, line)
+                told = [f"{what} {line[what]:.4g}" for what in ("seconds", "torchrec_ms", "level_ms") if what in line]
+                console.print(*key, *told)
+    summarize(read_record(args.record), console)
+
+
+if __name__ == "__main__":
+    main()
