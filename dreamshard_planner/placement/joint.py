@@ -41,6 +41,11 @@ WORTH = 1e-3
 """Share of the cost that a kick has to bring."""
 PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
+SMALLER = 0.7
+"""Largest part of an option that makes a table's parts smaller, of the largest that it has."""
+MAX_EVENED = 16
+TABLES_EVENED = 2000
+"""Numbers of tables to spread that are tried, and these times tables."""
 FILLED_STARTS = 3
 """Starts, the cheapest, whose memory is filled up."""
 FILL_ATTEMPTS = 24
@@ -248,6 +253,32 @@ def level_starts(cost: ShardingCost) -> list[Sharding]:
     return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
 
 
+def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
+    """The same with some tables in smaller parts: where n equal parts do not divide among the ranks (24 on 16), the
+    rest of that division costs a whole part more than level, and no change of a single table helps. Tables are spread
+    in the order of what that adds in all per millisecond of part that it takes away, one, two, ... and ever more."""
+    each_T, now_T = np.arange(len(sharding.options)), np.array(sharding.options)
+    largest_T = asked.largest_ms_TO[each_T, now_T]
+    smaller_TO = (asked.largest_ms_TO < SMALLER * largest_T[:, None]) & asked.fits_TO
+    spread_TO = np.where(smaller_TO, asked.total_ms_TO, np.inf)
+    spread_T = spread_TO.argmin(1)
+    added_T = spread_TO[each_T, spread_T] - asked.total_ms_TO[each_T, now_T]
+    rate_T = np.where(smaller_TO.any(1), added_T / np.maximum(largest_T, 1e-30), np.inf)
+    order = [table for table in np.argsort(rate_T, kind="stable").tolist() if rate_T[table] < np.inf]
+    if not order:
+        return []
+    most = max(4, min(MAX_EVENED, TABLES_EVENED // len(order)))
+    counts = sorted({*range(1, most // 2 + 1), *(round(len(order) ** (i / most)) for i in range(1, most))})
+    variants = []
+    for count in counts:
+        options_T = now_T.copy()
+        options_T[order[:count]] = spread_T[order[:count]]
+        laid = lay(cost, options_T.tolist())
+        if laid is not None:
+            variants.append(laid)
+    return variants
+
+
 def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     capacity_M = cost.problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
@@ -325,8 +356,12 @@ def joint_search(
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
+    asked = JointOptions(cost)
     for start in order[: config.starts]:
         descents.descend(start)
+        variants = evened(cost, asked, start) if descents.left() else []
+        if variants:
+            descents.descend(min(variants, key=cost.overall_ms))
     fruitless = 0
     while descents.left() and fruitless < config.kicks:
         worth_it = descents.best_ms * (1 - WORTH)
