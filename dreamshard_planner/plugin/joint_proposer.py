@@ -86,7 +86,7 @@ class JointProposer(Proposer):
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
         """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel."""
         self.rivals, self.result, self.torchrec = [], None, None
-        self._options = usable_options(search_space)
+        self._options = usable_options(search_space, self._context.topology.compute_device)
         self._only_whole = all(option.sharding_type == TW for option in self._options)
         if self._only_whole:
             self._table_wise.load(self._options, enumerator)
@@ -210,7 +210,7 @@ def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
         raise
 
 
-def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
+def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
     """Options whose cost is known, and of those that amount to the same only one.
 
     Raises:
@@ -231,9 +231,16 @@ def usable_options(search_space: Sequence[ShardingOption]) -> list[ShardingOptio
             )
         # One slice, or one block, is the whole table in a kernel and an exchange of its own.
         whole = {option.compute_kernel for option in known if option.sharding_type == TW}
-        by_table[fqn] = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
-        # FBGEMM's CPU kernel crashes on a rank whose tables have no row among them.
-        by_table[fqn] = [o for o in by_table[fqn] if all(shard.size[0] for shard in o.shards)] or by_table[fqn]
+        known = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
+        # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
+        by_table[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
+        if not by_table[fqn]:
+            raise PlannerError(
+                f"table {fqn.removeprefix('.')!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
+                f"any where it is sharded {sorted({o.sharding_type for o in known})}, and FBGEMM's CPU kernels crash "
+                "on that: allow another type in its ParameterConstraints.sharding_types.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
     return _one_width_per_collection(by_table)
 
 

@@ -48,8 +48,8 @@ def stock(optimizer: type, slices: tuple[str, ...] = (CW, TWCW)) -> Case:
 
 def every(optimizer: type, kinds: tuple[str, ...] = (TW, CW, RW, TWRW, GRID)) -> Case:
     """A sharder of the tests' own: all types in one module, and blocks of rows for weighted, mean-pooled and tiny
-    tables, of which some ranks get no row."""
-    rows = {f"{kind}_{tiny}": spec(kind, tiny, 16, features=2) for kind in (RW,) for tiny in (1, 5)}
+    tables, whose last blocks are uneven."""
+    rows = {f"{kind}_{tiny}": spec(kind, tiny, 16, features=2) for kind in (RW,) for tiny in (4, 7)}
     weighted = {f"{kind}_weighted": spec(kind, 33) for kind in kinds}
     mean = {"rw_mean": spec(RW, pooling=MEAN), "twrw_mean": spec(TWRW, pooling=MEAN), "rw_sum": spec(RW)}
     bags = {kind: spec(kind, 33, 16, features=2) for kind in kinds}
@@ -229,3 +229,12 @@ def test_a_kernel_without_rows_crashes_on_cpus() -> None:
             continue
         with pytest.raises(RuntimeError, match="must be a GPU"):
             kernel(indices, offsets)
+
+
+def test_blocks_without_rows_are_refused_on_cpus() -> None:
+    case = Case({"bags": {"t": spec(RW, 1), "w": TableSpec(1, 8, (TW, RW))}}, SGD, stock=False)
+    with pytest.raises(PlannerError, match="'bags.t' has 1 rows, which leave some rank without"):
+        planner_of(case, 2, 2).plan(MixedModel(case), sharders(case))
+    free = replace(case, modules={"bags": {"w": case.modules["bags"]["w"]}})
+    plan = planner_of(free, 2, 2).plan(MixedModel(free), sharders(free))
+    assert plan.plan["bags"]["w"].sharding_type == TW
