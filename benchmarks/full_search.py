@@ -253,7 +253,7 @@ class Contest:
     def bound_ms(self) -> dict[str, float]:
         """What no plan can be below: all work spread evenly, and the largest part that cannot be avoided."""
         context = PlanningContext.of(self.topology, self.constraints, cost_source="torchrec")
-        asked = JointOptions(context.cost(context.read(usable_options(self.options()))))
+        asked = JointOptions(context.cost(context.read(usable_options(self.options(), "cuda"))))
         return {
             "level_ms": asked.least_ms / self.task.ranks,
             "largest_ms": float(asked.largest_ms_TO.min(1).max()),

@@ -195,7 +195,7 @@ class SplitTask:
         self.reader = OptionReader(self.constraints, self.statistics, self.sharders)
         options = self._enumerate(self.constraints)
         self.storages = {_key(option): [shard.storage for shard in option.shards] for option in options}
-        allowed = usable_options(options)
+        allowed = usable_options(options, "cpu")
         self.topology = self._topology(capacity_bytes or self._capacity_bytes(allowed))
         self.context = PlanningContext(self.topology, self.reader, checkpoint)
         self.allowed: ReadProblem = self.context.read(allowed)

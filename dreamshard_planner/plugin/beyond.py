@@ -58,7 +58,7 @@ def beyond_exact_training(
         seed: of the search.
     """
     with single_thread():
-        options = usable_options(search_space)
+        options = usable_options(search_space, context.topology.compute_device)
         read = context.read(options, topology)
         cost = context.cost(read)
         exact = read.sharding(outcome.read.assign(outcome.sharding))
