@@ -1,4 +1,5 @@
-# make demo         train a DLRM with the 26 MLPerf tables on 2 ranks under three planners; ends with a table
+# make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
+#                   split tables by columns; ends with a table
 # make test         all tests
 # make test-matrix  the smoke test and TorchRec's seams with other releases of TorchRec
 # Each makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
@@ -34,7 +35,8 @@ $(STAMP): $(LOCK) setup.cfg pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/run_dlrm.py
+	$(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/run_dlrm.py --hot 6 --optimizer adagrad \
+	    --sharding-types table_wise,column_wise --min-partition 32 --planners dreamshard,torchrec,torchrec_default --copies 2
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

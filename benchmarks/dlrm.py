@@ -1,25 +1,26 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A DLRM for a table collection, and batches for it that read the tables as the collection says.
 
-Shape letters: B local batch, D dense features, F sparse features x global batch, L lookups.
+Shape letters: B local batch, D dense features or columns, R rows, F sparse features x global batch, L lookups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.measure.kernels import draw_inputs
-from dreamshard_planner.workload.tables import Table, workloads_of
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 
 DENSE_FEATURES = 13  # Criteo's
 SIZES = {"small": ((128,), (128, 1)), "mlperf": ((512, 256), (1024, 1024, 512, 256, 1))}
@@ -29,13 +30,14 @@ where dense layers are slow, embeddings stay as visible a part of the step as th
 CROSS_LAYERS, CROSS_RANK = 3, 512  # MLPerf DLRM-DCNv2
 
 
-def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0) -> tuple[list[Table], str]:
+def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float = 1.0) -> tuple[list[Table], str]:
     """Tables of at most ``max_rows`` rows, and in words what was changed.
 
     Args:
         pool: the tables as they are.
         max_rows: larger tables are cut to this many rows.
         dim: of all tables; 0 keeps theirs, which must then be the same.
+        hot: the table that is read most is read so many times as often.
 
     Raises:
         ValueError: the tables have several dims, which DLRM's interaction can't take.
@@ -45,12 +47,23 @@ def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0) -> tuple[li
     if len(dims) > 1:
         raise ValueError(f"DLRM needs one embedding dim, these tables have {dims}: choose one with --dim")
     cut = sum(old.rows > new.rows for old, new in zip(pool, tables, strict=True))
+    hottest = max(range(len(tables)), key=lambda index: tables[index].pooling_factor)
+    tables[hottest] = _heated(tables[hottest], hot)
+    heat = f", {tables[hottest].name} read {hot:g} times as often" if hot != 1 else ""
     before, after = (sum(table.rows for table in some) for some in (pool, tables))
     size_gb = [sum(table.size_bytes for table in some) / 1e9 for some in (pool, tables)]
     return tables, (
         f"{len(tables)} tables of dim {dims[0]}, {cut} of them cut to {max_rows:,} rows: "
-        f"rows in all {before:,} -> {after:,}, weights {size_gb[0]:,.1f} -> {size_gb[1]:,.2f} GB"
+        f"rows in all {before:,} -> {after:,}, weights {size_gb[0]:,.1f} -> {size_gb[1]:,.2f} GB{heat}"
     )
+
+
+def _heated(table: Table, times: float) -> Table:
+    """The table with more lookups per sample; how they reuse rows is then derived from rows and lookups."""
+    if times == 1:
+        return table
+    features = tuple(FeatureStatistics(feature.pooling_factor * times) for feature in table.features)
+    return replace(table, features=features)
 
 
 def feature_names(table: Table) -> list[str]:
@@ -62,7 +75,7 @@ def make_model(tables: Sequence[Table], size: str, seed: int, device: torch.devi
     """DLRM with its loss.
 
     Dense weights come from the seed and are on ``device``. Embeddings are on no device until the model is sharded;
-    then each table's weights come from the seed too, whichever rank holds it.
+    :func:`fill_tables` then gives them weights.
     """
     collection = EmbeddingBagCollection(
         device=torch.device("meta"),
@@ -72,9 +85,8 @@ def make_model(tables: Sequence[Table], size: str, seed: int, device: torch.devi
                 num_embeddings=table.rows,
                 embedding_dim=table.dim,
                 feature_names=feature_names(table),
-                init_fn=partial(_fill, seed=seed + index, limit=table.rows**-0.5),
             )
-            for index, table in enumerate(tables)
+            for table in tables
         ],
     )
     below, above = SIZES[size]
@@ -87,8 +99,22 @@ def make_model(tables: Sequence[Table], size: str, seed: int, device: torch.devi
 
 
 @torch.no_grad()
-def _fill(weight: Tensor, seed: int, limit: float) -> None:
-    weight.uniform_(-limit, limit, generator=torch.Generator(weight.device).manual_seed(seed))
+def fill_tables(model: DistributedModelParallel, tables: Sequence[Table], seed: int) -> None:
+    """Weights that come from the seed, whichever rank holds which part of a table."""
+    index_of = {table.name: index for index, table in enumerate(tables)}
+    for key, value in model.state_dict().items():
+        index = index_of.get(key.split(".")[-2]) if "embedding_bags" in key else None
+        if index is None:
+            continue
+        table = tables[index]
+        limit, generator = table.rows**-0.5, torch.Generator().manual_seed(seed + index)
+        weight_RD = torch.empty(table.rows, table.dim).uniform_(-limit, limit, generator=generator)
+        if isinstance(value, ShardedTensor):
+            parts = [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
+        else:  # data-parallel
+            parts = [((0, 0), value)]
+        for (row, column), part in parts:
+            part.copy_(weight_RD[row : row + part.shape[0], column : column + part.shape[1]])
 
 
 def make_batches(

@@ -13,11 +13,11 @@ merit. Planners:
     dreamshard         this package, with statistics of the batches
     torchrec           TorchRec's planner, given the true pooling factors
     torchrec_default   TorchRec's planner without statistics (pooling factor 1), as most users run it
-    lookup_greedy      a greedy rule; any other of this package works too
-    skewed_0, ...      arbitrary placements from balanced to badly skewed, as many as --skewed says: what
-                       step_formula.py needs
+    lookup_greedy      a greedy rule for whole tables; any other of this package works too
+    skewed_0, ...      arbitrary placements of whole tables from balanced to badly skewed, as many as --skewed says:
+                       what step_formula.py needs
 
-All of them place whole tables (table-wise) in fused kernels, so that only the placement differs.
+Planners may use the sharding types that --sharding-types names, whole tables by default, in fused kernels.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dlrm import SIZES, make_batches, make_model, scale_tables
+from dlrm import SIZES, fill_tables, make_batches, make_model, scale_tables
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
+from dreamshard_planner.plugin.legal import SHARDING_TYPES
 from dreamshard_planner.report import ReportEntry
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
@@ -69,7 +70,9 @@ from provenance import provenance
 BATCHES_KEPT = 16
 """Distinct batches; training goes round them, so that drawing data costs no time."""
 WARMUP_STEPS = 3
+MAX_SPLITS_SHOWN = 3
 SKEWED = "skewed_"
+OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -89,6 +92,10 @@ class Config:
     steps: int = _option(120, "timed steps of each planner, over all its models")
     block: int = _option(2, "steps of one model before it is another's turn")
     batch_size: int = _option(0, "samples per rank and step; 0: 512 on CPU, 8192 on a GPU")
+    hot: float = _option(1.0, "multiply the lookups of the table that is read most")
+    sharding_types: str = _option("table_wise", "what planners may use, separated by commas")
+    min_partition: int = _option(0, "narrowest column slice; 0: TorchRec's default")
+    optimizer: str = _option("rowwise_adagrad", f"of the tables, in the backward: {', '.join(OPTIMIZERS)}")
     size: str = _option("", f"dense layers: {', '.join(SIZES)}; small on CPU and mlperf on GPUs by default")
     seed: int = _option(0, "of weights, data, search and order")
     json: str = _option("", "write everything to this file")
@@ -98,6 +105,13 @@ class Config:
             raise ValueError(f"rows, copies, steps and block must be at least 1: {self}")
         if min(self.dim, self.batch_size, self.skewed) < 0:
             raise ValueError(f"dim, batch size and skewed must be at least 0: {self}")
+        if not self.hot > 0 or self.min_partition < 0:
+            raise ValueError(f"hot must be above 0 and min_partition at least 0, got {self.hot}, {self.min_partition}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        unknown = [kind for kind in self.kinds if kind not in SHARDING_TYPES]
+        if unknown or not self.kinds:
+            raise ValueError(f"sharding types must be some of {', '.join(SHARDING_TYPES)}; got {self.sharding_types!r}")
         if self.size not in ("", *SIZES):
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
         known = ("dreamshard", "torchrec", "torchrec_default", *RULES)
@@ -110,6 +124,11 @@ class Config:
         """The planners, skewed ones last."""
         chosen = [name.strip() for name in self.planners.split(",") if name.strip()]
         return (*chosen, *(f"{SKEWED}{index}" for index in range(self.skewed)))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Sharding types that planners may use."""
+        return tuple(kind.strip() for kind in self.sharding_types.split(",") if kind.strip())
 
     @property
     def rounds(self) -> int:
@@ -236,7 +255,10 @@ class PlannerResult:
 
     name: str
     plan_seconds: float
-    ranks: dict[str, int]
+    ranks: dict[str, list[int]]
+    """Of each table's shards."""
+    split: dict[str, str]
+    """Sharding type of each table that is not whole."""
     predicted: ReportEntry
     """By DreamShard's cost model, whoever made the plan."""
     step_ms: tuple[float, float, float]
@@ -303,10 +325,19 @@ def make_planners(
 
     ``dreamshard`` is always there, and first; the others are TorchRec's planner with other parts or less knowledge.
     """
-    bare = {t.name: ParameterConstraints(["table_wise"], ["fused"]) for t in tables}
-    informed = copy.deepcopy(bare)
-    for table in tables:
-        informed[table.name].pooling_factors = [feature.pooling_factor for feature in table.features]
+
+    def constraints(kinds: Sequence[str], informed: bool) -> dict[str, ParameterConstraints]:
+        return {
+            table.name: ParameterConstraints(
+                list(kinds),
+                ["fused"],
+                min_partition=config.min_partition or None,
+                **({"pooling_factors": [f.pooling_factor for f in table.features]} if informed else {}),
+            )
+            for table in tables
+        }
+
+    whole = constraints(["table_wise"], informed=True)
     statistics = TableStatistics.from_batches(batch.sparse_features for batch in batches)
     planners = {}
     for name in dict.fromkeys(("dreamshard", *config.names)):
@@ -314,7 +345,7 @@ def make_planners(
         common = {
             "topology": node.topology(),
             "batch_size": config.batch_size,
-            "constraints": bare if name == "torchrec_default" else informed,
+            "constraints": constraints(config.kinds, informed=name != "torchrec_default"),
             "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
         }
         if name == "dreamshard":
@@ -323,16 +354,17 @@ def make_planners(
             planner = EmbeddingShardingPlanner(**common)
         elif name.startswith(SKEWED):
             partitioner = SkewedPartitioner(tables, int(name.removeprefix(SKEWED)))
-            planner = EmbeddingShardingPlanner(**common, partitioner=partitioner)
+            planner = EmbeddingShardingPlanner(**common | {"constraints": whole}, partitioner=partitioner)
         else:
-            planner = EmbeddingShardingPlanner(**common, partitioner=RulePartitioner(name, informed))
+            rule = RulePartitioner(name, whole)
+            planner = EmbeddingShardingPlanner(**common | {"constraints": whole}, partitioner=rule)
         planners[name] = planner, options
     return planners
 
 
 def run(config: Config, node: Node) -> Result | None:
     """Plan, train and measure; the result is for rank 0, the others get None."""
-    tables, scaling = scale_tables(named_pool(config.tables), config.max_rows, config.dim)
+    tables, scaling = scale_tables(named_pool(config.tables), config.max_rows, config.dim, config.hot)
     count = min(config.steps, BATCHES_KEPT)
     batches = make_batches(tables, count, config.batch_size, node.rank, node.world_size, config.seed)
     bare_model = make_model(tables, config.size, config.seed, node.device)
@@ -342,7 +374,8 @@ def run(config: Config, node: Node) -> Result | None:
 
     def fresh_model() -> nn.Module:
         model = copy.deepcopy(bare_model)
-        apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.01})
+        tables_of = model.model.sparse_arch.parameters()
+        apply_optimizer_in_backward(OPTIMIZERS[config.optimizer], tables_of, {"lr": 0.01})
         return model
 
     sharding_plans: dict[str, ShardingPlan] = {}
@@ -353,8 +386,9 @@ def run(config: Config, node: Node) -> Result | None:
         plan_seconds = time.perf_counter() - start
         if node.rank == 0:
             predicted = judge.predict(options, name)
-            ranks = {option.name: option.shards[0].rank for option in options}
-            plans[name] = {"plan_seconds": plan_seconds, "ranks": ranks, "predicted": predicted}
+            ranks = {option.name: [shard.rank for shard in option.shards] for option in options}
+            split = {option.name: option.sharding_type for option in options if option.sharding_type != "table_wise"}
+            plans[name] = {"plan_seconds": plan_seconds, "ranks": ranks, "split": split, "predicted": predicted}
 
     order = random.Random(config.seed)
     trainees: dict[tuple[str, int], Trainee] = {}
@@ -362,6 +396,7 @@ def run(config: Config, node: Node) -> Result | None:
     for name, index in order.sample(models, len(models)):
         plan = sharding_plans[name]
         model = DistributedModelParallel(fresh_model(), plan=plan, sharders=sharders, device=node.device)
+        fill_tables(model, tables, config.seed)
         trainees[name, index] = Trainee(model, batches, node)
     for trainee in trainees.values():
         trainee.train(WARMUP_STEPS, timed=False)
@@ -423,9 +458,18 @@ def print_table(result: Result, console: Console) -> None:
         f"medians and quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over "
         f"models and rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding "
         f"work and its collectives; cost "
-        f"source: {result.cost_source}. All planners place whole tables in fused kernels; torchrec_default alone has "
-        f"no pooling factors."
+        f"source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in fused kernels; "
+        f"torchrec_default alone has no pooling factors."
     )
+    for entry in result.planners:
+        if entry.split:
+            shown = list(entry.split.items())[:MAX_SPLITS_SHOWN]
+            split = ", ".join(f"{name} {kind} over ranks {entry.ranks[name]}" for name, kind in shown)
+            more = ", ..." if len(entry.split) > len(shown) else ""
+            console.print(f"{entry.name} splits {len(entry.split)} table(s): {split}{more}")
+    base = next(entry for entry in result.planners if entry.name == result.base)
+    slowest = max(f + b for f, b in zip(base.forward_ms, base.backward_ms, strict=True))
+    console.print(f"Embedding kernels are {slowest / base.step_ms[1]:.0%} of {result.base}'s step on its slower rank.")
     console.print(f"Same training: losses of the models differ by at most {result.loss_difference:.1e}.")
 
 

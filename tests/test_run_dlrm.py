@@ -72,7 +72,8 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     assert result["world_size"] == 2 and result["base"] == "torchrec"
     assert result["loss_difference"] < 1e-5
     for entry in result["planners"]:
-        assert len(entry["ranks"]) == 26 and set(entry["ranks"].values()) == {0, 1}
+        assert len(entry["ranks"]) == 26 and {rank for (rank,) in entry["ranks"].values()} == {0, 1}
+        assert entry["split"] == {}
         assert [len(block_ms) for block_ms in entry["block_ms"]] == [2, 2]  # two models of two blocks
         assert len(entry["losses"]) == 3 + 4  # warm-up steps first
         assert entry["ratio"] == sorted(entry["ratio"])
