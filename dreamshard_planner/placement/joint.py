@@ -43,6 +43,8 @@ PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
 SMALLER = 0.7
 """Largest part of an option that makes a table's parts smaller, of the largest that it has."""
+EVENED_STARTS = 2
+"""Starts, the cheapest, of which some tables are tried in smaller parts."""
 MAX_EVENED = 16
 TABLES_EVENED = 2000
 """Numbers of tables to spread that are tried, and these times tables."""
@@ -68,7 +70,7 @@ class JointConfig:
     """Of one step, the most promising at a glance."""
     candidates: int = 6_000
     """Moves and swaps of one descent between re-shards."""
-    kicks: int = 4
+    kicks: int = 8
     """Kicked copies of the best in a row that bring little, after which the search ends."""
     kick_tables: int = 3
     """Tables that a kick shards another way at random."""
@@ -357,9 +359,9 @@ def joint_search(
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
     asked = JointOptions(cost)
-    for start in order[: config.starts]:
+    for index, start in enumerate(order[: config.starts]):
         descents.descend(start)
-        variants = evened(cost, asked, start) if descents.left() else []
+        variants = evened(cost, asked, start) if index < EVENED_STARTS and descents.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms))
     fruitless = 0
@@ -386,7 +388,7 @@ class _Descents:
         self._best, self.best_ms = best, cost.overall_ms(best)
         self._unit = max(1e-9, self.best_ms)
         self._generator = torch.Generator().manual_seed(seed)
-        self._quiet = replace(search, starts=1, candidates=config.candidates, patience=1)
+        self._quiet = replace(search, starts=1, candidates=config.candidates, kicks=0)
         self._reshards = self._candidates = 0
         self._limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds

@@ -41,14 +41,15 @@ class SearchConfig:
     candidates_per_step: int = 16
     """Of one placement, the most promising at a glance."""
     kicks: int = 8
-    """Kicked copies of the best placement that descend side by side while budget is left."""
+    """Kicked copies of the best placement that descend side by side while budget is left; none with 0."""
     kick_shards: int = 3
     """Shards that a kick moves at random."""
     patience: int = 24
     """Kicks in a row without improvement after which the search ends early."""
 
     def __post_init__(self) -> None:
-        if self.samples < 0 or any(value < 1 for name, value in asdict(self).items() if name != "samples"):
+        least = {"samples": 0, "kicks": 0}
+        if any(value < least.get(name, 1) for name, value in asdict(self).items()):
             raise ValueError(f"search settings must be positive, got {asdict(self)}")
 
 
@@ -109,7 +110,7 @@ def local_search(
     def kicked(copies: int) -> Tensor:
         return _kicked(problem, best.assignment_S, copies, config.kick_shards, generator)
 
-    if budget.left():
+    if config.kicks and budget.left():
         _descend(States(cost, kicked(side_by_side)), best, config, budget, kicked)
     overall_ms = float(cost.rate(best.assignment_S[None]).overall_ms_B)
     return SearchResult(best.assignment_S, overall_ms, budget.used, budget.cut_short)

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchPro
 from torchrec.distributed.planner.types import PlannerError, Proposer, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-MAX_PROPOSALS = 128
+MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
 """Tables x ranks x proposals to try: about a second at most. Counted, and not timed, so that plans repeat."""
 
