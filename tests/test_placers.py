@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compare_placements import ANCHOR, Contest, draw_contests, summarize
-from placers import Field
+from contests import draw_contests
+from placement_summary import ANCHOR, summarize
+from placers import Contest, Field
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
