@@ -175,7 +175,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._cost_source = cost_source
         self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._before_callbacks: dict[Hashable, list[int | None]] = {}
-        self._beyond: Callable[[Outcome], BeyondExactTraining | None] | None = None
+        self._beyond: Callable[[Outcome], BeyondExactTraining] | None = None
         self._rater: DreamShardPerfModel | None = None
         self._reader: OptionReader | None = None
 
@@ -244,27 +244,26 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             refine_seconds=self._refine_seconds,
             context=context,
         )
-        self._beyond = partial(self._beyond_exact_training, module, sharders, context, left)
+        if self._exact_training and self._given_enumerator is None:
+            self._beyond = self._beyond_exact_training(module, sharders, context, left)
         return super().plan(module, sharders)
 
     def _beyond_exact_training(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]],
-        context: PlanningContext,
-        left: Topology,
-        outcome: Outcome,
-    ) -> BeyondExactTraining | None:
-        """What sharding types that exact training leaves out would gain; None where it leaves out none."""
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], context: PlanningContext, left: Topology
+    ) -> Callable[[Outcome], BeyondExactTraining] | None:
+        """What tells, of the plan, what sharding types that exact training leaves out would gain; None where it leaves
+        out none. Options are read now, since modules change when they are sharded."""
         all_types = self._constraints_of(module, sharders, False)
         opened = opened_types(self._constraints, all_types)
-        if not opened or self._given_enumerator is not None:
+        if not opened:
             return None
         wider = context.with_constraints(all_types)
         estimator = DreamShardEstimator(self._topology, context=wider)
         options = wider.enumerator(self._batch_size, estimator).enumerate(module, sharders)
+        if any(option.dependency for option in options):
+            return None  # which hosts towers are pinned to is settled while planning
         search = self._search or DEFAULT_SEARCH
-        return beyond_exact_training(wider, options, left, outcome, opened, search, self._seed)
+        return partial(beyond_exact_training, wider, options, left, opened, search, self._seed)
 
     def _constraints_of(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], exact_training: bool
@@ -418,9 +417,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if self._beyond is not None and isinstance(self._partitioner, DreamShardPartitioner):
             beyond = self._beyond(self._partitioner.outcome(self._before_callbacks))
             self._beyond = None
-            if beyond is not None:
-                note = beyond.note(self._report.chosen.total_ms)
-                self._report = replace(self._report, beyond=beyond, notes=(*self._report.notes, note))
+            note = beyond.note(self._report.chosen.total_ms)
+            self._report = replace(self._report, beyond=beyond, notes=(*self._report.notes, note))
         return self._report
 
     @neutral()

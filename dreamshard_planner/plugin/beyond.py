@@ -41,10 +41,10 @@ def beyond_exact_training(
     context: PlanningContext,
     search_space: Sequence[ShardingOption],
     topology: Topology,
-    outcome: Outcome,
     opened: tuple[tuple[str, int], ...],
     search: SearchConfig,
     seed: int,
+    outcome: Outcome,
 ) -> BeyondExactTraining:
     """Search the options of all types, from the exact plan on.
 
@@ -52,10 +52,10 @@ def beyond_exact_training(
         context: of the exact plan.
         search_space: options of all types, with storage.
         topology: what the storage reservation left.
-        outcome: the exact plan.
         opened: see :class:`BeyondExactTraining`.
         search: of moves and swaps.
         seed: of the search.
+        outcome: the exact plan.
     """
     with single_thread():
         options = usable_options(search_space, context.topology.compute_device)
