@@ -33,9 +33,11 @@ from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.placement.tasks import problem_of
 from dreamshard_planner.plugin.context import PlanningContext
+from dreamshard_planner.plugin.estimates import EnumeratedOption, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.joint_proposer import usable_options
-from dreamshard_planner.plugin.legal import CW, DP, TW
+from dreamshard_planner.plugin.legal import DP, TW
 from dreamshard_planner.plugin.reader import OptionReader, ReadProblem
+from dreamshard_planner.plugin.slices import wider_slices
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
@@ -207,19 +209,9 @@ class SplitTask:
         return enumerator.enumerate(self.module, self.sharders)
 
     def _halvings(self, allowed: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """The tables in halves, quarters and so on, down to ``min_partition``, where TorchRec has no such option."""
-        known = {(option.name, option.num_shards) for option in allowed}
-        halvings = []
-        for times in range(1, 8):
-            constraints = self.constraints_with((CW,), known=True) if CW in self.contest.sharding_types else {}
-            for table in self.contest.tables:
-                width = table.dim >> times
-                if constraints and width << times == table.dim and width % 4 == 0:
-                    constraints[table.name].min_partition = max(width, self.contest.min_partition)
-            for option in self._enumerate(constraints) if constraints else []:
-                if (option.name, option.num_shards) not in known:
-                    known.add((option.name, option.num_shards))
-                    halvings.append(option)
+        """Slices that are two, four, ... of TorchRec's side by side, as our planner has them."""
+        halvings = [wider for option in allowed for wider in wider_slices(EnumeratedOption.of(option))]
+        estimate_all(torchrec_estimators(self.topology, self.constraints), halvings, self.sharders)
         return halvings
 
     def widened(self, sharding: Sharding) -> Sharding:
@@ -268,7 +260,7 @@ class SplitTask:
         """What a TorchRec plan says, in terms of the problem: types, shards and ranks as TorchRec would run them."""
         (tables,) = plan.plan.values()
         options, positions = [], []
-        for choices in self.allowed.options:
+        for choices in self.read.options:
             chosen, spec = tables[choices[0].name], tables[choices[0].name].sharding_spec
             sizes = None if spec is None else [list(shard.shard_sizes) for shard in spec.shards]
             # One column slice is the whole table.
@@ -281,7 +273,7 @@ class SplitTask:
             )
             options.append(option)
             positions.append((0,) if chosen.sharding_type == DP else tuple(chosen.ranks))
-        return self.widened(Sharding(tuple(options), tuple(positions)))
+        return Sharding(tuple(options), tuple(positions))
 
 
 class SameStorage(EmbeddingEnumerator):
