@@ -28,8 +28,8 @@ SplitPlacer = Callable[[SplitTask], Sharding | None]
 
 WHOLE = ("dreamshard_whole", "torchrec_whole")
 """Placers that split nothing."""
-FREER = ("neuroshard_halvings", "joint_halvings")
-"""Placers that have more widths than TorchRec's planner: what one width per table takes away."""
+FREER = ("dreamshard", "dreamshard_shipped", "neuroshard_halvings", "joint_halvings")
+"""Placers that merge slices, and so have more widths than TorchRec's planner."""
 
 
 class SplitField:

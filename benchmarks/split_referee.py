@@ -29,7 +29,7 @@ from dreamshard_planner.plugin.legal import TW
 from placement_summary import ANCHOR, print_table, summarize
 from provenance import commit
 from split_contests import SplitContest, SplitTask
-from split_placers import FREER, WHOLE, SplitField
+from split_placers import WHOLE, SplitField
 
 BEST_WHOLE = "best_whole"
 """The better one of the plans that split nothing, in summaries."""
@@ -132,7 +132,8 @@ class SplitSearch:
     def _resharded(self, sharding: Sharding, here: Sequence[tuple[int, int, int]]) -> Sharding | None:
         """A table with a unit on the slowest rank, else any, under another option: its units where the measured load
         and what they cost alone leave the lowest peak."""
-        problem, allowed = self._task.read.problem, self._task.allowed.problem.tables
+        problem = self._task.read.problem
+        allowed = problem.tables
         tables = [table for table in dict.fromkeys(table for table, *_ in here) if len(allowed[table]) > 1]
         tables = tables or [table for table, options in enumerate(allowed) if len(options) > 1]
         if not tables:
@@ -177,11 +178,10 @@ def play_splits(
         if not task.cost.fits(plan):
             raise RuntimeError(f"task {contest.name}: {name} does not fit into memory")
     clock = SetClock(task.workload_P, args.device, arena, seed=args.seed)
-    same_options = [plan for name, plan in known.items() if name not in FREER]
-    if same_options and args.oracle_seconds:
+    if known and args.oracle_seconds:
         measured = MeasuredShardings(task, clock)
-        measured.time(same_options, 5)
-        best = min(same_options, key=measured.compute_ms)
+        measured.time(list(known.values()), 5)
+        best = min(known.values(), key=measured.compute_ms)
         search = SplitSearch(task, measured, torch.Generator().manual_seed(args.seed))
         known["oracle"] = search.run(best, args.oracle_seconds)
     final = MeasuredShardings(task, clock)
