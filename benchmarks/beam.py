@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost
-from dreamshard_planner.placement.joint import lay_wide
+from dreamshard_planner.placement.starts import lay_wide
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from column_beam import column_beam_plan
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.placement.joint import JointOptions
+from dreamshard_planner.placement.starts import JointOptions
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.joint_proposer import usable_options

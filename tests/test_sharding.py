@@ -13,10 +13,11 @@ import torch
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
-from dreamshard_planner.placement import joint
-from dreamshard_planner.placement.joint import JointConfig, JointOptions, joint_search, lay, level_starts
+from dreamshard_planner.placement.joint import JointConfig, joint_search
 from dreamshard_planner.placement.joint_packing import packed_start
+from dreamshard_planner.placement.reshards import State
 from dreamshard_planner.placement.search import SearchConfig
+from dreamshard_planner.placement.starts import JointOptions, lay, level_choice, level_starts
 
 RANKS, HOST = 4, 2
 SEARCH = SearchConfig(samples=0, candidates=2000)
@@ -182,12 +183,12 @@ def test_reshards_keep_their_sums() -> None:
     """Sums kept through many changes are those taken afresh, and what was glanced at is what was got."""
     cost = problem_of(12, 2)
     everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
-    state = joint._State(cost, everything_on_one, JointConfig(), 1.0)
+    state = State(cost, everything_on_one, 1.0)
     before_ms = state.overall_ms()
     tried = state.improve(10_000, lambda: True)
     assert tried > 200 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.5 * before_ms
     assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
-    afresh = joint._State(cost, state.sharding, JointConfig(), 1.0)
+    afresh = State(cost, state.sharding, 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
         assert torch.allclose(getattr(state, name).double(), getattr(afresh, name).double(), atol=1e-9), name
 
@@ -198,7 +199,7 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
     parts = [part for option in cost.problem.tables[0] for unit in option.units for part in unit.parts]
     cost.latent_PH[parts, 1:] *= 8
     asked = JointOptions(cost)
-    chosen_T = joint.level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))
+    chosen_T = level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))
     assert chosen_T[0] != 0
     each_T = np.arange(9)
     level = asked.total_ms_TO[each_T, chosen_T].sum() / RANKS

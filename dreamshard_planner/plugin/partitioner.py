@@ -26,12 +26,12 @@ from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost, Sha
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.joint import lay_wide
 from dreamshard_planner.placement.packing import PACKING_SECONDS, shortage, total_room
 from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
 from dreamshard_planner.placement.refine import ShardSet, refine
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.placement.starts import lay_wide
 from dreamshard_planner.plugin.baseline import torchrec_ranks
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
 from dreamshard_planner.plugin.dependencies import pin

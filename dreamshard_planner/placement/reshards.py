@@ -1,0 +1,275 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Re-shards: a table changes its option, where sums are kept that make trying many of them cheap.
+
+A table's parts are subtracted, and the units of another option laid down one by one where they leave the lowest peak.
+Many tables x options are tried side by side.
+
+Shapes: T tables, Q queries (a table and an option that it may change to), D ranks, N positions, L span, G fused groups,
+C collectives, H latent channels, M kinds of memory, K tables that may change, X parts laid down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
+from dreamshard_planner.placement.states import DIGITS
+
+REFRESH = 100
+"""Re-shards after which sums are taken afresh: differences add up rounding errors."""
+
+
+def rounded_ms(ms: float, unit: float) -> int:
+    """A cost as it is compared."""
+    return round(ms / unit * 10**DIGITS)
+
+
+class State:
+    """One sharding, with the sums that make a re-shard cheap.
+
+    Args:
+        cost: the problem and its cost.
+        sharding: to start from.
+        unit: milliseconds in which costs are compared, after rounding.
+        tables_per_step: of the bottleneck rank, the heaviest that may change.
+        rated_exactly: of one step, the most promising at a glance.
+    """
+
+    def __init__(
+        self, cost: ShardingCost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
+    ) -> None:
+        self.cost, self.problem, self._unit = cost, cost.problem, unit
+        self._tables_per_step, self._rated_exactly = tables_per_step, rated_exactly
+        self.sharding = sharding
+        self._refresh()
+
+    def _refresh(self) -> None:
+        laid = self.cost.laid(self.sharding)
+        self.latent_DGH = self.cost.group_latents(*laid)
+        self.group_ms_DG = self.cost.compute.group_cost_ms(self.latent_DGH).sum(-1)
+        self.bytes_CD = self.cost.bytes_sent(*laid)
+        self.free_DM = self.problem.capacity_DM - self.cost.used_bytes(*laid)
+        self._changes = 0
+
+    @property
+    def device_ms_D(self) -> Tensor:
+        return self.group_ms_DG.sum(-1)
+
+    def overall_ms(self) -> float:
+        forward, backward = self.problem.collectives.ms(self.bytes_CD)
+        return float(self.device_ms_D.max() + forward + backward)
+
+    def _change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
+        """Shard one table another way."""
+        after = self.sharding.changed(table, option, positions)
+        ranks = []
+        for sharding, sign in ((self.sharding, -1), (after, 1)):
+            rank_X, part_X = self._rows(sharding, table)
+            group = self.problem.group_of(table, sharding.options[table])
+            self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
+            self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
+            self.free_DM.index_add_(0, rank_X, self.problem.storage_PM[part_X], alpha=-sign)
+            ranks.append(rank_X)
+        self.sharding = after
+        self._changes += 1
+        if self._changes >= REFRESH:
+            self._refresh()
+            return
+        touched_X = torch.cat(ranks).unique()
+        # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
+        self.group_ms_DG[touched_X] = self.cost.compute.group_cost_ms(self.latent_DGH[touched_X]).sum(-1)
+
+    def force(self, table: int, option: int) -> None:
+        """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
+        tried = self._try([table], [(0, table, option)], self.cost.compute.glance_ms)
+        if math.isfinite(float(tried.key_Q[0])):
+            self._change(table, option, tried.positions[0])
+
+    def improve(self, limit: int, left: Callable[[], bool]) -> int:
+        """Re-shard tables on the bottleneck rank, and where that helps no more, those that exchange most, until neither
+        helps; says how many re-shards were tried."""
+        tried = 0
+        while tried < limit and left():
+            for tables in (self._tables_on_bottleneck, self._tables_that_exchange):
+                improved, queries = self._reshard(tables())
+                tried += queries
+                if improved:
+                    break
+            else:
+                break
+        return tried
+
+    def _reshard(self, tables: Sequence[int]) -> tuple[bool, int]:
+        """Apply the best re-shard of one of the tables, if it lowers the cost, or the sum of squares of the ranks'
+        costs at the same cost. Says whether it did, and how many it tried."""
+        queries = [
+            (slot, table, option)
+            for slot, table in enumerate(tables)
+            for option in range(len(self.problem.tables[table]))
+            if option != self.sharding.options[table] or self._movable(self.problem.tables[table][option])
+        ]
+        if not queries:
+            return False, 0
+        compute = self.cost.compute
+        tried = self._try(tables, queries, compute.glance_ms)
+        if compute.glance_channels is not None or isinstance(compute, WithExtras):  # a glance says less than the cost
+            order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
+            queries_rated = [queries[index] for index in order]
+            tried = self._try(tables, queries_rated, compute.group_cost_ms)
+        else:
+            queries_rated = queries
+        index = int(tried.key_Q.argmin())
+        before_ms, before_square = self.overall_ms(), float(self.device_ms_D.square().sum())
+        after, before = float(tried.overall_Q[index]), float(rounded_ms(before_ms, self._unit))
+        balances = float(tried.square_Q[index]) < before_square * (1 - 10.0**-DIGITS)
+        if not (after < before or (after == before and balances)):
+            return False, len(queries)
+        _, table, option = queries_rated[index]
+        self._change(table, option, tried.positions[index])
+        return True, len(queries)
+
+    def _movable(self, option: Option) -> bool:
+        """Whether laying the same option down again may give another sharding; single units of span 1 just move."""
+        if option.pinned is not None:
+            return False
+        return len(option.units) > 1 or 1 < option.units[0].span < self.problem.num_ranks
+
+    def _tables_that_exchange(self) -> list[int]:
+        """Tables that may change, those with the longest exchanges first."""
+        exchange_P = self.problem.bytes_PC @ self.problem.collectives.level_ms_per_byte(self.problem.num_ranks)
+        if not bool(exchange_P.any()):
+            return []
+        exchange, burden = exchange_P.tolist(), {}
+        for table, option in enumerate(self.sharding.options):
+            if self._changeable(table):
+                units = self.problem.tables[table][option].units
+                burden[table] = sum(exchange[part] for unit in units for part in unit.parts)
+        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
+
+    def _changeable(self, table: int) -> bool:
+        options = self.problem.tables[table]
+        return len(options) > 1 or self._movable(options[0])
+
+    def _tables_on_bottleneck(self) -> list[int]:
+        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
+        rank = int((self.device_ms_D / self._unit * 10**DIGITS).round().argmax())
+        single, burden = self.cost.single_ms_P, {}
+        for table, (option, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
+            if not self._changeable(table):
+                continue
+            here = [
+                float(single[unit.parts[rank - position * unit.span]])
+                for unit, position in zip(self.problem.tables[table][option].units, positions, strict=True)
+                if position == rank // unit.span
+            ]
+            if here:
+                burden[table] = sum(here)
+        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
+
+    def _try(
+        self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
+    ) -> Tried:
+        """Lay the units of every query down, one after the other, where they leave the lowest peak."""
+        problem, latent_PH = self.problem, self.cost.latent_PH
+        ranks = problem.num_ranks
+        slot_Q = torch.tensor([slot for slot, _, _ in queries])
+        options = [problem.tables[table][option] for _, table, option in queries]
+        old_K = torch.tensor([problem.group_of(table, self.sharding.options[table]) for table in tables])
+        new_Q = torch.tensor([problem.group_of(table, option) for _, table, option in queries])
+
+        gone_KDH, gone_KCD, gone_KDM = self._without(tables)
+        without_KDH = self.latent_DGH[:, old_K].transpose(0, 1) - gone_KDH
+        without_KD = group_cost(without_KDH).sum(-1).double()
+        touched_KD = gone_KDH[..., 0] > 0
+        before_KD = torch.where(
+            touched_KD, group_cost(self.latent_DGH[:, old_K].transpose(0, 1)).sum(-1).double() - without_KD, 0.0
+        )
+        same_Q = old_K[slot_Q] == new_Q
+        device_QD = self.device_ms_D - before_KD[slot_Q]
+        group_QDH = torch.where(same_Q[:, None, None], without_KDH[slot_Q], self.latent_DGH[:, new_Q].transpose(0, 1))
+        base_QD = group_cost(group_QDH).sum(-1).double()
+        free_QDM = self.free_DM + gone_KDM[slot_Q]
+        bytes_QCD = self.bytes_CD - gone_KCD[slot_Q]
+        alive_Q = torch.ones(len(queries), dtype=torch.bool)
+        positions: list[list[int]] = [[] for _ in queries]
+
+        for step in range(max(len(option.units) for option in options)):
+            by_span: dict[int, list[int]] = {}
+            for query, option in enumerate(options):
+                if step < len(option.units):
+                    by_span.setdefault(option.units[step].span, []).append(query)
+            for span, some in by_span.items():
+                index_X = torch.tensor(some)
+                part_XL = torch.tensor([options[query].units[step].parts for query in some])
+                added_XLH = latent_PH[part_XL]
+                latent_XNLH = group_QDH[index_X].unflatten(1, (ranks // span, span)) + added_XLH[:, None]
+                after_XNL = group_cost(latent_XNLH).sum(-1).double()
+                peak_XNL = device_QD[index_X].unflatten(1, (-1, span)) + after_XNL
+                peak_XNL = peak_XNL - base_QD[index_X].unflatten(1, (-1, span))
+                need_XLM = problem.storage_PM[part_XL]
+                free_XNLM = free_QDM[index_X].unflatten(1, (ranks // span, span))
+                fits_XN = ((need_XLM[:, None] <= free_XNLM) | (need_XLM[:, None] == 0)).all(-1).all(-1)
+                alive_Q[index_X] &= fits_XN.any(-1)
+                position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
+                for query, position in zip(some, position_X.tolist(), strict=True):
+                    positions[query].append(position)
+                row_XL = position_X[:, None] * span + torch.arange(span)
+                each = torch.arange(len(some))
+                device_QD[index_X[:, None], row_XL] = peak_XNL[each, position_X]
+                base_QD[index_X[:, None], row_XL] = after_XNL[each, position_X]
+                group_QDH[index_X[:, None], row_XL] += added_XLH
+                free_QDM[index_X[:, None], row_XL] -= need_XLM
+                bytes_QCD.transpose(1, 2).index_put_(
+                    (index_X[:, None], row_XL), problem.bytes_PC[part_XL], accumulate=True
+                )
+
+        forward_Q, backward_Q = problem.collectives.ms(bytes_QCD)
+        overall_Q = ((device_QD.amax(-1) + forward_Q + backward_Q) / self._unit * 10**DIGITS).round()
+        square_Q = device_QD.square().sum(-1)
+        key_Q = overall_Q + square_Q / (square_Q.max() * 2).clamp_min(1e-30)
+        return Tried(
+            key_Q.masked_fill(~alive_Q, torch.inf),
+            overall_Q.masked_fill(~alive_Q, torch.inf),
+            square_Q,
+            [tuple(places) for places in positions],
+        )
+
+    def _rows(self, sharding: Sharding, table: int) -> tuple[Tensor, Tensor]:
+        """Rank and part of all that one table lays down."""
+        ranks: list[int] = []
+        parts: list[int] = []
+        units = self.problem.tables[table][sharding.options[table]].units
+        for unit, position in zip(units, sharding.positions[table], strict=True):
+            ranks.extend(range(position * unit.span, (position + 1) * unit.span))
+            parts.extend(unit.parts)
+        return torch.tensor(ranks), torch.tensor(parts)
+
+    def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
+        ranks = self.problem.num_ranks
+        rows = [self._rows(self.sharding, table) for table in tables]
+        row_X = torch.cat([rank_Y + slot * ranks for slot, (rank_Y, _) in enumerate(rows)])
+        part_X = torch.cat([part_Y for _, part_Y in rows])
+
+        def summed(values_PY: Tensor) -> Tensor:
+            sums = torch.zeros(len(tables) * ranks, values_PY.shape[1], dtype=values_PY.dtype)
+            return sums.index_add_(0, row_X, values_PY[part_X]).view(len(tables), ranks, -1)
+
+        bytes_KDC = summed(self.problem.bytes_PC)
+        return summed(self.cost.latent_PH), bytes_KDC.transpose(1, 2), summed(self.problem.storage_PM)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Queries laid down."""
+
+    key_Q: Tensor
+    """Overall cost, rounded, and less than one for the sum of squares; infinite where memory does not allow it."""
+    overall_Q: Tensor
+    square_Q: Tensor
+    positions: list[tuple[int, ...]]
