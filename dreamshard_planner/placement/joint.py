@@ -27,8 +27,6 @@ from dreamshard_planner.placement.starts import JointOptions, evened, level_star
 
 WORTH = 1e-3
 """Share of the cost that a kick has to bring."""
-EVENED_STARTS = 2
-"""Starts, the cheapest, of which some tables are tried in smaller parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +97,9 @@ def joint_search(
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
     asked = JointOptions(cost)
-    for index, start in enumerate(order[: config.starts]):
+    for start in order[: config.starts]:
         descents.descend(start)
-        variants = evened(cost, asked, start) if index < EVENED_STARTS and descents.left() else []
+        variants = evened(cost, asked, start) if descents.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms))
     fruitless = 0
