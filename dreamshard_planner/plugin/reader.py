@@ -142,6 +142,78 @@ def _positions(option: ShardingOption, units: Option) -> tuple[int, ...]:
     return tuple(positions)
 
 
+class _Parts:
+    """The parts of a problem while it is read, one entry of each list per part."""
+
+    def __init__(self) -> None:
+        self.workloads: list[Workload] = []
+        self.shards: list[Shard] = []
+        self.groups: list[int] = []
+        self.dense_elements: list[float] = []
+        self.ssd_bytes: list[float] = []
+        self.columns: dict[Collective, int] = {}
+        """Column of each collective that some part takes part in."""
+        self._uncounted_bytes: list[int] = []
+        self._sent: list[tuple[int, int, float]] = []
+
+    def add(
+        self,
+        option: ShardingOption,
+        table: Table,
+        shard: Shard,
+        workload: Workload,
+        group: int,
+        exchanges: Iterable[tuple[Collective, float]],
+    ) -> int:
+        """A part, by one of the shards that are alike; returns its row."""
+        row = len(self.workloads)
+        self.workloads.append(workload)
+        self.shards.append(shard)
+        self.groups.append(group)
+        self.dense_elements.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
+        distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
+        self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
+        self._uncounted_bytes.append(_uncounted_bytes(option, table, workload))
+        for collective, sent in exchanges:
+            self._sent.append((row, self.columns.setdefault(collective, len(self.columns)), sent))
+        return row
+
+    def bytes_PC(self) -> torch.Tensor:
+        """See :class:`ShardingProblem`; one column of zeros where nothing is exchanged."""
+        bytes_PC = torch.zeros(len(self.workloads), max(1, len(self.columns)), dtype=torch.float64)
+        for row, column, sent in self._sent:
+            bytes_PC[row, column] = sent
+        return bytes_PC
+
+    def storage_PM(self, topology: Topology, with_storage: bool) -> torch.Tensor:
+        """See :class:`ShardingProblem`; nothing before storage is estimated."""
+        if not with_storage:
+            return torch.zeros(len(self.shards), len(MEMORY_KINDS), dtype=torch.int64)
+        storage_PM = needed_bytes(self.shards)
+        kind = MEMORY_KINDS.index("DDR" if topology.compute_device == "cpu" else "HBM")
+        storage_PM[:, kind] += torch.tensor(self._uncounted_bytes, dtype=torch.int64)
+        return storage_PM
+
+
+def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
+    """What shards of one option that ask for the same have in common."""
+    storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
+    # Where it is known which ids are read, blocks of rows differ by where they lie.
+    first = (shard.offset[0],) if whole.ids is not None and shard.size[0] < whole.rows else ()
+    return (*shard.size, *storage, *first)
+
+
+def _units(option: ShardingOption, parts: Sequence[int], topology: Topology) -> tuple[Unit, ...]:
+    span = unit_span(option, topology)
+    if not parts or len(parts) % span:
+        raise PlannerError(
+            f"table {option.fqn.removeprefix('.')!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
+            f"which do not fill units of {span} ranks",
+            PlannerErrorType.PARTITION,
+        )
+    return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
+
+
 class OptionReader:
     """Reads sharding options with the user's constraints and statistics beside them.
 
@@ -217,80 +289,46 @@ class OptionReader:
             require_known_kernel(option)
             by_table.setdefault(option.fqn, []).append(option)
         flat = [option for choices in by_table.values() for option in choices]
-        columns: dict[Collective, int] = {}
         groups: dict[Any, int] = {}
-        workloads: list[Workload] = []
-        shard_P: list[Shard] = []
-        group_P: list[int] = []
-        dense_P: list[float] = []
-        ssd_P: list[float] = []
-        uncounted_P: list[int] = []
-        sent: list[tuple[int, int, float]] = []
+        parts = _Parts()
         read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
             table = self.table(option, topology)
             key = group_key(option, table, self._config(option), self._fused_params(option))
             group = groups.setdefault(key, len(groups))
-            part_of: dict[tuple, int] = {}
-            parts = []
+            row_of: dict[tuple, int] = {}
+            of_shards = []
             for shard in option.shards:
-                storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
-                same = (*shard.size, *storage)
-                if whole.ids is not None and shard.size[0] < whole.rows:
-                    same = (*same, shard.offset[0])
-                part = part_of.get(same)
-                if part is None:
-                    part = part_of[same] = len(workloads)
+                alike = _alike(shard, whole, with_storage)
+                if alike not in row_of:
                     workload = whole.part(*shard.size, shard.offset[0])
-                    workloads.append(workload)
-                    shard_P.append(shard)
-                    group_P.append(group)
-                    dense_P.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
-                    distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
-                    ssd_P.append(distinct_bytes if workload.memory == "ssd" else 0.0)
-                    uncounted_P.append(_uncounted_bytes(option, table, workload))
-                    for collective, count in self._exchanges(option, workload, topology, links):
-                        sent.append((part, columns.setdefault(collective, len(columns)), count))
-                parts.append(part)
-            span = unit_span(option, topology)
-            if not parts or len(parts) % span:
-                raise PlannerError(
-                    f"table {option.fqn.removeprefix('.')!r} is to be sharded {option.sharding_type} in {len(parts)} "
-                    f"shards, which do not fill units of {span} ranks",
-                    PlannerErrorType.PARTITION,
-                )
-            units = tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
-            choice = Option(units, option.sharding_type, option.compute_kernel)
+                    exchanges = self._exchanges(option, workload, topology, links)
+                    row_of[alike] = parts.add(option, table, shard, workload, group, exchanges)
+                of_shards.append(row_of[alike])
+            choice = Option(_units(option, of_shards, topology), option.sharding_type, option.compute_kernel)
             read[option.fqn].append(replace(choice, pinned=_pinned(option, choice)))
         _check_hosts(flat, topology)
-        bytes_PC = torch.zeros(len(workloads), max(1, len(columns)), dtype=torch.float64)
-        for part, column, count in sent:
-            bytes_PC[part, column] = count
-        spare = [] if columns else [Collective("none", "world", links.all_to_all)]
-        storage_PM = torch.zeros(len(shard_P), len(MEMORY_KINDS), dtype=torch.int64)
         if with_storage:
             check_needs(by_table.values())
-            storage_PM = needed_bytes(shard_P)
-            kind = MEMORY_KINDS.index("DDR" if topology.compute_device == "cpu" else "HBM")
-            storage_PM[:, kind] += torch.tensor(uncounted_P, dtype=torch.int64)
+        spare = [] if parts.columns else [Collective("none", "world", links.all_to_all)]
         problem = ShardingProblem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
             names=tuple(fqn.removeprefix(".") for fqn in by_table),
-            features_PF=feature_matrix(workloads),
-            group_P=torch.tensor(group_P, dtype=torch.int64),
+            features_PF=feature_matrix(parts.workloads),
+            group_P=torch.tensor(parts.groups, dtype=torch.int64),
             num_groups=max(1, len(groups)),
-            storage_PM=storage_PM,
+            storage_PM=parts.storage_PM(topology, with_storage),
             capacity_DM=available_bytes(topology),
-            bytes_PC=bytes_PC,
-            collectives=Collectives([*columns, *spare], topology.intra_group_size, links.all_to_all),
+            bytes_PC=parts.bytes_PC(),
+            collectives=Collectives([*parts.columns, *spare], topology.intra_group_size, links.all_to_all),
         )
         return ReadProblem(
             problem,
             tuple(tuple(choices) for choices in by_table.values()),
-            tuple(shard_P),
-            torch.tensor(dense_P, dtype=torch.float64),
-            torch.tensor(ssd_P, dtype=torch.float64),
+            tuple(parts.shards),
+            torch.tensor(parts.dense_elements, dtype=torch.float64),
+            torch.tensor(parts.ssd_bytes, dtype=torch.float64),
         )
 
     def _exchanges(
