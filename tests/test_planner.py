@@ -162,7 +162,7 @@ def test_whole_tables_are_placed_as_before_tables_could_be_split(seed: int) -> N
     assert [planned["sparse", table.name] for table in tables] == [[rank] for rank in STORED_PLANS[str(seed)]]
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(10))
 def test_random_models_of_whole_tables(block: int) -> None:
     planned = 0
     for seed in range(block * 10, block * 10 + 10):
