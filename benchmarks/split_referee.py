@@ -171,12 +171,11 @@ def play_splits(
     seconds: dict[str, float] = {}
     for name in names:
         start = time.perf_counter()
-        plans[name] = field.placers[name](task)
+        plan = field.placers[name](task)
         seconds[name] = time.perf_counter() - start
+        # TorchRec undercounts the row-wise optimizer state of column slices, and may plan more than there is room for.
+        plans[name] = plan if plan is not None and task.cost.fits(plan) else None
     known = {name: plan for name, plan in plans.items() if plan is not None}
-    for name, plan in known.items():
-        if not task.cost.fits(plan):
-            raise RuntimeError(f"task {contest.name}: {name} does not fit into memory")
     clock = SetClock(task.workload_P, args.device, arena, seed=args.seed)
     if known and args.oracle_seconds:
         measured = MeasuredShardings(task, clock)
