@@ -158,7 +158,7 @@ def test_joint_search_finds_the_optimum_of_small_problems(seed: int) -> None:
 @pytest.mark.parametrize("memory", [MEMORY, 400, 300])
 def test_joint_search_keeps_memory_and_beats_every_start(memory: int) -> None:
     cost = problem_of(9, 5, memory)
-    starts = level_starts(cost)
+    starts = level_starts(cost, JointOptions(cost))
     assert starts and all(cost.fits(start) for start in starts)
     result = joint_search(cost, [], JointConfig(), SEARCH)
     assert cost.fits(result.sharding)

@@ -16,6 +16,7 @@ S units of span 1, X parts laid down.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +76,11 @@ class ShardingProblem:
     @property
     def num_tables(self) -> int:
         return len(self.tables)
+
+    @cached_property
+    def exchange_ms_P(self) -> Tensor:
+        """Milliseconds of exchange that each part adds, summed over all ranks, which it holds up alike, [P]."""
+        return self.bytes_PC @ self.collectives.level_ms_per_byte(self.num_ranks)
 
     @cached_property
     def _group_of(self) -> list[list[int]]:
@@ -140,10 +146,15 @@ class ShardingCost:
 
     def laid(self, sharding: Sharding) -> tuple[Tensor, Tensor]:
         """Rank and part of all that a sharding lays down, both int64 [X]."""
+        return self.laid_by(sharding, range(self.problem.num_tables))
+
+    def laid_by(self, sharding: Sharding, tables: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """The same of some tables alone."""
         ranks: list[int] = []
         parts: list[int] = []
-        for options, chosen, positions in zip(self.problem.tables, sharding.options, sharding.positions, strict=True):
-            for unit, position in zip(options[chosen].units, positions, strict=True):
+        for table in tables:
+            units = self.problem.tables[table][sharding.options[table]].units
+            for unit, position in zip(units, sharding.positions[table], strict=True):
                 first = position * unit.span
                 ranks.extend(range(first, first + unit.span))
                 parts.extend(unit.parts)

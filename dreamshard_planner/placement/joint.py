@@ -88,7 +88,8 @@ def joint_search(
         seed: of kicks.
         seconds: cap on the search, on top of its budget of candidates.
     """
-    pool = list(dict.fromkeys([*starts, *level_starts(cost)]))
+    asked = JointOptions(cost)
+    pool = list(dict.fromkeys([*starts, *level_starts(cost, asked)]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
     if not pool:
@@ -96,7 +97,6 @@ def joint_search(
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
-    asked = JointOptions(cost)
     for start in order[: config.starts]:
         descents.descend(start)
         variants = evened(cost, asked, start) if descents.left() else []

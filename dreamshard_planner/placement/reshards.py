@@ -69,7 +69,7 @@ class State:
         after = self.sharding.changed(table, option, positions)
         ranks = []
         for sharding, sign in ((self.sharding, -1), (after, 1)):
-            rank_X, part_X = self._rows(sharding, table)
+            rank_X, part_X = self.cost.laid_by(sharding, [table])
             group = self.problem.group_of(table, sharding.options[table])
             self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
             self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
@@ -141,7 +141,7 @@ class State:
 
     def _tables_that_exchange(self) -> list[int]:
         """Tables that may change, those with the longest exchanges first."""
-        exchange_P = self.problem.bytes_PC @ self.problem.collectives.level_ms_per_byte(self.problem.num_ranks)
+        exchange_P = self.problem.exchange_ms_P
         if not bool(exchange_P.any()):
             return []
         exchange, burden = exchange_P.tolist(), {}
@@ -239,20 +239,10 @@ class State:
             [tuple(places) for places in positions],
         )
 
-    def _rows(self, sharding: Sharding, table: int) -> tuple[Tensor, Tensor]:
-        """Rank and part of all that one table lays down."""
-        ranks: list[int] = []
-        parts: list[int] = []
-        units = self.problem.tables[table][sharding.options[table]].units
-        for unit, position in zip(units, sharding.positions[table], strict=True):
-            ranks.extend(range(position * unit.span, (position + 1) * unit.span))
-            parts.extend(unit.parts)
-        return torch.tensor(ranks), torch.tensor(parts)
-
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
         ranks = self.problem.num_ranks
-        rows = [self._rows(self.sharding, table) for table in tables]
+        rows = [self.cost.laid_by(self.sharding, [table]) for table in tables]
         row_X = torch.cat([rank_Y + slot * ranks for slot, (rank_Y, _) in enumerate(rows)])
         part_X = torch.cat([part_Y for _, part_Y in rows])
 

@@ -43,9 +43,7 @@ class JointOptions:
 
     def __init__(self, cost: ShardingCost) -> None:
         problem = cost.problem
-        # An exchange holds up every rank, so a byte of it costs all of them.
-        exchange_P = problem.bytes_PC @ problem.collectives.level_ms_per_byte(problem.num_ranks)
-        single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + exchange_P).numpy()
+        single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + problem.exchange_ms_P).numpy()
         storage_PM = problem.storage_PM.double().numpy()
         shape = len(problem.tables), max(len(options) for options in problem.tables)
         self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
@@ -169,10 +167,10 @@ def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
     return None if assignment_S is None else chosen.placed(assignment_S)
 
 
-def level_starts(cost: ShardingCost) -> list[Sharding]:
+def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
     """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
     used costs kernels and collectives of its own."""
-    problem, asked = cost.problem, JointOptions(cost)
+    problem = cost.problem
     types = sorted({option.sharding_type for options in problem.tables for option in options})
     subsets = [set(types), *({kind} for kind in types if len(types) > 1)]
     subsets += [{"table_wise", kind} for kind in types if kind != "table_wise" and {"table_wise", kind} < set(types)]

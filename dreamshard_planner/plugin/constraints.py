@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, KEY_VALUE_MEMORY
+from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, KEY_VALUE_MEMORY, known_kernels
 from dreamshard_planner.plugin.legal import (
     CW,
     GRID,
@@ -186,23 +186,6 @@ def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTa
                 f"cannot give them {what} {list(values)}. Rename one of the tables.",
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )
-
-
-def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
-    """Those among some compute kernels of a table whose cost is known.
-
-    Raises:
-        PlannerError: none is.
-    """
-    known = [kernel for kernel in kernels if kernel in KERNEL_MEMORY]
-    if not known:
-        raise PlannerError(
-            f"table {fqn.removeprefix('.')!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
-            f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
-            "ParameterConstraints.compute_kernels.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
-        )
-    return known
 
 
 def allowed_types(

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
 from dreamshard_planner.workload.tables import Table
 
@@ -57,3 +57,20 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         repr(getattr(option, "key_value_params", None)) if key_value else None,
         option.shards[0].size[1] if table.prefetched or key_value else None,
     )
+
+
+def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
+    """Those among some compute kernels of a table whose cost is known.
+
+    Raises:
+        PlannerError: none is.
+    """
+    known = [kernel for kernel in kernels if kernel in KERNEL_MEMORY]
+    if not known:
+        raise PlannerError(
+            f"table {fqn.removeprefix('.')!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
+            f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
+            "ParameterConstraints.compute_kernels.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return known

@@ -26,9 +26,9 @@ from dreamshard_planner.placement.joint import DEFAULT_JOINT, JointConfig, Joint
 from dreamshard_planner.placement.place import Contender
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.plugin.baseline import TorchRecPlan, torchrec_plan
-from dreamshard_planner.plugin.constraints import known_kernels
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
 from dreamshard_planner.plugin.dependencies import pinned_options
+from dreamshard_planner.plugin.grouping import known_kernels
 from dreamshard_planner.plugin.legal import CW, GRID, TW, TWCW
 from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
+from dreamshard_planner.plugin.grouping import known_kernels
 
 PROBES = 16
 """Numbers of tables outside of device memory that are tried where neither none nor all of them fit."""
@@ -53,15 +53,8 @@ class TableWiseProposer(Proposer):
                     "table-wise options only",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
-            table_wise = [option for option in table_wise if option.compute_kernel in KERNEL_MEMORY]
-            if not table_wise:
-                kernels = sorted({option.compute_kernel for option in options})
-                raise PlannerError(
-                    f"table {options[0].fqn.removeprefix('.')!r} may only use compute kernels {kernels}, whose cost "
-                    f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
-                    "ParameterConstraints.compute_kernels.",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
-                )
+            known = known_kernels(options[0].fqn, [option.compute_kernel for option in table_wise])
+            table_wise = [option for option in table_wise if option.compute_kernel in known]
             # TorchRec enumerates kernels in the order of a set: sort, or plans would change with the hash seed.
             table_wise.sort(key=lambda option: (option.total_perf, option.compute_kernel))
             fastest, *slower = table_wise

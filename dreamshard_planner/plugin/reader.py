@@ -29,7 +29,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem, Unit
-from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key
+from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key, known_kernels
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, Situation, is_weighted, optimizer_name
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes, check_needs, check_per_feature, needed_bytes
 from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
@@ -286,7 +286,7 @@ class OptionReader:
         """
         by_table: dict[str, list[ShardingOption]] = {}
         for option in options:
-            require_known_kernel(option)
+            known_kernels(option.fqn, [option.compute_kernel])
             by_table.setdefault(option.fqn, []).append(option)
         flat = [option for choices in by_table.values() for option in choices]
         groups: dict[Any, int] = {}
@@ -538,14 +538,3 @@ def _check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
                 "them on one",
                 PlannerErrorType.PARTITION,
             )
-
-
-def require_known_kernel(option: ShardingOption) -> None:
-    """Raise TorchRec's ``PlannerError`` for an option whose cost nobody knows."""
-    table = option.fqn.removeprefix(".")
-    if option.compute_kernel not in KERNEL_MEMORY:
-        raise PlannerError(
-            f"table {table!r} may only use compute kernel {option.compute_kernel!r}, whose cost DreamShardPlanner does "
-            f"not know; allow one of {sorted(KERNEL_MEMORY)} in its ParameterConstraints.compute_kernels.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
-        )
