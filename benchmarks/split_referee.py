@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementCosts
-from dreamshard_planner.cost.roofline import dense_ms_per_element
+from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
@@ -43,7 +43,7 @@ class MeasuredShardings:
 
     def __init__(self, task: SplitTask, clock: SetClock) -> None:
         self._task, self._clock = task, clock
-        self._extra_ms_P = task.read.dense_elements_P * dense_ms_per_element(task.topology)
+        self._extra_ms_P = dense_ms(task.read.dense_elements_P, task.topology)
         self.set_ms: dict[PartSet, Tensor] = {}
 
     def sets_of(self, sharding: Sharding) -> list[list[PartSet]]:

@@ -112,13 +112,16 @@ class RooflineCost:
 DENSE_PASSES = 5
 """Times that the table-sized gradient and weights of a data-parallel table pass through memory beside its kernels: the
 gradient is zeroed, accumulated and read, the weights are read and written by the optimizer."""
-CPU_DENSE_MS_PER_ELEMENT = 1.5e-6
-"""Measured on one core of an AMD EPYC (family 25 model 17): backward of FBGEMM's dense kernel less that of the fused
-one, over rows x dim, for 2,000 to 200,000 rows of dim 64 (fresh memory for each gradient)."""
+CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.6e-6
+"""Measured on one core of an AMD EPYC (family 25 model 17), with SGD: what gradient and optimizer add to a fused
+backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""
+FRESH_BYTES = 32 << 20
+"""From here on, glibc's malloc takes new pages from the system for each gradient."""
 
 
-def dense_ms_per_element(topology) -> float:
-    """Milliseconds that an element of a data-parallel table adds to the backward, beside its kernels."""
-    if topology.compute_device == "cpu":
-        return CPU_DENSE_MS_PER_ELEMENT
-    return DENSE_PASSES * OUTPUT_BYTES / topology.hbm_mem_bw
+def dense_ms(elements_P: Tensor, topology) -> Tensor:
+    """Milliseconds that data-parallel tables of so many elements add to the backward, beside their kernels, [P]."""
+    if topology.compute_device != "cpu":
+        return elements_P * (DENSE_PASSES * OUTPUT_BYTES / topology.hbm_mem_bw)
+    fresh_P = elements_P * OUTPUT_BYTES >= FRESH_BYTES
+    return elements_P * (CPU_DENSE_MS_PER_ELEMENT + CPU_FRESH_MS_PER_ELEMENT * fresh_P)

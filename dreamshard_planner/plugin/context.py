@@ -22,7 +22,7 @@ from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.model import ComputeCost, CostSource
-from dreamshard_planner.cost.roofline import RooflineCost, dense_ms_per_element
+from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.reader import Links, OptionReader, ReadProblem
@@ -130,7 +130,7 @@ class PlanningContext:
             return ShardingCost(problem, self.compute, estimates(read))
         if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
             return ShardingCost(problem, self.compute)
-        dense_ms_P = read.dense_elements_P * dense_ms_per_element(self.topology)
+        dense_ms_P = dense_ms(read.dense_elements_P, self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
         ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
         with_extras = WithExtras(self.compute)

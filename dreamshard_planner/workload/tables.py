@@ -173,7 +173,7 @@ class Workload:
             return self
         share = rows / self.rows
         if self.ids is not None and rows < self.rows:
-            return self._block(rows, dim, *self.ids.shares(first_row, first_row + rows))
+            return self.block(rows, dim, *self.ids.shares(first_row, first_row + rows))
         return replace(
             self,
             rows=max(1, rows),
@@ -182,7 +182,7 @@ class Workload:
             distinct_rows=self.distinct_rows * share,
         )
 
-    def _block(self, rows: int, dim: int, lookup_share: float, distinct_share: float) -> Workload:
+    def block(self, rows: int, dim: int, lookup_share: float, distinct_share: float) -> Workload:
         """A block of rows with these shares, whose reuse is as much higher or lower as its lookups per distinct row."""
         lookups = self.lookups * lookup_share
         distinct = max(self.distinct_rows * distinct_share, min(1.0, lookups))
