@@ -5,8 +5,18 @@ Importing this package starts neither CUDA nor a process group.
 """
 
 from dreamshard_planner.checkpoint import Checkpoint
-from dreamshard_planner.errors import CheckpointError, DatasetError, DreamShardError, StatisticsError, TaskError
+from dreamshard_planner.compare import Comparison, compare
+from dreamshard_planner.errors import (
+    CheckpointError,
+    DatasetError,
+    DreamShardError,
+    PlanError,
+    StatisticsError,
+    TaskError,
+)
+from dreamshard_planner.plan_file import SavedPlan
 from dreamshard_planner.planner import DistributedModelParallel, DreamShardPlanner
+from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
 from dreamshard_planner.report import Report
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -14,15 +24,20 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Comparison",
     "DatasetError",
     "DistributedModelParallel",
     "DreamShardError",
     "DreamShardPlanner",
     "FeatureStatistics",
+    "JsonPlanLoader",
+    "PlanError",
     "Report",
+    "SavedPlan",
     "StatisticsError",
     "TableStatistics",
     "TaskError",
+    "compare",
 ]
 
 __version__ = "0.1.0"

@@ -13,9 +13,16 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner.ambient import neutral
-from dreamshard_planner.errors import CheckpointError, DatasetError, DreamShardError, StatisticsError, TaskError
+from dreamshard_planner.errors import (
+    CheckpointError,
+    DatasetError,
+    DreamShardError,
+    PlanError,
+    StatisticsError,
+    TaskError,
+)
 
-_KNOWN = (PlannerError, CheckpointError, DatasetError, StatisticsError, TaskError, DreamShardError)
+_KNOWN = (PlannerError, CheckpointError, DatasetError, PlanError, StatisticsError, TaskError, DreamShardError)
 _KNOWN += (ValueError, TypeError, RuntimeError, AssertionError, OSError)
 KNOWN_ERRORS = {f"{known.__module__}.{known.__qualname__}": known for known in _KNOWN}
 """Errors that one text makes again on another rank."""

@@ -14,6 +14,10 @@ class DatasetError(DreamShardError):
     """A cost dataset or journal is missing, damaged or of other hardware; names the file."""
 
 
+class PlanError(DreamShardError, ValueError):
+    """A plan file is missing, damaged, foreign or newer than this package; names the file and the entry."""
+
+
 class StatisticsError(DreamShardError, ValueError):
     """Table statistics hold an impossible value or name a feature that the model lacks."""
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchrec.distributed.planner.types import (
     PerfModel,
     PlanLoader,
     PlannerError,
+    PlannerErrorType,
     Proposer,
     ShardingOption,
     Stats,
@@ -41,21 +43,30 @@ from dreamshard_planner.canonical import canonical, digest
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.hardware import library_versions
+from dreamshard_planner.placement.place import Contender, Placement
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
+from dreamshard_planner.plan_file import PlanInputs, Predicted, SavedPlan
 from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
 from dreamshard_planner.plugin.constraints import planning_constraints
 from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
+from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.plugin.joint_proposer import JointProposer
 from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
 from dreamshard_planner.plugin.limits import check_topology, checked_seed
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
+from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topology_inputs
+from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
-from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
+from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry, memory_entries
+from dreamshard_planner.stale import differences
 from dreamshard_planner.workload.statistics import TableStatistics
 
+AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
+"""A plan as TorchRec has it, one with all that it was made from, its file, or one option with ranks for each table."""
 MAX_SHARE_OF_TIMEOUT = 0.75
 """Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
 
@@ -178,6 +189,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._beyond: Callable[[Outcome], BeyondExactTraining] | None = None
         self._rater: DreamShardPerfModel | None = None
         self._reader: OptionReader | None = None
+        self._context: PlanningContext | None = None
+        self._left: Topology | None = None
+        self._loaded: SavedPlan | None = None
 
     @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
@@ -189,7 +203,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._beyond = None, None
+        self._best_plan, self._beyond, self._loaded = None, None, None
         try:
             sharding_plan = self._plan(module, sharders)
         except BaseException as error:
@@ -214,14 +228,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         constraints = self._constraints_of(module, sharders, self._exact_training)
         self._constraints = constraints
         self._reader = OptionReader(constraints, self._statistics, sharders)
-        context = PlanningContext(
+        context = self._context = PlanningContext(
             self._topology, self._reader, self._checkpoint, self._cost_source, constraints, sharders
         )
         estimator = DreamShardEstimator(self._topology, context=context)
         self._enumerator = self._given_enumerator or context.enumerator(self._batch_size, estimator)
         self._rater = DreamShardPerfModel(self._topology, context=context)
         self._perf_model = self._given_perf_model or self._rater
-        left = self._storage_reservation.reserve(
+        left = self._left = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
             module=module,
@@ -244,7 +258,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             refine_seconds=self._refine_seconds,
             context=context,
         )
-        if self._exact_training and self._given_enumerator is None:
+        if isinstance(self.plan_loader, JsonPlanLoader):
+            self.plan_loader.bind(self._matched)
+        elif self._exact_training and self._given_enumerator is None:
             self._beyond = self._beyond_exact_training(module, sharders, context, left)
         return super().plan(module, sharders)
 
@@ -289,6 +305,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         plan = self._best_plan
         if plan is None:
             return "the last planned module has no table that its sharders shard"
+        if self._loaded is not None:
+            return self._report_of_loaded(self._loaded, plan)
         if not isinstance(self._partitioner, DreamShardPartitioner):
             return f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
         outcome = self._partitioner.outcome(self._before_callbacks)
@@ -422,16 +440,119 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return self._report
 
     @neutral()
-    def predict(self, plan: Sequence[ShardingOption], name: str = "plan") -> ReportEntry:
+    def predict(self, plan: AnyPlan, name: str = "plan") -> ReportEntry:
         """Predicted cost of any plan of the last planned module, whoever made it.
 
         Args:
-            plan: one option per table with ``shard.rank`` set.
+            plan: a ``ShardingPlan``, the file of a plan, or one option per table with ``shard.rank`` set.
             name: of the entry.
+
+        Raises:
+            PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
+                shards that do not cover their table; names them.
+            PlanError: the file can't be read.
         """
-        if self._rater is None:
+        return ReportEntry.of(name, self._rated(plan).costs)
+
+    @neutral()
+    def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:
+        """A plan of the last planned module with all that it was made from, to save, or to compare.
+
+        Args:
+            plan: as :meth:`predict`; by default the last one that this planner made.
+            name: for people.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank (``collective_plan`` plans on rank 0).
+            PlannerError, PlanError: as :meth:`predict`.
+        """
+        if plan is None:
+            if self._best_plan is None:
+                raise DreamShardError(f"there is no plan: {self._report}")
+            plan = self._best_plan
+        rated = self._rated(plan)
+        return SavedPlan(
+            libraries={"dreamshard_planner": version("dreamshard_planner"), **library_versions()},
+            predicted=Predicted.of(
+                ReportEntry.of(name, rated.costs),
+                str(rated.cost.compute.source),
+                rated.read.problem.collectives.world.source,
+                memory_entries(rated.cost, rated.sharding),
+            ),
+            inputs=self._inputs(),
+            sharding=shardings(rated.options),
+            name=name,
+        )
+
+    def save_plan(self, path: str | Path) -> None:
+        """Write the last plan to a file that :class:`~dreamshard_planner.plugin.plan_loader.JsonPlanLoader` loads; on
+        the rank that planned (rank 0). An existing file is replaced as a whole.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+            PlanError: the file can't be written.
+        """
+        self.saved_plan(name=Path(path).name).save(path)
+
+    def _given_plans(self) -> GivenPlans:
+        space = getattr(self._enumerator, "last_stored_search_space", None)
+        if self._context is None or not space:
             raise DreamShardError("there is nothing to predict with: plan first, on this rank")
-        return ReportEntry.of(name, self._rater.costs(plan))
+        return GivenPlans(self._context, space, self._left)
+
+    def _rated(self, plan: AnyPlan) -> Rated:
+        given = self._given_plans()
+        return given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
+
+    def _inputs(self) -> PlanInputs:
+        """What the last plan was made from."""
+        tables = self._given_plans().by_table
+        return PlanInputs(
+            batch_size=self._batch_size,
+            topology=topology_inputs(self._topology),
+            tables={fqn: self._reader.declared(options[0]) for fqn, options in sorted(tables.items())},
+            constraints=constraint_inputs(self._given_constraints),
+            statistics=None if self._statistics is None else digest(self._statistics),
+            settings={
+                "cost_source": self._cost_source,
+                "checkpoint": f"{self._checkpoint.name} {self._checkpoint.digest()[:12]}",
+                "recipe": self._checkpoint.recipe,
+                "sharding_types": plain(self._sharding_types),
+                "exact_training": self._exact_training,
+                "storage_reservation": type(self._storage_reservation).__name__,
+                "seed": self._seed,
+                "search_seconds": self._search_seconds,
+                "refine_seconds": self._refine_seconds,
+            },
+        )
+
+    def _matched(self, saved: SavedPlan) -> list[ShardingOption]:
+        """Options as a file has them; PlannerError, with what differs, for one that was made for something else."""
+        stale = [difference.text for difference in differences(saved.inputs, self._inputs()) if difference.stale]
+        if stale:
+            raise PlannerError(
+                f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Plan without "
+                "plan_loader, and save again.",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
+        given = self._given_plans()
+        options = given.enumerated(saved)
+        given.check_room(given.rated(options), saved.name)
+        self._loaded = saved
+        return options
+
+    def _report_of_loaded(self, saved: SavedPlan, plan: list[ShardingOption]) -> Report:
+        rated = self._rated(plan)
+        changed = [d.text for d in differences(saved.inputs, self._inputs())]
+        libraries = {"dreamshard_planner": version("dreamshard_planner"), **library_versions()}
+        changed += [f"{n} {v} -> {libraries.get(n)}" for n, v in saved.libraries.items() if libraries.get(n) != v]
+        notes = [
+            f"the plan was loaded from {saved.name}, where its cost is {saved.predicted.total_ms:.3f} ms",
+            *(f"since the plan was made: {text}" for text in changed),
+            *self._reader.notes(plan),
+        ]
+        placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
+        return Report.of(rated.cost, rated.sharding, placement, notes=notes)
 
 
 def _cpu_topology() -> Topology | None:

@@ -172,7 +172,7 @@ class Report:
             candidates=placement.candidates + candidates,
             reshards=reshards,
             tables=_tables(cost, sharding),
-            memory=_memory(cost, sharding),
+            memory=memory_entries(cost, sharding),
             collectives=_collectives(cost, sharding),
             notes=notes,
         )
@@ -268,7 +268,8 @@ def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _memory(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
+def memory_entries(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
+    """What a sharding takes of every kind of memory that it asks for."""
     used_DM, limit_DM = cost.used_bytes(*cost.laid(sharding)), cost.problem.capacity_DM
     return tuple(
         MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))

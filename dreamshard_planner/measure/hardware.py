@@ -12,7 +12,7 @@ import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
 
-__all__ = ["describe_hardware", "hardware_key"]
+__all__ = ["describe_hardware", "hardware_key", "library_versions"]
 
 _FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
 
@@ -35,10 +35,7 @@ def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cache_bytes": _last_level_cache_bytes(),
         "driver": "none",
-        "torch": torch.__version__,
-        "fbgemm": _version(*_FBGEMM_PACKAGES),
-        "torchrec": _version("torchrec", "torchrec-cpu"),
-        "python": platform.python_version(),
+        **library_versions(),
     }
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
@@ -49,6 +46,16 @@ def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str
             "driver": f"{_driver()} (CUDA {torch.version.cuda})",
         }
     return description
+
+
+def library_versions() -> dict[str, str]:
+    """Of Python and of the libraries that compute embeddings, by name."""
+    return {
+        "torch": torch.__version__,
+        "fbgemm": _version(*_FBGEMM_PACKAGES),
+        "torchrec": _version("torchrec", "torchrec-cpu"),
+        "python": platform.python_version(),
+    }
 
 
 def _version(*packages: str) -> str:

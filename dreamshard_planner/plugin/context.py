@@ -94,6 +94,10 @@ class PlanningContext:
         """Set the perf of every shard by TorchRec's own estimator, in place."""
         estimate_all(self._torchrec[:1], options, self.sharders)
 
+    def estimate_storage(self, options: list[ShardingOption]) -> None:
+        """Set the storage of every shard by TorchRec's own estimator, in place."""
+        estimate_all(self._torchrec[1:], options, self.sharders)
+
     def enumerator(self, batch_size: int, perf: ShardEstimator) -> FastEnumerator:
         """TorchRec's enumerator for a planner's model, with pooling factors per feature before anything is estimated.
 

@@ -29,8 +29,9 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem, Unit
+from dreamshard_planner.plan_file import TableInputs
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key, known_kernels
-from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, Situation, is_weighted, optimizer_name
+from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes, check_needs, check_per_feature, needed_bytes
 from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
 from dreamshard_planner.workload.features import feature_matrix
@@ -386,6 +387,20 @@ class OptionReader:
         ]
         check_per_feature(factors, option.name, f"pooling factors of {names}")
         return factors
+
+    def declared(self, option: ShardingOption) -> TableInputs:
+        """The option's table as its module declares it."""
+        rows, dim = option.tensor.shape
+        pooling = "mean" if is_mean(self._config(option)) else "sum"
+        return TableInputs(
+            rows=rows,
+            dim=dim,
+            data_type=str(option.tensor.dtype).removeprefix("torch."),
+            features=tuple(self._feature_names(option)),
+            pooling=pooling if option.is_pooled else "none",
+            weighted=self._module_is_weighted(option.module[1]),
+            optimizer=optimizer_name(option.tensor, self._fused_params(option)),
+        )
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Features of the option's table; unnamed ones where the module has no configs."""
