@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.measure.kernels import draw_inputs
+from dreamshard_planner.plugin.legal import SHARDING_TYPES
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 
 DENSE_FEATURES = 13  # Criteo's
@@ -28,6 +30,15 @@ SIZES = {"small": ((128,), (128, 1)), "mlperf": ((512, 256), (1024, 1024, 512, 2
 MLPerf DLRM-DCNv2 model, with its cross network; ``small`` has plain dot products and thin layers: on CPUs,
 where dense layers are slow, embeddings stay as visible a part of the step as they are on accelerators."""
 CROSS_LAYERS, CROSS_RANK = 3, 512  # MLPerf DLRM-DCNv2
+
+
+class EveryTypeSharder(EmbeddingBagCollectionSharder):
+    """NOT TorchRec's own: it offers on CPUs what TorchRec's sharder offers on GPUs only, row_wise, table_row_wise and
+    grid_shard, so that these types run on gloo ranks, too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All of them."""
+        return list(SHARDING_TYPES)
 
 
 def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float = 1.0) -> tuple[list[Table], str]:

@@ -27,19 +27,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from dlrm import EveryTypeSharder
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.plugin.legal import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
 GIB = 2**30
 POOLED_TYPES, SEQUENCE_TYPES = SHARDING_TYPES, (TW, CW, RW, DP)
 CUDA_KERNELS = ("fused", "fused_uvm", "fused_uvm_caching")
-
-
-class EveryTypeSharder(EmbeddingBagCollectionSharder):
-    """On CPUs TorchRec's own offers neither rows nor grids; they run there, too."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(POOLED_TYPES)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class RooflineCost:
 DENSE_PASSES = 5
 """Times that the table-sized gradient and weights of a data-parallel table pass through memory beside its kernels: the
 gradient is zeroed, accumulated and read, the weights are read and written by the optimizer."""
-CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.6e-6
+CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.2e-6
 """Measured on one core of an AMD EPYC (family 25 model 17), with SGD: what gradient and optimizer add to a fused
 backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""
 FRESH_BYTES = 32 << 20

@@ -33,8 +33,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm import EveryTypeSharder
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
-from dreamshard_planner.plugin.legal import SHARDING_TYPES
 
 SAMPLES = 16
 """Of a global batch."""
@@ -42,14 +42,6 @@ MAX_LENGTH = 4
 """Lookups per sample and feature: from none to these."""
 STEPS = 4
 LEARNING_RATE = 0.5
-
-
-class EveryTypeSharder(EmbeddingBagCollectionSharder):
-    """NOT TorchRec's own: it offers on CPUs what TorchRec's sharder offers on GPUs only, row_wise, table_row_wise and
-    grid_shard, so that these types run on gloo ranks too."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES)
 
 
 @dataclass(frozen=True)
