@@ -74,16 +74,23 @@ def train(
 ) -> None:
     """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
 
-    An interrupted run, started again with the same options, continues its measurements.
+    An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
+    measure.
     """
+    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import QUICK, TrainingConfig, train, train_on_roofline
 
     config = _with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives))
     config = replace(config, device=device.value, threads=threads, seed=seed, recipe=recipe.value)
     config = config if seconds is None else replace(config, seconds=seconds)
-    checkpoint = train_on_roofline(config, out) if roofline else train(config, out)
-    typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
+    with Ranks.joined(device.value) as ranks:
+        if roofline:
+            checkpoint = ranks.from_first(lambda: train_on_roofline(config, out))
+        else:
+            checkpoint = train(config, out, ranks=ranks)
+        if ranks.leads:
+            typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
 
 
 @app.command()
@@ -104,8 +111,13 @@ def collect(
     threads: ThreadsOption = 1,
     seed: Annotated[int, typer.Option(help="Of sets, indices and order.")] = 0,
 ) -> None:
-    """Measure random sets of tables as fused kernels; the same command continues what was interrupted."""
+    """Measure random sets of tables as fused kernels; the same command continues what was interrupted.
+
+    Under torchrun (--nproc_per_node=8 -m dreamshard_planner collect ...) all ranks share the sets, each on a GPU, or on
+    cores, of its own.
+    """
     from dreamshard_planner.measure.collect import collect, draw_sets
+    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import pool_tables
 
     names = tuple(name.strip() for name in pools.split(","))
@@ -116,9 +128,12 @@ def collect(
     tables = pool_tables(names)[held_out]
     drawn = draw_sets(tables, sets, seed, batches, max_tables, device=device.value)
     journal = out.with_suffix(".journal")
-    dataset = collect(drawn, journal, device.value, threads, repeats, seed, seconds)
-    dataset.save(out)
-    typer.echo(f"{out}: {len(dataset)} of {sets} sets, noise floor {dataset.spread.mean():.1%}")
+    with Ranks.joined(device.value) as ranks:
+        own = ranks.device(device.value)
+        dataset = collect(drawn, journal, own, threads, repeats, seed, seconds, ranks=ranks)
+        if ranks.leads:
+            dataset.save(out)
+            typer.echo(f"{out}: {len(dataset)} of {sets} sets, noise floor {dataset.spread.mean():.1%}")
 
 
 @app.command()
@@ -156,21 +171,28 @@ def calibrate(
     collectives: CollectivesOption = None,
     seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
 ) -> None:
-    """Fit a checkpoint's cost network on to this machine; prints its error before and after."""
+    """Fit a checkpoint's cost network on to this machine; prints its error before and after.
+
+    Under torchrun all ranks measure.
+    """
     from dreamshard_planner.checkpoint import resolve
+    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import calibrate
 
     start = resolve(checkpoint, device.value)
-    made = calibrate(
-        start,
-        out,
-        seconds=seconds,
-        device=device.value,
-        threads=threads,
-        collectives=_read_collectives(collectives),
-        seed=seed,
-    )
-    typer.echo(json.dumps(made.metadata["calibration"], indent=2))
+    with Ranks.joined(device.value) as ranks:
+        made = calibrate(
+            start,
+            out,
+            seconds=seconds,
+            device=device.value,
+            threads=threads,
+            collectives=_read_collectives(collectives),
+            seed=seed,
+            ranks=ranks,
+        )
+        if ranks.leads:
+            typer.echo(json.dumps(made.metadata["calibration"], indent=2))
 
 
 @app.command()

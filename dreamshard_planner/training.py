@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import (
     FitConfig,
     LabelledSets,
@@ -35,8 +35,9 @@ from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, collect, draw_sets, set_work
-from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.placement.environment import TaskBatch
 from dreamshard_planner.placement.policy import (
     AnyPolicy,
@@ -92,8 +93,8 @@ class TrainingConfig:
     """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
     max_set_tables: int = 100
     """Tables of the largest random set."""
-    arena_bytes: int = 2 << 30
-    """Memory for the weights of measured kernels; larger tables are folded into it."""
+    arena_bytes: int | None = None
+    """Memory for the weights of measured kernels; larger tables are folded into it. Default: that of ``Arena``."""
     num_tasks: int = 200
     """Tasks that the policy trains on."""
     validation_tasks: int = 60
@@ -139,40 +140,47 @@ QUICK = TrainingConfig(
 """Runs through all of it in seconds; nothing that it makes is worth planning with."""
 
 
-def train(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
+def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks: Ranks | None = None) -> Checkpoint:
     """Measure, fit and improve, and write the checkpoint ``out``; the dataset is kept beside it.
 
-    An interrupted training, started again with the same settings, continues its measurements.
+    An interrupted training, started again with the same settings, continues its measurements. All ``ranks`` measure,
+    the first one does the rest.
     """
-    out = Path(out)
+    out, ranks = Path(out), ranks or Ranks()
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
-    max_sets = int(config.seconds * MAX_SETS_PER_SECOND) + 1
+    max_sets = most_sets(config.seconds, ranks)
     test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
     train_sets = config.draw_sets(train_tables, max_sets, config.seed)
-    arena = Arena(config.device, config.arena_bytes, seed=config.seed)
     journals = [out.with_suffix(".test.journal")]
-    test = _measure_once(config, test_sets, journals[0], config.test_share, arena, progress)
+    test = _measure_once(config, test_sets, journals[0], config.test_share, progress, ranks)
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
-    policy: AnyPolicy | None = None
-    tasks: list[PricedTask] = []
+    learned: tuple[Checkpoint, list[PricedTask]] | None = None
+
+    def proposed() -> list[list[Workload]]:
+        checkpoint, tasks = learned
+        return proposed_sets(checkpoint.policy, tasks, max_sets, config.seed + 100 * round_index, config.device)
+
     for round_index in range(config.rounds):
-        sets: Sequence[Sequence[Workload]] = train_sets
-        if policy is not None:
-            sets = proposed_sets(policy, tasks, max_sets, config.seed + 100 * round_index, config.device)
+        sets = ranks.from_first(proposed) if round_index else train_sets
         journals.append(out.with_suffix(f".round{round_index}.journal"))
-        datasets.append(_measure_once(config, sets, journals[-1], round_share, arena, progress))
-        dataset = CostDataset.concatenate(datasets)
-        checkpoint, tasks = learn(config, dataset, test, progress)
-        policy = checkpoint.policy
-    dataset.save(out.with_suffix(".dataset.npz"))
-    test.save(out.with_suffix(".test.npz"))
-    checkpoint.save(out)
-    for journal in journals:  # all they hold is in the datasets
-        journal.unlink()
-        _finished(journal).unlink()
-    return Checkpoint.load(out)
+        datasets.append(_measure_once(config, sets, journals[-1], round_share, progress, ranks))
+        if ranks.leads:
+            learned = learn(config, CostDataset.concatenate(datasets), test, progress)
+
+    def saved() -> Checkpoint:
+        checkpoint, _ = learned
+        CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
+        test.save(out.with_suffix(".test.npz"))
+        checkpoint.save(out)
+        for journal in journals:
+            _finished(journal).unlink()
+        return Checkpoint.load(out)
+
+    checkpoint = ranks.from_first(saved)
+    remove_journals(journals, ranks)  # all they hold is in the datasets
+    return checkpoint
 
 
 def calibrate(
@@ -185,8 +193,10 @@ def calibrate(
     collectives: dict[str, Any] | None = None,
     seed: int = 0,
     progress: bool = True,
+    ranks: Ranks | None = None,
 ) -> Checkpoint:
-    """Fit a checkpoint's cost network on to this machine with few measurements, and write the result ``out``.
+    """Fit a checkpoint's cost network on to this machine with few measurements, and write the result ``out``. All
+    ``ranks`` measure, the first one does the rest.
 
     A quarter of the time goes into sets of held-out tables, which tell the error before and after (in the metadata
     under ``calibration``, with what of the network was ``changed``). The policy stays as it is: what it observes is
@@ -195,7 +205,7 @@ def calibrate(
     Raises:
         CheckpointError: the checkpoint has no cost network of recipe ``default``.
     """
-    out, network = Path(out), checkpoint.cost
+    out, network, ranks = Path(out), checkpoint.cost, ranks or Ranks()
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
     known_sizes = tuple(checkpoint.metadata["batch_sizes"])  # a minute has no time for the largest
@@ -209,19 +219,27 @@ def calibrate(
         seed=seed,
     )
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
-    arena = Arena(device, config.arena_bytes, seed=seed)
-    max_sets = int(seconds * MAX_SETS_PER_SECOND) + 1
+    max_sets = most_sets(seconds, ranks)
+    parts = (("calibrate", train_tables, 0.75), ("check", test_tables, 0.25))
+    journals = [out.with_suffix(f".{name}.journal") for name, *_ in parts]
     data = [
-        _measure(
-            config,
-            config.draw_sets(tables, max_sets, seed + 31 * part),
-            out.with_suffix(f".{name}.journal"),
-            share,
-            arena,
-            progress,
-        )
-        for part, (name, tables, share) in enumerate((("calibrate", train_tables, 0.75), ("check", test_tables, 0.25)))
+        _measure(config, config.draw_sets(tables, max_sets, seed + 31 * part), journals[part], share, progress, ranks)
+        for part, (_, tables, share) in enumerate(parts)
     ]
+    calibrated = ranks.from_first(lambda: _calibrated(checkpoint, out, data, collectives, seed))
+    remove_journals(journals, ranks)  # another calibration is of the machine as it is then
+    return calibrated
+
+
+def _calibrated(
+    checkpoint: Checkpoint,
+    out: Path,
+    data: Sequence[CostDataset],
+    collectives: dict[str, Any] | None,
+    seed: int,
+) -> Checkpoint:
+    """Fit on to measured sets, ``data[0]``, check on ``data[1]``, and write."""
+    network = checkpoint.cost
     sets, check = (labelled(part, data[0].usual_ms) for part in data)
     calibrated, changed = calibrate_cost_network(network, sets, seed)
     errors = {
@@ -446,21 +464,25 @@ def _finished(journal: Path) -> Path:
     return journal.with_suffix(".finished")
 
 
+def most_sets(seconds: float, ranks: Ranks) -> int:
+    """Sets to draw for so much time: more than are measured in it."""
+    return ranks.size * int(seconds * MAX_SETS_PER_SECOND) + 1
+
+
 def _measure_once(
     config: TrainingConfig,
     sets: Sequence[Sequence[Workload]],
     journal: Path,
     share: float,
-    arena: Arena,
     progress: bool,
+    ranks: Ranks,
 ) -> CostDataset:
     """Measure for this share of the time. What an earlier run finished is read only: more sets there would lead to
     other networks, and so to other sets in later rounds than that run has measured."""
-    if _finished(journal).is_file():
-        with Journal.open(journal, describe_hardware(config.device, config.threads), config.seed) as held:
-            sets = sets[: len(held)]
-    dataset = _measure(config, sets, journal, share, arena, progress)
-    _finished(journal).touch()
+    finished = ranks.from_first(_finished(journal).is_file)
+    dataset = _measure(config, sets, journal, 0.0 if finished else share, progress, ranks)
+    if ranks.leads:
+        _finished(journal).touch()
     return dataset
 
 
@@ -469,17 +491,24 @@ def _measure(
     sets: Sequence[Sequence[Workload]],
     journal: Path,
     share: float,
-    arena: Arena,
     progress: bool,
+    ranks: Ranks,
 ) -> CostDataset:
-    return collect(
-        sets,
-        journal,
-        device=config.device,
-        threads=config.threads,
-        repeats=config.repeats,
-        seed=config.seed,
-        seconds=config.seconds * share,
-        progress=progress,
-        arena=arena,
-    )
+    """Memory for kernels is taken for the measuring alone: what follows needs it."""
+    device = ranks.device(config.device)
+    arena = Arena(device, config.arena_bytes, seed=config.seed)
+    try:
+        return collect(
+            sets,
+            journal,
+            device=device,
+            threads=config.threads,
+            repeats=config.repeats,
+            seed=config.seed,
+            seconds=config.seconds * share,
+            progress=progress,
+            arena=arena,
+            ranks=ranks,
+        )
+    finally:
+        arena.release()

@@ -2,7 +2,8 @@
 """Draw sets of tables, measure them as fused kernels, and keep the result through any interruption.
 
 Sets are measured in blocks: the repeats of one block are interleaved, so that the repeats of one set lie apart in
-time, each right behind a run of one fixed reference set. A block's records are written when it is done.
+time, each right behind a run of one fixed reference set. A block's records are written when it is done. Several ranks,
+each with a device or cores of its own, share the sets.
 
 Shape letters: R repeats, 2 (forward, backward).
 """
@@ -14,15 +15,16 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
-from dreamshard_planner.cost.dataset import CostDataset, Journal
-from dreamshard_planner.errors import DatasetError, TaskError
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.journals import RankJournals
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
 from dreamshard_planner.progress import progress_bar
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
@@ -41,7 +43,7 @@ _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 """How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
 sequences is slow."""
 
-REFERENCE_SET = tuple(
+_REFERENCE_SET = tuple(
     Workload(
         name=f"reference {dim}",
         rows=200_000,
@@ -53,7 +55,12 @@ REFERENCE_SET = tuple(
     )
     for dim in (16, 32, 64, 128)
 )
-"""Timed beside every set of every collection: its time tells how fast the machine is just then."""
+REFERENCE_SETS = {
+    "cpu": _REFERENCE_SET,
+    "cuda": tuple(replace(w, batch_size=65_536, rows=2_000_000, distinct_rows=262_144.0) for w in _REFERENCE_SET),
+}
+"""By device, timed beside every set of every collection: its time tells how fast the machine is just then. On CUDA it
+moves gigabytes, so that it takes about a millisecond there as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,65 +182,65 @@ def collect(
     cores: Iterable[int] | None = None,
     block: int = 8,
     arena: Arena | None = None,
+    ranks: Ranks | None = None,
 ) -> CostDataset:
-    """Measure ``sets`` in order, continuing where the journal ends.
+    """Measure ``sets`` in order, continuing where the journals end.
+
+    Several ranks share the sets that no journal holds yet; each writes a journal of its own, so that one that dies
+    loses the block that it was measuring, and nothing else. The same call goes on, with as many ranks or with others.
 
     Args:
         sets: groups, each of which fits one fused kernel.
-        journal_path: appended to; made if missing. What it holds must be the first of ``sets``.
+        journal_path: appended to; made if missing. What it holds must be some of ``sets``. Ranks but the first add
+            ``.rank1`` and so on to its stem.
         device: where kernels run.
         threads: intra-op threads.
         repeats: timed runs of each set.
         seed: of indices, lengths and order.
-        seconds: stop after the first block that ends later than this.
-        progress: a bar with sets per second and noise floor, on stderr.
-        cores: pin to these cores.
+        seconds: stop after the first block that ends later than this; 0: only read what the journals hold.
+        progress: a bar with sets per second and noise floor, on the first rank's stderr.
+        cores: pin to these cores. Default: those of the rank, where several share a host's CPU.
         block: sets whose repeats are interleaved; as many are measured again after an interruption.
         arena: weights to use. Default: one of default size.
+        ranks: the processes that measure, each of which makes this call. Default: this one alone.
 
     Returns:
-        All sets that the journal holds at the end.
+        All sets that the journals hold at the end, in the order of ``sets``; on every rank the same.
 
     Raises:
-        DatasetError: the journal is damaged, or of other sets, repeats, seed or hardware.
+        DatasetError: a journal is damaged, or of other sets, repeats, seed or hardware.
         TaskError: a set does not fit one kernel.
+        DreamShardError: another rank failed, or has ended.
     """
     if block < 1 or repeats < 1:
         raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-    with ExitStack() as stack:
-        journal = stack.enter_context(Journal.open(journal_path, describe_hardware(device, threads), seed))
-        _require_prefix(journal, sets, repeats)
-        if len(journal) == len(sets):
-            return journal.to_dataset()
-        stack.enter_context(pinned(threads, cores))
-        arena = arena or Arena(device, seed=seed)
-        reference = FusedKernel(REFERENCE_SET, device, seed, arena)
-        advance = stack.enter_context(progress_bar("measuring", len(sets), progress, len(journal)))
-        pace = _Pace()
-        for start in range(len(journal), len(sets), block):
-            groups = sets[start : start + block]
-            kernels = [FusedKernel(group, device, seed, arena) for group in groups]
-            order = torch.Generator().manual_seed(seed + start)
-            block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
-            for group, samples in zip(groups, block_samples, strict=True):
-                journal.append(group, samples.samples_ms, samples.reference_ms)
-            advance(pace.note(block_samples), len(groups))
-            if time.monotonic() > deadline:
-                break
-        return journal.to_dataset()
+    ranks = ranks or Ranks()
+    hardware = describe_hardware(device, threads)
+    if cores is None and hardware["device"] == "cpu":
+        cores = ranks.cores()
+    with RankJournals(journal_path, sets, repeats, hardware, seed, ranks) as journals, pinned(threads, cores):
+        todo = ranks.share(journals.missing)
+        done = len(sets) - len(journals.missing)
 
+        def measure() -> None:
+            own_arena = arena or Arena(device, seed=seed)
+            reference = FusedKernel(REFERENCE_SETS[hardware["device"]], device, seed, own_arena)
+            pace = _Pace()
+            with progress_bar("measuring", done + len(todo), progress and ranks.leads, done) as advance:
+                for start in range(0, len(todo), block):
+                    positions = todo[start : start + block]
+                    kernels = [FusedKernel(sets[position], device, seed, own_arena) for position in positions]
+                    order = torch.Generator().manual_seed(seed + positions[0])
+                    block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
+                    for position, samples in zip(positions, block_samples, strict=True):
+                        journals.append(position, samples.samples_ms, samples.reference_ms)
+                    advance(pace.note(block_samples), len(positions))
+                    if time.monotonic() > deadline:
+                        break
 
-def _require_prefix(journal: Journal, sets: Sequence[Sequence[Workload]], repeats: int) -> None:
-    """Raise DatasetError unless the journal holds the first of ``sets``, with this many repeats."""
-    held = len(journal)
-    if held > len(sets) or any(list(ours) != theirs for ours, theirs in zip(sets, journal.sets, strict=False)):
-        raise DatasetError(
-            f"{journal.path}: its {held} sets are not the first of the {len(sets)} asked for; "
-            "continue with the same tables, seed and options, or use another file"
-        )
-    if held and journal.repeats != repeats:
-        raise DatasetError(f"{journal.path}: holds {journal.repeats} repeats of each set, asked for {repeats}")
+        ranks.gather(lambda: measure() if todo and seconds != 0 else None)
+        return journals.dataset()
 
 
 class _Pace:

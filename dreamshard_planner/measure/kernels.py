@@ -66,6 +66,16 @@ class Arena:
         self._indices: OrderedDict[tuple, tuple[Tensor, Tensor]] = OrderedDict()
         self._index_bytes_held = 0
 
+    def release(self) -> None:
+        """Give all memory back, to the device as well; what is used again is made again. Kernels of this arena keep
+        theirs alive."""
+        self._weights.clear()
+        self._states_N = self._noise_N = torch.zeros(0, device=self.device)
+        self._indices.clear()
+        self._index_bytes_held = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def weights(self, dtype: torch.dtype) -> Tensor:
         """The weight buffer [N] of one precision, filled on first use."""
         if dtype not in self._weights:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
-from dreamshard_planner.measure.collect import REFERENCE_SET
+from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, time_groups
 from dreamshard_planner.workload.tables import Workload
@@ -36,7 +36,7 @@ class SetClock:
     ) -> None:
         self._workloads, self._device, self._seed = workloads, device, seed
         self._arena = arena or Arena(device, seed=seed)
-        self._reference = FusedKernel(REFERENCE_SET, device, seed, self._arena)
+        self._reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, self._arena)
         self._order = torch.Generator().manual_seed(seed)
         self._usual_ms: Tensor | None = None
 

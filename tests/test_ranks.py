@@ -1,0 +1,130 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Several ranks measure one collection: each its share, one result, and what a rank recorded outlives it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.errors import DatasetError, DreamShardError
+from dreamshard_planner.measure.collect import _Pace, collect, draw_sets
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.journals import journal_paths, remove_journals
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.ranks import Ranks, local_ranks
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+
+TABLES = [Table(f"t{i}", 100 * (i + 1), (8, 16)[i % 2], (FeatureStatistics(float(i % 5 + 1)),)) for i in range(20)]
+SETS = draw_sets(TABLES, 21, seed=1, batch_sizes=(4, 8), max_tables=4)
+SETS += SETS[:2]  # asked for twice
+
+
+def _measure(path: Path, ranks: Ranks | None = None, **options) -> CostDataset:
+    options = {"repeats": 2, "progress": False, "block": 2} | options
+    return collect(SETS, path, arena=Arena("cpu", size_bytes=1 << 20), ranks=ranks, **options)
+
+
+def _held(path: Path) -> int:
+    with Journal.open(path, describe_hardware("cpu", threads=1)) as journal:
+        return len(journal)
+
+
+def _on_two_ranks(function: Callable[[Ranks, Path], None], path: Path) -> list[int | None]:
+    """Exit codes. The forkserver imports the package once for all of them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dreamshard_planner.measure.collect"])
+    processes = [context.Process(target=_rank, args=(rank, store.port, function, path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    return [process.exitcode for process in processes]
+
+
+def _rank(rank: int, port: int, function: Callable[[Ranks, Path], None], path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    function(Ranks(rank, 2), path)
+    dist.destroy_process_group()
+
+
+def _together(ranks: Ranks, path: Path) -> None:
+    """What ranks do together, and the dataset that they end with."""
+    assert ranks.map(lambda items: [10 * item for item in items], range(5)) == [0, 10, 20, 30, 40]
+    assert (ranks.from_first(os.getpid) == os.getpid()) == ranks.leads
+    wrong = (DreamShardError, "rank 1 failed: ValueError: wrong") if ranks.leads else (ValueError, "^wrong")
+    with pytest.raises(wrong[0], match=wrong[1]):
+        ranks.gather(lambda: None if ranks.leads else _fail())
+    _measure(path, ranks).save(path.with_suffix(f".{ranks.rank}.npz"))
+
+
+def _fail() -> None:
+    raise ValueError("wrong")
+
+
+def test_ranks_share_the_sets_and_agree_on_the_result(tmp_path: Path) -> None:
+    path = tmp_path / "sets.journal"
+    assert _on_two_ranks(_together, path) == [0, 0]
+    first, second = (CostDataset.load(tmp_path / f"sets.{rank}.npz") for rank in range(2))
+    assert first.digest == second.digest
+    assert [first.workloads(i) for i in range(len(first))] == SETS
+    assert [_held(p) for p in (path, tmp_path / "sets.rank1.journal")] == [12, 11]
+    alone = _measure(path)  # one process finds everything measured
+    assert np.array_equal(alone.samples_ms[2:21], first.samples_ms[2:21])  # equal sets may have changed places
+    remove_journals([path], Ranks())
+    assert not list(tmp_path.glob("*.journal"))
+
+
+def _until_one_dies(ranks: Ranks, path: Path) -> None:
+    """The second of two ranks is killed behind its first block; the first finds that out when it has measured all."""
+    if not ranks.leads:
+        _Pace.note = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DreamShardError, match="another rank has ended"):
+        _measure(path, ranks)
+
+
+def test_a_rank_that_dies_takes_nothing_with_it_that_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "sets.journal"
+    assert _on_two_ranks(_until_one_dies, path) == [0, -signal.SIGKILL]
+    assert [_held(p) for p in (path, tmp_path / "sets.rank1.journal")] == [12, 2]
+    data = _measure(path)  # goes on alone with what both have recorded
+    assert [data.workloads(i) for i in range(len(data))] == SETS
+    assert _held(path) == 21
+
+
+def test_journals_of_ranks_that_are_no_more_are_read_by_those_left(tmp_path: Path) -> None:
+    path = tmp_path / "sets.journal"
+    others = [tmp_path / f"sets.rank{k}.journal" for k in (2, 4, 5)]
+    for other in (*others, tmp_path / "sets.rank3.npz", tmp_path / "other.rank2.journal"):
+        other.touch()
+    assert journal_paths(path, Ranks()) == [path, *others]
+    assert journal_paths(path, Ranks(0, 2)) == [path, others[0], others[1]]
+    assert journal_paths(path, Ranks(1, 2)) == [tmp_path / "sets.rank1.journal", others[2]]
+
+
+def test_sets_that_are_recorded_too_often_are_refused(tmp_path: Path) -> None:
+    _measure(tmp_path / "sets.journal")
+    (tmp_path / "sets.rank1.journal").write_bytes((tmp_path / "sets.journal").read_bytes())
+    with pytest.raises(DatasetError, match="more often than it is asked for"):
+        _measure(tmp_path / "sets.journal")
+
+
+def test_starting_without_torchrun_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(DreamShardError, match="torchrun has to start this.*--nproc_per_node"):
+        local_ranks()
+    with Ranks.joined() as ranks:
+        assert (ranks.rank, ranks.size, ranks.leads) == (0, 1, True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    with pytest.raises(DreamShardError, match="99 ranks on a host with"), Ranks.joined("cuda"):
+        pass
