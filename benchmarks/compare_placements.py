@@ -161,6 +161,7 @@ def main() -> None:
     )
     parser.add_argument("--placers", default="", help="names, separated by commas; default: all")
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per task; continued")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task later than this")
     parser.add_argument("--rounds", type=int, default=9, help="times that each placement is measured")
     parser.add_argument("--refine-seconds", type=float, default=60.0, help="of search by measurement; 0: none")
     parser.add_argument("--oracle-seconds", type=float, default=120.0, help="0: no oracle, no room")
@@ -188,7 +189,7 @@ def main() -> None:
     records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
     # Records of before these options go on as they are.
     new = [name for name in ("sharding_types", "processor_time") if not getattr(args, name)]
-    left_out = ("tasks", "record", "part", *new)
+    left_out = ("tasks", "record", "part", "seconds", *new)
     head = {"settings": {k: str(v) for k, v in vars(args).items() if k not in left_out}}
     if records and records[0]["settings"] != head["settings"]:
         parser.error(f"{args.record}: recorded with other settings: {records[0]['settings']}")
@@ -208,7 +209,10 @@ def main() -> None:
         contests = args.part.of(contests)
         contests = [contest for contest in contests if contest.name not in played]
         arena = Arena(args.device, seed=args.seed)
+        deadline = time.monotonic() + args.seconds
         for contest in track(contests, "tasks", console=console):
+            if time.monotonic() > deadline:
+                break
             if sharding_types:
                 records.append(play_splits(contest, split_field, names, arena, args))
             else:

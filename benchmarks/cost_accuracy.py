@@ -6,7 +6,8 @@
 ``--measure`` times the sets first, each ``--rounds`` times in shuffled rounds over all of them (half a minute each on
 the machine of the committed data), every run beside a reference set; the median is the label. Runs as close together
 as the repeats of one collection share their luck. It also times every table of these sets alone. The measurements are
-kept in ``benchmarks/data`` and continued after an interruption; without ``--measure`` those are judged that are there.
+kept in ``--data`` and continued after an interruption; without ``--measure`` those are judged that are there. Where
+time is short, ``--seconds`` ends the rounds, and ``--no-singles`` does without the tables alone.
 
 Costs that are judged:
 
@@ -60,19 +61,30 @@ def measure(args: argparse.Namespace) -> None:
     """Time the clean sets, and their tables alone."""
     sets = draw_sets(pool_tables(POOLS)[1], args.sets, args.seed, max_tables=100, device=args.device)
     singles = {workload: [workload] for workloads in sets for workload in workloads}
-    for name, chosen, rounds in (("clean", sets, args.rounds), ("clean-singles", list(singles.values()), 3)):
-        path = DATA / f"{args.device}-{name}.npz"
-        measure_rounds(chosen, rounds, path.with_suffix(".journal"), args.device, args.seed).save(path)
+    parts = [("clean", sets, args.rounds), ("clean-singles", list(singles.values()), 3)]
+    for name, chosen, rounds in parts[:1] if args.no_singles else parts:
+        path = args.data / f"{args.device}-{name}.npz"
+        journal = path.with_suffix(".journal")
+        measure_rounds(chosen, rounds, journal, args.device, args.seed, seconds=args.seconds).save(path)
 
 
 def measure_rounds(
-    sets: Sequence[Sequence[Workload]], rounds: int, journal: Path, device: str, seed: int, threads: int = 1
+    sets: Sequence[Sequence[Workload]],
+    rounds: int,
+    journal: Path,
+    device: str,
+    seed: int,
+    threads: int = 1,
+    seconds: float | None = None,
 ) -> CostDataset:
     """Every round goes over all sets in a new order; in each, a set is measured as training sets are, several runs
-    beside a few other sets."""
+    beside a few other sets. With ``seconds``, as many whole rounds as are done then, or part of the first."""
     order = np.random.default_rng(seed)
     passes = np.concatenate([order.permutation(len(sets)) for _ in range(rounds)])
-    timed = collect([sets[i] for i in passes], journal, device, threads, REPEATS, seed)
+    timed = collect([sets[i] for i in passes], journal, device, threads, REPEATS, seed, seconds)
+    rounds = max(1, len(timed) // len(sets))
+    passes = passes[: min(rounds * len(sets), len(timed))]
+    timed, sets = timed.select(range(len(passes))), [sets[i] for i in np.unique(passes)]
     runs_NR = passes.argsort(kind="stable").reshape(len(sets), rounds)
     samples_ms, reference_ms = (
         times[runs_NR].reshape(len(sets), -1, 2) for times in (timed.samples_ms, timed.reference_ms)
@@ -145,20 +157,20 @@ def spread_tells_error(network: CostNetwork, sets: LabelledSets, relative_X2: np
 
 
 def on_test_sets(
-    device: str, network: CostNetwork, linear: LinearCost, usual_ms: float | None
+    data: Path, device: str, network: CostNetwork, linear: LinearCost, usual_ms: float | None
 ) -> dict[str, dict[str, Any]]:
     """Errors on held-out sets that were measured once, like training sets: more of them, over wider bounds, and with
     the noise of one measurement in the error."""
     result = {}
-    for path in sorted(DATA.glob(f"{device}-test*.npz")):
-        data = CostDataset.load(path)
-        test = labelled(data, usual_ms)
+    for path in sorted(data.glob(f"{device}-test*.npz")):
+        held_out = CostDataset.load(path)
+        test = labelled(held_out, usual_ms)
         relative_X2 = relative_errors(predict_ms(network, test), test.labels_ms_X2)
         result[path.stem] = {
-            "sets": len(data),
+            "sets": len(held_out),
             "network": relative_X2.mean(0).tolist(),
             "linear": mape_2(predict_ms(linear, test), test.labels_ms_X2).tolist(),
-            "network_by_kind": by_kind([data.workloads(i) for i in range(len(data))], relative_X2),
+            "network_by_kind": by_kind([held_out.workloads(i) for i in range(len(held_out))], relative_X2),
             "spread_tells_error": spread_tells_error(network, test, relative_X2),
         }
     return result
@@ -187,7 +199,7 @@ def draw_figure(predictions: dict[str, Tensor], label_X2: Tensor, path: Path) ->
 
 def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
     """All costs on the clean sets."""
-    clean = CostDataset.load(DATA / f"{args.device}-clean.npz")
+    clean = CostDataset.load(args.data / f"{args.device}-clean.npz")
     sets = [clean.workloads(i) for i in range(len(clean))]
     checkpoint = resolve(args.checkpoint, args.device)
     usual_ms = checkpoint.metadata.get("reference_ms")
@@ -205,12 +217,16 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     linear = LinearCost.fit(train)
     predictions = {
         "network": predict_ms(network, test).double(),
-        "additive": additive_ms(sets, CostDataset.load(DATA / f"{args.device}-clean-singles.npz"), usual_ms),
         "linear": predict_ms(linear, test),
         "torchrec": torchrec_X2 * best_scale(torchrec_X2, label_X2),
         "roofline": roofline_X2 * best_scale(roofline_X2, label_X2),
-        "paper": predict_ms(resolve("auto", args.device, "paper").compute_cost(topology), test).double(),
     }
+    singles = args.data / f"{args.device}-clean-singles.npz"
+    if not args.no_singles:
+        predictions["additive"] = additive_ms(sets, CostDataset.load(singles), usual_ms)
+    paper = resolve("auto", args.device, "paper")
+    if paper.cost is not None:  # it has been measured here
+        predictions["paper"] = predict_ms(paper.compute_cost(topology), test).double()
     relative_X2 = relative_errors(predictions["network"], label_X2)
     result = {
         "sets": len(sets),
@@ -219,7 +235,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
         "costs": {name: errors(predicted_X2, label_X2) for name, predicted_X2 in predictions.items()},
         "network_by_kind": by_kind(sets, relative_X2),
         "spread_tells_error": spread_tells_error(network, test, relative_X2),
-        "test_sets": on_test_sets(args.device, network, linear, usual_ms),
+        "test_sets": on_test_sets(args.data, args.device, network, linear, usual_ms),
     }
     if args.seeds:
         fits = [fit_cost_network(train, config=FitConfig(seed=seed)) for seed in range(args.seeds)]
@@ -260,6 +276,9 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="time the sets first")
     parser.add_argument("--sets", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, help="of measuring; default: until all rounds are done")
+    parser.add_argument("--no-singles", action="store_true", help="measure no table alone, and judge no additive cost")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the measurements")
     parser.add_argument("--seed", type=int, default=77)
     parser.add_argument("--seeds", type=int, default=0, help="also fit this many networks, for error bars")
     parser.add_argument("--checkpoint", default="auto")
@@ -267,7 +286,7 @@ def main() -> None:
     parser.add_argument("--train", type=Path, nargs="+", help="training sets of linear and of --seeds")
     parser.add_argument("--json", type=Path, help="write the result here, and the figure beside it")
     args = parser.parse_args()
-    args.train = args.train or sorted(DATA.glob(f"{args.device}-train*.npz"))
+    args.train = args.train or sorted(args.data.glob(f"{args.device}-train*.npz"))
     if min(args.sets, args.rounds) < 1:
         parser.error("--sets and --rounds must be at least 1")
     torch.set_num_threads(1)

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,17 +96,16 @@ def copy_gb_per_s(device: torch.device, repeats: int = 9) -> float:
     return 2 * source.nbytes / sorted(seconds[1:])[repeats // 2] / 1e9
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row per shape."""
+def measure(args: argparse.Namespace, copy: float) -> Iterator[list[dict[str, Any]]]:
+    """A row per shape, sweep by sweep."""
     device = torch.device(args.device)
     arena = Arena(device, seed=args.seed)
-    copy = copy_gb_per_s(device)
-    rows = []
     for sweep in args.sweeps:
         shapes = [replace(BASE, **{sweep: value}) for value in SWEEPS[sweep]]
         sets = [shape.workloads(args.batch_size, args.optimizer) for shape in shapes]
         kernels = [FusedKernel(part, device, args.seed, arena) for full in sets for part in (full, full[:1])]
         timed = time_groups(kernels, args.repeats, warmup=3)
+        rows = []
         for shape, workloads, fused, alone in zip(shapes, sets, timed[::2], timed[1::2], strict=True):
             fused_2, alone_2, moved = fused.median_ms, alone.median_ms, moved_bytes(workloads)
             rows.append(
@@ -117,9 +117,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     "gb_per_s": [b / ms / 1e6 for b, ms in zip(moved, fused_2.tolist(), strict=True)],
                     "of_copy": [b / ms / 1e6 / copy for b, ms in zip(moved, fused_2.tolist(), strict=True)],
                     "fusion": (fused_2 / (shape.tables * alone_2)).tolist(),
+                    "launch_bound": fused.launch_bound,
                 }
             )
-    return [{"copy_gb_per_s": copy}, *rows]
+        yield rows
 
 
 def print_rows(rows: Sequence[dict[str, Any]], copy: float) -> None:
@@ -147,18 +148,22 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, help="default: 512 on CPU, 65,536 on CUDA")
     parser.add_argument("--optimizer", default="rowwise_adagrad", choices=("sgd", "rowwise_adagrad"))
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no sweep later than this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (512 if args.device == "cpu" else 65_536)
+    deadline, rows = time.monotonic() + args.seconds, []
     with pinned(1):
-        head, *rows = measure(args)
-        origin = provenance(torch.device(args.device))
-    print_rows(rows, head["copy_gb_per_s"])
-    if args.json:
-        args.json.write_text(
-            json.dumps(origin | {"batch_size": args.batch_size} | head | {"rows": rows}, indent=1) + "\n"
-        )
+        copy = copy_gb_per_s(torch.device(args.device))
+        origin = provenance(torch.device(args.device)) | {"batch_size": args.batch_size, "copy_gb_per_s": copy}
+        for swept in measure(args, copy):
+            rows += swept
+            if args.json:
+                args.json.write_text(json.dumps(origin | {"rows": rows}, indent=1) + "\n")
+            if time.monotonic() > deadline:
+                break
+    print_rows(rows, copy)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
     torchrun --nproc_per_node=2 benchmarks/run_dlrm.py --planners dreamshard,torchrec,lookup_greedy --json result.json
     torchrun benchmarks/run_dlrm.py                       # one process, nothing to choose
+    torchrun --nproc_per_node=8 benchmarks/run_dlrm.py --max-rows 40000000 --seconds 300 --json result.json
 
 NCCL where each rank has a GPU, else gloo on CPU, each rank on cores of its own and with one thread. Every planner gets
 models of its own with the same weights, and all models train on the same batches, a few steps of one after a few steps
@@ -28,8 +29,10 @@ import gc
 import itertools
 import json
 import logging
+import math
 import os
 import random
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -56,7 +59,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm import SIZES, fill_tables, make_batches, make_model, scale_tables
+from dlrm_memory import memory_of_models
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.hardware import available_bytes
+from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
@@ -89,22 +96,24 @@ class Config:
     planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
     skewed: int = _option(0, "placements more, from balanced to badly skewed")
     copies: int = _option(3, "models per planner")
-    steps: int = _option(120, "timed steps of each planner, over all its models")
-    block: int = _option(2, "steps of one model before it is another's turn")
+    steps: int = _option(0, "timed steps of each planner, over all its models; 0: 120 on CPU, 1200 on GPUs")
+    block: int = _option(0, "steps of one model before it is another's turn; 0: 2 on CPU, 20 on GPUs")
+    seconds: float = _option(0.0, "stop after the round of blocks in which they have passed; 0: all steps")
     batch_size: int = _option(0, "samples per rank and step; 0: 512 on CPU, 8192 on a GPU")
     hot: float = _option(1.0, "multiply the lookups of the table that is read most")
     sharding_types: str = _option("table_wise", "what planners may use, separated by commas")
     min_partition: int = _option(0, "narrowest column slice; 0: TorchRec's default")
     optimizer: str = _option("rowwise_adagrad", f"of the tables, in the backward: {', '.join(OPTIMIZERS)}")
     size: str = _option("", f"dense layers: {', '.join(SIZES)}; small on CPU and mlperf on GPUs by default")
+    checkpoint: str = _option("auto", "of dreamshard")
     seed: int = _option(0, "of weights, data, search and order")
     json: str = _option("", "write everything to this file")
 
     def __post_init__(self) -> None:
-        if min(self.max_rows, self.copies, self.steps, self.block) < 1:
-            raise ValueError(f"rows, copies, steps and block must be at least 1: {self}")
-        if min(self.dim, self.batch_size, self.skewed) < 0:
-            raise ValueError(f"dim, batch size and skewed must be at least 0: {self}")
+        if min(self.max_rows, self.copies) < 1:
+            raise ValueError(f"rows and copies must be at least 1: {self}")
+        if min(self.dim, self.batch_size, self.skewed, self.steps, self.block, self.seconds) < 0:
+            raise ValueError(f"dim, batch size, skewed, steps, block and seconds must be at least 0: {self}")
         if not self.hot > 0 or self.min_partition < 0:
             raise ValueError(f"hot must be above 0 and min_partition at least 0, got {self.hot}, {self.min_partition}")
         if self.optimizer not in OPTIMIZERS:
@@ -129,6 +138,18 @@ class Config:
     def kinds(self) -> tuple[str, ...]:
         """Sharding types that planners may use."""
         return tuple(kind.strip() for kind in self.sharding_types.split(",") if kind.strip())
+
+    def on(self, kind: str) -> Config:
+        """With what is left to the device: ``cpu`` or ``cuda``. Each change of models drains a GPU's queue: blocks are
+        longer there."""
+        batch_size, size, steps, block = (512, "small", 120, 2) if kind == "cpu" else (8192, "mlperf", 1200, 20)
+        return replace(
+            self,
+            batch_size=self.batch_size or batch_size,
+            size=self.size or size,
+            steps=self.steps or steps,
+            block=self.block or block,
+        )
 
     @property
     def rounds(self) -> int:
@@ -349,7 +370,7 @@ def make_planners(
             "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
         }
         if name == "dreamshard":
-            planner = DreamShardPlanner(**common, statistics=statistics, seed=config.seed)
+            planner = DreamShardPlanner(**common, statistics=statistics, checkpoint=config.checkpoint, seed=config.seed)
         elif name.startswith("torchrec"):
             planner = EmbeddingShardingPlanner(**common)
         elif name.startswith(SKEWED):
@@ -367,6 +388,8 @@ def run(config: Config, node: Node) -> Result | None:
     tables, scaling = scale_tables(named_pool(config.tables), config.max_rows, config.dim, config.hot)
     count = min(config.steps, BATCHES_KEPT)
     batches = make_batches(tables, count, config.batch_size, node.rank, node.world_size, config.seed)
+    if node.device.type == "cuda":
+        batches = [batch.pin_memory() for batch in batches]  # else each copy waits for the device
     bare_model = make_model(tables, config.size, config.seed, node.device)
     sharders = [EmbeddingBagCollectionSharder()]
     planners = make_planners(tables, batches, config, node)
@@ -390,6 +413,17 @@ def run(config: Config, node: Node) -> Result | None:
             split = {option.name: option.sharding_type for option in options if option.sharding_type != "table_wise"}
             plans[name] = {"plan_seconds": plan_seconds, "ranks": ranks, "split": split, "predicted": predicted}
 
+    known = {name: options for name, (_, options) in planners.items() if name in config.names}
+    memory = memory_of_models(known, config.copies, bare_model, node.world_size)
+    free_bytes = node.gather(
+        available_bytes(node.device) // (1 if node.device.type == "cuda" else node.local_world_size)
+    )
+    told, fits = node.gather(memory.told(free_bytes))[0]  # plans' options are on the first rank
+    if node.rank == 0:
+        print(told, file=sys.stderr)
+    if not fits:
+        raise SystemExit(1)
+
     order = random.Random(config.seed)
     trainees: dict[tuple[str, int], Trainee] = {}
     models = list(itertools.product(config.names, range(config.copies)))
@@ -400,9 +434,12 @@ def run(config: Config, node: Node) -> Result | None:
         trainees[name, index] = Trainee(model, batches, node)
     for trainee in trainees.values():
         trainee.train(WARMUP_STEPS, timed=False)
+    deadline = time.monotonic() + (config.seconds or math.inf)
     for _ in range(config.rounds):
         for name in order.sample(models, len(models)):
             trainees[name].train(config.block)
+        if config.seconds and node.gather(time.monotonic() > deadline)[0]:
+            break
     blocks = {name: [trainees[name, index].blocks for index in range(config.copies)] for name in config.names}
     losses = {
         name: [torch.stack(trainees[name, index].losses).tolist() for index in range(config.copies)]
@@ -453,13 +490,13 @@ def print_table(result: Result, console: Console) -> None:
         )
     console.print(result.scaling)
     console.print(table)
+    rounds = len(result.planners[0].block_ms[0])
     console.print(
-        f"{config.copies} model(s) per planner, {config.rounds} blocks of {config.block} steps each, interleaved: "
-        f"medians and quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over "
-        f"models and rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding "
-        f"work and its collectives; cost "
-        f"source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in fused kernels; "
-        f"torchrec_default alone has no pooling factors."
+        f"{config.copies} model(s) per planner, {rounds} blocks of {config.block} steps each, interleaved: medians and "
+        f"quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over models and "
+        f"rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding work and "
+        f"its collectives; cost source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in fused "
+        f"kernels; torchrec_default alone has no pooling factors."
     )
     for entry in result.planners:
         if entry.split:
@@ -487,15 +524,14 @@ def main() -> None:
         parser.add_argument(flag, type=type(option.default), default=option.default, help=text)
     try:
         config = Config(**vars(parser.parse_args()))
-    except ValueError as error:
+        local_rank, local_world_size = local_ranks()
+    except (ValueError, DreamShardError) as error:
         parser.error(str(error))
     for library in ("torch", "torchrec"):  # neither says anything here that its user could act on
         logging.getLogger(library).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=library)
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_cpu = torch.cuda.device_count() < local_world_size
-    batch_size, size = (512, "small") if on_cpu else (8192, "mlperf")
-    config = replace(config, batch_size=config.batch_size or batch_size, size=config.size or size)
+    config = config.on("cpu" if on_cpu else "cuda")
     with pinned(1, rank_cores(local_rank, local_world_size)) if on_cpu else nullcontext():
         result = run(config, Node.join())
     gc.collect()  # models are cyclic and hold the group, whose threads must not outlive Python

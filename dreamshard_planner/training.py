@@ -316,8 +316,9 @@ def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = 
     """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
     from torchrec.distributed.planner.types import Topology
 
+    config = replace(config, device="cuda")
     train_tables, test_tables = pool_tables(config.pools)
-    roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device="cuda"))
+    roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device=config.device))
     policy, statistics, _ = improve(config, roofline, train_tables, progress)
     metadata = {
         "recipe": config.recipe,
@@ -340,7 +341,7 @@ def improve(
     make_policy, policy_config, *_ = RECIPES[config.recipe]
     policy = make_policy(config.policy if config.recipe == "default" else policy_config(), seed=config.seed)
     reinforce = config.paper_reinforce if config.recipe == "paper" else config.reinforce
-    tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed)
+    tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
     costs = [task.cost for task in tasks]
     policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
     with progress_bar("improving the policy", reinforce.updates, progress) as advance:
@@ -378,9 +379,9 @@ class PricedTask:
 
 @torch.no_grad()
 def priced_tasks(
-    compute: ComputeCost, tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int
+    compute: ComputeCost, tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int, device: str = "cpu"
 ) -> list[PricedTask]:
-    """Random tasks over ``tables`` with their costs."""
+    """Random tasks over ``tables``, for that kind of device, with their costs."""
 
     def single_ms(workloads: Sequence[Workload]) -> Tensor:
         return PlacementCost(problem_of(workloads, 1), compute, CollectiveModel(1, BANDWIDTHS[0])).single_ms_S
@@ -388,7 +389,7 @@ def priced_tasks(
     low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
     share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
     priced = []
-    for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms), share_T, strict=True):
+    for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms, device), share_T, strict=True):
         collectives = CollectiveModel(task.problem.num_devices, math.exp(low + (high - low) * share))
         priced.append(PricedTask(task.workloads, PlacementCost(task.problem, compute, collectives)))
     return priced
@@ -412,7 +413,7 @@ def validate_policy(
 
     Geometric means over the tasks that both place; infeasible tasks are counted.
     """
-    tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7)
+    tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
     costs = [task.cost for task in tasks]
     policy_ms, rule_ms = [], {rule: [] for rule in RULES}
     with torch.no_grad():

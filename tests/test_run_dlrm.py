@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.planner.types import Shard, Storage
 
 import dlrm
+import run_dlrm
 import step_formula
+from dlrm_memory import ModelMemory, memory_of_models
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from run_dlrm import ratio_interval
@@ -71,6 +76,7 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     assert [entry["name"] for entry in result["planners"]] == [*planners, "skewed_0", "skewed_1"]
     assert result["world_size"] == 2 and result["base"] == "torchrec"
     assert result["loss_difference"] < 1e-5
+    assert "12 models take" in done.stderr
     for entry in result["planners"]:
         assert len(entry["ranks"]) == 26 and {rank for (rank,) in entry["ranks"].values()} == {0, 1}
         assert entry["split"] == {}
@@ -110,13 +116,54 @@ def test_interval_of_ratios() -> None:
 
 
 def test_one_rank_and_no_torchrec() -> None:
-    done = _run("--max-rows=100", "--dim=4", "--batch-size=4", "--steps=1", "--block=1", "--planners=size_greedy")
+    done = _run(
+        "--max-rows=100",
+        "--dim=4",
+        "--batch-size=4",
+        "--steps=1",
+        "--block=1",
+        "--planners=size_greedy",
+        "--seconds=0.001",
+    )
     assert done.returncode == 0, done.stderr
     assert "x size_greedy" in done.stdout
 
 
-def test_unknown_planner_is_said() -> None:
-    command = [sys.executable, str(BENCHMARKS / "run_dlrm.py"), "--planners=torchrec,best"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "planners must be some of dreamshard, torchrec, torchrec_default" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--planners=torchrec,best"], "planners must be some of dreamshard, torchrec, torchrec_default"),
+        (["--steps=-1"], "steps.* must be at least 0"),
+        ([], "torchrun has to start this"),
+    ],
+    ids=["unknown planner", "negative steps", "no torchrun"],
+)
+def test_what_cannot_run_is_said(
+    options: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_dlrm.py", *options])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        run_dlrm.main()
+    assert ended.value.code == 2
+    assert re.search(reason, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_steps_and_blocks_follow_the_device() -> None:
+    on_cpu, on_gpu = (run_dlrm.Config(copies=3).on(kind) for kind in ("cpu", "cuda"))
+    assert (on_cpu.steps, on_cpu.block, on_cpu.rounds, on_cpu.size) == (120, 2, 20, "small")
+    assert (on_gpu.steps, on_gpu.block, on_gpu.rounds, on_gpu.size) == (1200, 20, 20, "mlperf")
+    assert run_dlrm.Config(steps=8, block=1, batch_size=4).on("cuda").batch_size == 4
+
+
+def test_memory_of_all_models_is_told_before_they_are_built() -> None:
+    shards = [Shard([4, 2], [0, 0], Storage(hbm=3_000_000_000, ddr=0), rank=rank) for rank in (0, 1, 1)]
+    dense = torch.nn.Linear(249_999, 1000)  # with its biases, a billion bytes
+    dense.table = torch.nn.Parameter(torch.empty(10, device="meta"))
+    memory = memory_of_models(
+        {"a": [SimpleNamespace(shards=shards)], "b": []}, copies=2, bare_model=dense, world_size=2
+    )
+    assert memory == ModelMemory(4, (6_000_000_000, 12_000_000_000), 12_000_000_000)
+    assert memory.told([25 * 10**9] * 2)[0].startswith("4 models take 24.00 GB on rank 1: embeddings 12.00, dense")
+    assert [memory.told([free, 25 * 10**9])[1] for free in (19 * 10**9, 17 * 10**9)] == [True, False]
+    assert memory.told([0, 0])[0].endswith("take fewer --copies or --planners, or smaller --max-rows")

@@ -244,13 +244,16 @@ def collect(
 
 
 class _Pace:
-    """Sets per second, and the noise floor: median spread of the samples so far."""
+    """Sets per second, the noise floor, which is the median spread of the samples so far, and what was launch-bound."""
 
     def __init__(self) -> None:
-        self._start, self._spreads = time.monotonic(), []
+        self._start, self._spreads, self._launch_bound = time.monotonic(), [], 0.0
 
     def note(self, block: Sequence[Samples]) -> str:
         """Of all blocks up to this one."""
         self._spreads += [float(samples.spread.mean()) for samples in block]
+        self._launch_bound += sum(samples.launch_bound for samples in block)
         rate = len(self._spreads) / (time.monotonic() - self._start)
-        return f"{rate:.1f} sets/s, noise floor {statistics.median(self._spreads):.1%}"
+        waiting = self._launch_bound / len(self._spreads)
+        launch_bound = f", {waiting:.1%} of the runs launch-bound" if waiting else ""
+        return f"{rate:.1f} sets/s, noise floor {statistics.median(self._spreads):.1%}{launch_bound}"

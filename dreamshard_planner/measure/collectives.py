@@ -13,7 +13,6 @@ Shapes: P payloads, R repeats.
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import typer
 from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
@@ -72,6 +72,8 @@ class Collectives:
     """By operation."""
     samples_ms: tuple[tuple[str, int, float, float], ...]
     """Operation, bytes, skew and median milliseconds of each payload."""
+    hosts: int = 1
+    """That the ranks were on."""
 
     def metadata(self) -> dict[str, Any]:
         """What a checkpoint keeps: all but the samples."""
@@ -91,8 +93,11 @@ class Collectives:
             raise DreamShardError(f"{path}: not a measurement of collectives ({error!r})") from error
 
 
-def measure(device: torch.device, repeats: int = 31) -> Collectives:
-    """Time all payloads on the initialised process group, interleaved, and fit; on every rank the same result."""
+def measure(device: torch.device, repeats: int = 31, local_world_size: int | None = None) -> Collectives:
+    """Time all payloads on the initialised process group, interleaved, and fit; on every rank the same result.
+
+    ``local_world_size`` is the number of ranks on a host. Default: all of them.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size < 2:
         raise ValueError("collectives need at least two ranks: torchrun --nproc_per_node=2")
@@ -118,6 +123,7 @@ def measure(device: torch.device, repeats: int = 31) -> Collectives:
             (payload.operation, payload.size_bytes, payload.skew, median_ms)
             for payload, median_ms in zip(PAYLOADS, median_P.tolist(), strict=True)
         ),
+        hosts=-(-world_size // (local_world_size or world_size)),
     )
     results = [result]
     dist.broadcast_object_list(results, src=0, device=device)  # least squares may differ in its last bits between ranks
@@ -136,8 +142,8 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
         outputs = [sends[peer] if peer != rank else 0 for peer in range(world_size)]
     else:
         inputs, outputs = sends, [sends[rank]]
-    send, receive = torch.ones(sum(inputs), device=device), torch.empty(sum(outputs), device=device)
-    dist.barrier()
+    send, receive = torch.ones(sum(inputs), device=device), torch.zeros(sum(outputs), device=device)
+    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter_ns()
@@ -154,14 +160,20 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
 
 def main(out: Annotated[Path | None, typer.Option(help="Write the fit to this JSON file.")] = None) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    try:
+        local_rank, local_world_size = local_ranks()
+        if out is not None and not out.parent.is_dir():
+            raise DreamShardError(f"{out}: there is no folder {out.parent}")
+    except DreamShardError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from error
     cuda = torch.cuda.device_count() >= local_world_size
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     with pinned(1, None if cuda else rank_cores(local_rank, local_world_size)):
-        dist.init_process_group("nccl" if cuda else "gloo")
-        result = measure(device)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        result = measure(device, local_world_size=local_world_size)
     if dist.get_rank() == 0:
         typer.echo(json.dumps(result.metadata(), indent=1))
         if out is not None:

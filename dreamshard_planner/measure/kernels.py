@@ -8,13 +8,13 @@ rows that are looked up are ever touched, a small share of any table. Before eac
 random places, so that no run finds the rows that an earlier one left in a cache. Indices are drawn once
 per table and batch size, then shared by all kernels that hold this table.
 
-Shape letters: L lookups of a kernel, F features, B batch, O outputs (vectors x dim), T tables, N elements.
+Shape letters: L lookups of a kernel, F features, B batch, O outputs (vectors x dim), T tables, N elements, M moves.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +37,7 @@ _PRECISION = {4: SparseType.FP32, 2: SparseType.FP16}
 _ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
 _ARENA_BYTES = 2 << 30
+_MOVES_AT_ONCE = 32
 
 
 class Arena:
@@ -100,7 +101,7 @@ class Arena:
         return self._noise_N[:elements]
 
     def inputs(self, workload: Workload, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Indices [L] and lengths [F * B] of one workload, on the device; drawn once.
+        """Indices [L] and lengths [F * B] of one workload, drawn on the device, once.
 
         ``rows`` is what the arena holds of the table; larger tables are folded into it.
         """
@@ -119,11 +120,9 @@ class Arena:
             self._indices.move_to_end(key)
             return self._indices[key]
         digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
         indices_L, lengths_FB = draw_inputs(workload, generator)
-        if rows < workload.rows:
-            indices_L = indices_L % rows
-        entry = indices_L.to(self.device), lengths_FB.to(self.device)
+        entry = indices_L % rows if rows < workload.rows else indices_L, lengths_FB
         self._indices[key] = entry
         self._index_bytes_held += sum(tensor.nbytes for tensor in entry)
         while self._index_bytes_held > self.index_bytes and len(self._indices) > 1:
@@ -151,7 +150,7 @@ class Arena:
 
 
 def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices [L] and lengths [F * B] that follow a workload's histogram and pooling factor.
+    """Indices [L] and lengths [F * B] that follow a workload's histogram and pooling factor, on the generator's device.
 
     The lookups are spread over features evenly and over samples at random (Poisson-like lengths); at least one
     lookup is drawn where the workload has any.
@@ -161,13 +160,13 @@ def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor,
     lengths, indices = [], []
     for feature in range(features):
         count = lookups // features + (feature < lookups % features)
-        sample_L = torch.randint(batch, (count,), generator=generator)
+        sample_L = torch.randint(batch, (count,), generator=generator, device=generator.device)
         lengths.append(torch.bincount(sample_L, minlength=batch))
         if count:
             distinct = min(count, max(1, round(workload.distinct_rows / features)))
             histogram = workload.reuse_histogram
             indices.append(draw_indices(histogram, workload.rows, count, generator, distinct_rows=distinct))
-    indices_L = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64)
+    indices_L = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64, device=generator.device)
     return indices_L.long(), torch.cat(lengths)
 
 
@@ -178,16 +177,16 @@ class _WindowedTBE(SplitTableBatchedEmbeddingBagsCodegen):
         # Sizes of zero make the module allocate nothing; use_window() then gives it the real buffers.
         super()._apply_split(split._replace(dev_size=0, host_size=0), prefix, dtype, **kwargs)
 
-    def use_window(self, prefix: str, buffer_N: Tensor, starts: list[int]) -> None:
-        """Let table t's weights (or states) begin at element ``starts[t]`` of the buffer."""
+    def use_window(self, prefix: str, buffer_N: Tensor, starts: list[int], offsets_F: Tensor) -> None:
+        """Let table t's weights (or states) begin at element ``starts[t]`` of the buffer; ``offsets_F`` says it for
+        features, on the device."""
         on_host = self.use_cpu
         name = f"{prefix}_host" if on_host else f"{prefix}_dev"
         if getattr(self, name).data_ptr() != buffer_N.data_ptr():
             delattr(self, name)
             setattr(self, name, torch.nn.Parameter(buffer_N) if on_host else buffer_N)
         setattr(self, f"{prefix}_physical_offsets", starts)
-        offsets = [starts[table] for table in self.feature_table_map]
-        setattr(self, f"{prefix}_offsets", torch.tensor(offsets, dtype=torch.int64).to(self.current_device))
+        setattr(self, f"{prefix}_offsets", offsets_F)
 
 
 class FusedKernel:
@@ -245,15 +244,33 @@ class FusedKernel:
             shape = (lookups, first.dim)
         self.grad_O = arena.noise(shape[0] * shape[1]).view(shape)
         self._output_O: Tensor | None = None
+        self._moves: deque[tuple] = deque()
         self.move()
 
     def move(self) -> None:
         """Point the tables at fresh random windows of the arena: the next run finds cold rows."""
-        starts = self.arena.windows(self._sizes, self._capacity)
-        self.module.use_window("weights", self.arena.weights(self._dtype), starts)
+        arena, states_N = self.arena, None
         if any(self._state_sizes):
-            states_N = self.arena.states(sum(-(-size // _ALIGN) * _ALIGN for size in self._state_sizes))
-            self.module.use_window("momentum1", states_N, self.arena.windows(self._state_sizes, states_N.numel()))
+            states_N = arena.states(sum(-(-size // _ALIGN) * _ALIGN for size in self._state_sizes))
+        if not self._moves:
+            # Copies to a GPU wait for all that is queued there: many moves with one copy.
+            count = 1 if self.device.type == "cpu" else _MOVES_AT_ONCE
+            weights = self._windows(self._sizes, self._capacity, count)
+            states = (
+                self._windows(self._state_sizes, states_N.numel(), count) if states_N is not None else [None] * count
+            )
+            self._moves.extend(zip(weights, states, strict=True))
+        weights, states = self._moves.popleft()
+        self.module.use_window("weights", arena.weights(self._dtype), *weights)
+        if states_N is not None:
+            self.module.use_window("momentum1", states_N, *states)
+
+    def _windows(self, sizes: list[int], capacity: int, count: int) -> list[tuple[list[int], Tensor]]:
+        """Random starts of tables, and of features on the device, ``count`` times."""
+        starts_MT = [self.arena.windows(sizes, capacity) for _ in range(count)]
+        offsets = [[starts[table] for table in self.module.feature_table_map] for starts in starts_MT]
+        offsets_MF = torch.tensor(offsets, dtype=torch.int64).to(self.device)
+        return list(zip(starts_MT, offsets_MF.unbind(), strict=True))
 
     def forward(self) -> Tensor:
         """Run the forward pass once. Returns the output: [B, sum of F * dim] pooled, [L, dim] for sequences."""

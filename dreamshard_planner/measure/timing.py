@@ -21,7 +21,7 @@ import ctypes
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ from torch import Tensor
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.kernels import FusedKernel
 
-_FLUSH_BYTES = 512 << 20
-"""Written before each timed run on CUDA: many times any L2, and long enough for the host to queue the run, so that
-the device never waits for a launch between the two events."""
+_FLUSH_BYTES, _MAX_FLUSHES = 512 << 20, 16
+"""Written before each timed pass on CUDA: many times any L2. While the device writes, the host queues the pass; where
+that takes longer, the device writes as often as it has to, up to the second figure."""
 
 
 _ATTEMPTS, _LONG_MS = 3, 250.0
@@ -52,6 +52,10 @@ class Samples:
 
     reference_ms: Tensor | None = None
     """[R, 2] float64: the reference kernel, run right before each of them."""
+
+    launch_bound: float = 0.0
+    """Share of the passes, of the kernel and its reference, during which a GPU may have waited for the host: these took
+    as long as it takes to launch them."""
 
     @property
     def median_ms(self) -> Tensor:
@@ -158,7 +162,11 @@ def time_groups(
                 reference_marks[position].append(runs(reference))
             marks[position].append(runs(kernels[position]))
     return [
-        Samples(runs.elapsed_ms(rounds), runs.elapsed_ms(reference_rounds) if reference else None)
+        Samples(
+            runs.elapsed_ms(rounds),
+            runs.elapsed_ms(reference_rounds) if reference else None,
+            runs.launch_bound(rounds + reference_rounds),
+        )
         for rounds, reference_rounds in zip(marks, reference_marks, strict=True)
     ]
 
@@ -209,29 +217,60 @@ class _CpuRuns:
     def elapsed_ms(self, rounds: list[tuple[int, int, int]]) -> Tensor:
         return torch.tensor(rounds, dtype=torch.int64).diff(dim=1).double() / 1e6
 
+    def launch_bound(self, rounds: list[tuple[int, int, int]]) -> float:
+        """Launching is part of computing here."""
+        return 0.0
+
 
 def _interruptions() -> int:
     """How often the system has taken a core from this process so far, to let somebody else compute."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
+@dataclass(frozen=True, slots=True)
+class _CudaPass:
+    """A forward or backward pass between two events."""
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    launch_bound: bool
+    """Whether the device was at its start before the host had queued all of it."""
+
+
 class _CudaRuns:
-    """Runs with device events, queued without waiting; one synchronise when times are read."""
+    """Runs with device events, queued without waiting; one synchronise when times are read.
+
+    A launch-bound pass tells how fast the host is. The run is done again behind more flushes, which stay for the runs
+    to come; what is launch-bound behind most of them waits for the host by itself, and is kept as it is.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._flush_N = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._flushes = 1
 
-    def __call__(self, kernel: FusedKernel) -> tuple[torch.cuda.Event, ...]:
-        events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(4))
-        kernel.move()
-        for run, start, end in ((kernel.forward, *events[:2]), (kernel.backward, *events[2:])):
+    def __call__(self, kernel: FusedKernel) -> tuple[_CudaPass, _CudaPass]:
+        while True:
+            kernel.move()
+            passes = self._run(kernel.forward), self._run(kernel.backward)
+            if self._flushes >= _MAX_FLUSHES or not any(timed.launch_bound for timed in passes):
+                return passes
+            self._flushes *= 2
+
+    def _run(self, run: Callable[[], object]) -> _CudaPass:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(self._flushes):
             self._flush_N.zero_()
-            start.record()
-            run()
-            end.record()
-        return events
+        start.record()
+        run()
+        launch_bound = start.query()
+        end.record()
+        return _CudaPass(start, end, launch_bound)
 
-    def elapsed_ms(self, rounds: list[tuple[torch.cuda.Event, ...]]) -> Tensor:
+    def elapsed_ms(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> Tensor:
         torch.cuda.synchronize()
-        times = [(e[0].elapsed_time(e[1]), e[2].elapsed_time(e[3])) for e in rounds]
+        times = [[timed.start.elapsed_time(timed.end) for timed in passes] for passes in rounds]
         return torch.tensor(times, dtype=torch.float64)
+
+    def launch_bound(self, rounds: list[tuple[_CudaPass, _CudaPass]]) -> float:
+        """Share of the passes."""
+        return sum(timed.launch_bound for passes in rounds for timed in passes) / (2 * len(rounds))

@@ -20,6 +20,10 @@ from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 OUTPUT_BYTES = 4
 
 
+BATCH_SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384, 32768, 65536)}
+"""Samples that each kernel of a task sees, by device."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Which tasks to draw."""
@@ -28,8 +32,8 @@ class TaskConfig:
     max_tables: int = 80
     """Table counts are log-uniform between these, bounds included."""
     devices: tuple[int, ...] = (2, 3, 4, 6, 8, 16)
-    batch_sizes: tuple[int, ...] = (256, 512, 1024, 2048)
-    """Samples that each kernel sees."""
+    batch_sizes: tuple[int, ...] | None = None
+    """Samples that each kernel sees; default: ``BATCH_SIZES`` of the device."""
     unlimited_share: float = 0.6
     """Share of the tasks in which memory does not bind."""
     slack: tuple[float, float] = (1.1, 1.6)
@@ -41,7 +45,8 @@ class TaskConfig:
     def __post_init__(self) -> None:
         if self.heaviest is not None and not self.heaviest > 0:
             raise TaskError(f"heaviest must be positive or None, got {self.heaviest}")
-        if not 1 <= self.min_tables <= self.max_tables or min(self.devices) < 1 or min(self.batch_sizes) < 1:
+        least = min(*self.devices, *(self.batch_sizes or (1,)), 1)
+        if not 1 <= self.min_tables <= self.max_tables or least < 1:
             raise TaskError(f"tables, devices and batch sizes must be positive and ordered, got {asdict(self)}")
 
 
@@ -87,12 +92,15 @@ def draw_tasks(
     config: TaskConfig,
     seed: int,
     single_ms: Callable[[Sequence[Workload]], Tensor],
+    device: str = "cpu",
 ) -> list[Task]:
     """Random tasks over ``tables``: subsets of random size, device counts, batch sizes, memory.
 
     ``single_ms`` says what workloads cost alone on a device, [S]; asked only where ``config.heaviest`` is given. Then
     too heavy tables give way to others, as long as there are any, and there are at least two tables for a device.
+    ``device`` is the kind that the tasks are for.
     """
+    batch_sizes = config.batch_sizes or BATCH_SIZES[device]
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> float:
@@ -106,7 +114,7 @@ def draw_tasks(
     tasks = []
     for _ in range(num_tasks):
         count = max(1, min(int(torch.tensor(uniform(low, high)).exp()), len(tables)))
-        batch_size = choose(config.batch_sizes)
+        batch_size = choose(batch_sizes)
         if batch_size not in pools:
             pool = workloads_of(tables, batch_size)
             pools[batch_size] = pool, None if config.heaviest is None else single_ms(pool)

@@ -167,7 +167,7 @@ def estimates(read: ReadProblem) -> Tensor:
 
 
 def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
-    """Exchanges as the checkpoint measured them, for ranks of one host of that kind; else over the topology's
+    """Exchanges as the checkpoint measured them, for ranks of as many hosts of that kind; else over the topology's
     bandwidths, within hosts and between them."""
     world_size, host = topology.world_size, min(topology.intra_group_size, topology.world_size)
     inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
@@ -178,19 +178,27 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
         all_to_all=_measured(topology, checkpoint, "all_to_all") or given,
         reduce_scatter=_measured(topology, checkpoint, "reduce_scatter") or given,
         all_reduce=_measured(topology, checkpoint, "all_reduce") or twice,
-        host=_measured(topology, checkpoint, "reduce_scatter") or CollectiveModel(host, inside, source=_given(inside)),
+        host=(_measured(topology, checkpoint, "reduce_scatter") if _hosts(topology) == 1 else None)
+        or CollectiveModel(host, inside, source=_given(inside)),
         across=CollectiveModel(max(1, world_size // host), between, source=_given(between)),
     )
 
 
+def _hosts(topology: Topology) -> int:
+    return -(-topology.world_size // topology.local_world_size)
+
+
 def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> CollectiveModel | None:
-    """The exchange between all ranks as the checkpoint measured it; None where it was not, or elsewhere."""
+    """The exchange between all ranks as the checkpoint measured it; None where it was not, or elsewhere. What one host
+    does says nothing of two, nor two of three."""
     measured = checkpoint.metadata.get("collectives")
-    one_host = topology.world_size <= topology.local_world_size
-    if measured is None or not one_host or measured["hardware"]["device"] != topology.compute_device:
+    if measured is None or measured["hardware"]["device"] != topology.compute_device:
+        return None
+    hosts = measured.get("hosts", 1)
+    if hosts != _hosts(topology):
         return None
     fit = CollectiveFit(**measured["fits"][operation])
-    ranks = f"{measured['world_size']} ranks of one {measured['hardware']['name']}"
+    ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
     return fit.model(topology.world_size, f"measured with {measured['backend']} on {ranks}, {checkpoint.name}")
 
 

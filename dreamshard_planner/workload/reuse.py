@@ -370,7 +370,7 @@ def draw_indices(
     generator: torch.Generator,
     distinct_rows: float | None = None,
 ) -> Tensor:
-    """Random indices, int64 [lookups], that realise a histogram as far as integers allow.
+    """Random indices, int64 [lookups], that realise a histogram as far as integers allow; on the generator's device.
 
     Args:
         histogram: shares of distinct rows, [K].
@@ -379,33 +379,38 @@ def draw_indices(
         generator: source of randomness.
         distinct_rows: by default, lookups over the histogram's mean reuse.
     """
+    device = generator.device
     if lookups <= 0:
-        return torch.empty(0, dtype=torch.int64)
-    share_K = torch.as_tensor(histogram, dtype=torch.float64).clamp_min(0)
+        return torch.empty(0, dtype=torch.int64, device=device)
+    share_K = torch.as_tensor(histogram, dtype=torch.float64, device=device).clamp_min(0)
     if distinct_rows is None:
         distinct_rows = lookups / float(mean_reuse(share_K[None]).clamp_min(1.0))
     distinct = max(1, min(round(distinct_rows), rows, lookups))
-    share_K = share_K / share_K.sum() if share_K.sum() > 0 else torch.eye(NUM_REUSE_BINS, dtype=torch.float64)[0]
+    share_K = (
+        share_K / share_K.sum()
+        if share_K.sum() > 0
+        else torch.eye(NUM_REUSE_BINS, dtype=torch.float64, device=device)[0]
+    )
     edge_K = (share_K.cumsum(0) * distinct).round()
     edge_K[-1] = distinct
     per_bin_K = edge_K.diff(prepend=edge_K.new_zeros(1)).clamp_min(0).long()
-    lower_K = torch.tensor((1, *(edge + 1 for edge in BIN_UPPER)))
-    upper_K = torch.tensor((*BIN_UPPER, TOP_COUNT))
-    bin_R = torch.repeat_interleave(torch.arange(NUM_REUSE_BINS), per_bin_K)
+    lower_K = torch.tensor((1, *(edge + 1 for edge in BIN_UPPER)), device=device)
+    upper_K = torch.tensor((*BIN_UPPER, TOP_COUNT), device=device)
+    bin_R = torch.repeat_interleave(torch.arange(NUM_REUSE_BINS, device=device), per_bin_K)
     low_R, high_R = lower_K[bin_R].double(), upper_K[bin_R].double()
-    uniform_R = torch.rand(distinct, generator=generator, dtype=torch.float64)
+    uniform_R = torch.rand(distinct, generator=generator, dtype=torch.float64, device=device)
     count_R = (low_R * ((high_R + 1) / low_R) ** uniform_R).floor().clamp(low_R, high_R)
     count_R = _fit_total(count_R, low_R, high_R, lookups)
     if distinct <= rows // 4:  # rejection is cheap, and a permutation of all rows is not
-        row_R = torch.randint(rows, (2 * distinct,), generator=generator).unique()
-        row_R = row_R[torch.randperm(len(row_R), generator=generator)][:distinct]
+        row_R = torch.randint(rows, (2 * distinct,), generator=generator, device=device).unique()
+        row_R = row_R[torch.randperm(len(row_R), generator=generator, device=device)][:distinct]
         while len(row_R) < distinct:
-            more = torch.randint(rows, (distinct,), generator=generator)
+            more = torch.randint(rows, (distinct,), generator=generator, device=device)
             row_R = torch.cat([row_R, more]).unique()[:distinct]
     else:
-        row_R = torch.randperm(rows, generator=generator)[:distinct]
-    index_N = torch.repeat_interleave(row_R[torch.randperm(distinct, generator=generator)], count_R)
-    return index_N[torch.randperm(lookups, generator=generator)]
+        row_R = torch.randperm(rows, generator=generator, device=device)[:distinct]
+    index_N = torch.repeat_interleave(row_R[torch.randperm(distinct, generator=generator, device=device)], count_R)
+    return index_N[torch.randperm(lookups, generator=generator, device=device)]
 
 
 def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:

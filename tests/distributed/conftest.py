@@ -12,7 +12,7 @@ import torch
 from ranks import run_on_ranks
 
 
-@pytest.fixture(params=["gloo", "nccl"])
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``launch(function, *args)`` runs ``function(Rank, *args)`` on all ranks; ``world_size=`` asks for fewer."""
     if request.param == "gloo":
