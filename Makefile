@@ -2,6 +2,8 @@
 #                   split tables by columns; ends with a table
 # make test         all tests
 # make test-matrix  the smoke test and TorchRec's seams with other releases of TorchRec
+# make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
+#                   it on two CPU ranks
 # Each makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
@@ -18,7 +20,10 @@ STAMP := .venv/installed-$(notdir $(LOCK:.txt=))
 # Ranks and tests are processes side by side: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-matrix clean
+DEVICE ?= cuda
+MINUTES ?= 25
+
+.PHONY: venv demo test test-matrix gpu clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -40,6 +45,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py --device $(DEVICE) --minutes $(MINUTES) $(if $(OUT),--out $(OUT))
 
 # A release of TorchRec lies in a folder of its own, first on the path, over the locked torch and FBGEMM.
 .matrix/%/installed: $(STAMP)

@@ -495,8 +495,8 @@ def print_table(result: Result, console: Console) -> None:
         f"{config.copies} model(s) per planner, {rounds} blocks of {config.block} steps each, interleaved: medians and "
         f"quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over models and "
         f"rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding work and "
-        f"its collectives; cost source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in fused "
-        f"kernels; torchrec_default alone has no pooling factors."
+        f"its collectives; cost source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in "
+        f"fused kernels; torchrec_default alone has no pooling factors."
     )
     for entry in result.planners:
         if entry.split:

@@ -145,6 +145,11 @@ def _card(folder: Path, compute_device: str) -> str | None:
     return None if sources <= {"cpu", "roofline"} else torch.cuda.get_device_name()
 
 
+def measured_name(compute_device: str, card: str) -> str:
+    """What a checkpoint is called that was measured on a device: ``cpu``, or the card's name as in file names."""
+    return "cpu" if compute_device == "cpu" else re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
 @cache
 def shipped(folder: Path, compute_device: str, recipe: str, card: str | None = None) -> Checkpoint:
     """The best checkpoint in ``folder`` for a device: ``cpu``, or the card's name (``NVIDIA H200``:
@@ -153,7 +158,7 @@ def shipped(folder: Path, compute_device: str, recipe: str, card: str | None = N
     Raises:
         CheckpointError: none of them is there.
     """
-    measured = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") if card else compute_device
+    measured = measured_name(compute_device, card) if card else compute_device
     suffix = "" if recipe == "default" else f"-{recipe}"
     for source in (measured, "roofline"):
         if (path := folder / f"{source}{suffix}.safetensors").is_file():

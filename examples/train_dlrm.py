@@ -26,6 +26,8 @@ DIM, BATCH_SIZE, STEPS = 32, 128, 10
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("torchrun has to start this: torchrun --nproc_per_node=2 examples/train_dlrm.py")
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     cuda = torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -33,12 +35,10 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     data = RandomRecDataset(FEATURES, BATCH_SIZE, hash_sizes=ROWS, ids_per_features=LOOKUPS, num_dense=13)
-
     tables = [EmbeddingBagConfig(ROWS[i], DIM, name=f"t_{f}", feature_names=[f]) for i, f in enumerate(FEATURES)]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, embeddings.parameters(), {"lr": 0.02})
     model = DLRMTrain(DLRM(embeddings, 13, [64, DIM], [64, 1], dense_device=device))
-
     statistics = TableStatistics.from_batches(batch.sparse_features for _, batch in zip(range(3), data, strict=False))
     planner = DreamShardPlanner(batch_size=BATCH_SIZE, statistics=statistics)
     model = DistributedModelParallel(model, device=device, planner=planner)  # <- the one changed line

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,10 @@ def test_example_runs_on_two_ranks(example: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_says_what_has_to_start_it(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match=f"torchrun --nproc_per_node=2 examples/{example.name}"):
+        runpy.run_path(str(example), run_name="__main__")
