@@ -23,17 +23,22 @@ def differences(report: dict) -> Iterator[str]:
     """What the packages of a pip report ask for and do not find among themselves."""
     entries = report["install"]
     versions = {canonicalize_name(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries}
-    asked = {canonicalize_name(e["metadata"]["name"]): set(e.get("requested_extras", ())) for e in entries}
     needs = [
-        (entry["metadata"]["name"], Requirement(text))
+        (canonicalize_name(entry["metadata"]["name"]), Requirement(text))
         for entry in entries
         for text in entry["metadata"].get("requires_dist", [])
     ]
-    for _, need in needs:
-        asked.setdefault(canonicalize_name(need.name), set()).update(need.extras)
+    extras: dict[str, set[str]] = {name: {""} for name in versions}
+
+    def holds(name: str, need: Requirement) -> bool:
+        return need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras[name])
+
+    for _ in range(len(entries)):  # extras may ask for extras
+        for name, need in needs:
+            if holds(name, need):
+                extras.get(canonicalize_name(need.name), set()).update(need.extras)
     for name, need in needs:
-        extras = asked[canonicalize_name(name)] or {""}
-        if need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in {*extras, ""}):
+        if not holds(name, need):
             continue
         found = versions.get(canonicalize_name(need.name))
         if found is None:

@@ -153,7 +153,7 @@ def time_groups(
     generator = generator or torch.Generator().manual_seed(0)
     runs = _CudaRuns(kernels[0].device) if kernels[0].device.type == "cuda" else _CpuRuns()
     for kernel in [*kernels, *([reference] if reference else [])] * warmup:
-        runs(kernel)
+        runs.warm_up(kernel)
     marks: list[list] = [[] for _ in kernels]
     reference_marks: list[list] = [[] for _ in kernels]
     for _ in range(repeats):
@@ -195,6 +195,10 @@ class _CpuRuns:
         if self._by_thread and torch.get_num_threads() > 1:
             raise TaskError(f"processor time is that of one thread, but {torch.get_num_threads()} compute")
         self._now = time.thread_time_ns if self._by_thread else time.perf_counter_ns
+
+    def warm_up(self, kernel: FusedKernel) -> None:
+        """A run that counts for nothing."""
+        self._run(kernel)
 
     def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
         if self._by_thread:
@@ -247,6 +251,12 @@ class _CudaRuns:
     def __init__(self, device: torch.device) -> None:
         self._flush_N = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._flushes = 1
+
+    def warm_up(self, kernel: FusedKernel) -> None:
+        """A run that counts for nothing: FBGEMM's first one reads a counter from the device, and waits for it."""
+        kernel.move()
+        kernel.forward()
+        kernel.backward()
 
     def __call__(self, kernel: FusedKernel) -> tuple[_CudaPass, _CudaPass]:
         while True:
