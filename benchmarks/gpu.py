@@ -154,7 +154,7 @@ def refine(node: Node, seconds: float) -> list[str]:
 
 def steps(node: Node, seconds: float) -> list[str]:
     rows = 100_000 if node.device == "cpu" else 1_000_000
-    options = [f"--checkpoint={node.planned_with}", f"--max-rows={rows}", f"--seconds={seconds / 2:.0f}"]
+    options = [f"--checkpoint={node.planned_with}", f"--max-rows={rows}", f"--train-seconds={seconds / 2:.0f}"]
     options += ["--planners=dreamshard,torchrec,torchrec_default", f"--json={node.out / 'steps.json'}"]
     options += ["--copies=1", "--steps=4", "--batch-size=32"] if node.quick else ["--copies=2"]
     return node.torchrun(BENCHMARKS / "run_dlrm.py", *options)

@@ -3,7 +3,7 @@
 
     torchrun --nproc_per_node=2 benchmarks/run_dlrm.py --planners dreamshard,torchrec,lookup_greedy --json result.json
     torchrun benchmarks/run_dlrm.py                       # one process, nothing to choose
-    torchrun --nproc_per_node=8 benchmarks/run_dlrm.py --max-rows 40000000 --seconds 300 --json result.json
+    torchrun --nproc_per_node=8 benchmarks/run_dlrm.py --max-rows 4000000 --train-seconds 300 --json result.json
 
 NCCL where each rank has a GPU, else gloo on CPU, each rank on cores of its own and with one thread. Every planner gets
 models of its own with the same weights, and all models train on the same batches, a few steps of one after a few steps
@@ -98,7 +98,7 @@ class Config:
     copies: int = _option(3, "models per planner")
     steps: int = _option(0, "timed steps of each planner, over all its models; 0: 120 on CPU, 1200 on GPUs")
     block: int = _option(0, "steps of one model before it is another's turn; 0: 2 on CPU, 20 on GPUs")
-    seconds: float = _option(0.0, "stop after the round of blocks in which they have passed; 0: all steps")
+    train_seconds: float = _option(0.0, "end after the round that is under way then; 0: no limit")
     batch_size: int = _option(0, "samples per rank and step; 0: 512 on CPU, 8192 on a GPU")
     hot: float = _option(1.0, "multiply the lookups of the table that is read most")
     sharding_types: str = _option("table_wise", "what planners may use, separated by commas")
@@ -112,8 +112,8 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.max_rows, self.copies) < 1:
             raise ValueError(f"rows and copies must be at least 1: {self}")
-        if min(self.dim, self.batch_size, self.skewed, self.steps, self.block, self.seconds) < 0:
-            raise ValueError(f"dim, batch size, skewed, steps, block and seconds must be at least 0: {self}")
+        if min(self.dim, self.batch_size, self.skewed, self.steps, self.block, self.train_seconds) < 0:
+            raise ValueError(f"dim, batch size, skewed, steps, block and train_seconds must be at least 0: {self}")
         if not self.hot > 0 or self.min_partition < 0:
             raise ValueError(f"hot must be above 0 and min_partition at least 0, got {self.hot}, {self.min_partition}")
         if self.optimizer not in OPTIMIZERS:
@@ -434,12 +434,12 @@ def run(config: Config, node: Node) -> Result | None:
         trainees[name, index] = Trainee(model, batches, node)
     for trainee in trainees.values():
         trainee.train(WARMUP_STEPS, timed=False)
-    deadline = time.monotonic() + (config.seconds or math.inf)
-    for _ in range(config.rounds):
+    deadline = time.monotonic() + (config.train_seconds or math.inf)
+    for count in range(config.rounds):
+        if count and any(node.gather(time.monotonic() > deadline)):
+            break
         for name in order.sample(models, len(models)):
             trainees[name].train(config.block)
-        if config.seconds and node.gather(time.monotonic() > deadline)[0]:
-            break
     blocks = {name: [trainees[name, index].blocks for index in range(config.copies)] for name in config.names}
     losses = {
         name: [torch.stack(trainees[name, index].losses).tolist() for index in range(config.copies)]
@@ -490,9 +490,9 @@ def print_table(result: Result, console: Console) -> None:
         )
     console.print(result.scaling)
     console.print(table)
-    rounds = len(result.planners[0].block_ms[0])
+    blocks = len(result.planners[0].block_ms[0])
     console.print(
-        f"{config.copies} model(s) per planner, {rounds} blocks of {config.block} steps each, interleaved: medians and "
+        f"{config.copies} model(s) per planner, {blocks} blocks of {config.block} steps each, interleaved: medians and "
         f"quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over models and "
         f"rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding work and "
         f"its collectives; cost source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in "

@@ -123,7 +123,7 @@ def test_one_rank_and_no_torchrec() -> None:
         "--steps=1",
         "--block=1",
         "--planners=size_greedy",
-        "--seconds=0.001",
+        "--train-seconds=0.001",
     )
     assert done.returncode == 0, done.stderr
     assert "x size_greedy" in done.stdout
