@@ -116,7 +116,8 @@ def checkpoint(node: Node, seconds: float) -> list[str]:
     """Half of the time is for measuring, and half for fitting twice and training the policy twice. A training goes on
     with the same options only."""
     measured = node.out / "collectives.json"
-    options = [f"--device={node.device}", f"--out={node.checkpoint}", f"--seconds={max(1.0, seconds / 2):.0f}"]
+    measuring = 2.0 if node.quick else max(1.0, seconds / 2)
+    options = [f"--device={node.device}", f"--out={node.checkpoint}", f"--seconds={measuring:.0f}"]
     options += [f"--collectives={measured}"] if measured.is_file() else []
     options += ["--quick"] if node.quick else [f"--updates={max(20, min(300, round(12 * node.minutes)))}"]
     return node.torchrun("-m", "dreamshard_planner", "train", *options)

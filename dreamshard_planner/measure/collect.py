@@ -238,6 +238,8 @@ def collect(
                     advance(pace.note(block_samples), len(positions))
                     if time.monotonic() > deadline:
                         break
+            if arena is None:
+                own_arena.release()
 
         ranks.gather(lambda: measure() if todo and seconds != 0 else None)
         return journals.dataset()

@@ -276,7 +276,7 @@ def test_a_topology_of_another_size_is_an_error(launch: Callable[..., list[Any]]
 def _measured_collectives(rank: Rank) -> str:
     from dreamshard_planner.measure.collectives import measure
 
-    return json.dumps(asdict(measure(rank.device, repeats=2)))
+    return json.dumps(asdict(measure(rank.device, repeats=2, local_world_size=1)))
 
 
 def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -288,6 +288,7 @@ def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]
     assert set(measured.fits) == {"all_to_all", "reduce_scatter", "all_reduce"} and measured.world_size == len(results)
     times_ms = [sample[-1] for sample in measured.samples_ms]
     assert len(times_ms) == len(PAYLOADS) and min(times_ms) > 0
+    assert measured.hosts == measured.metadata()["hosts"] == len(results)
     assert "samples_ms" not in measured.metadata()
 
 
