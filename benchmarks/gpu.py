@@ -41,6 +41,8 @@ from provenance import ROOT, commit, provenance
 BENCHMARKS = Path(__file__).parent
 START_SECONDS = 120.0
 """What a stage may take beside its share: imports, model building, the end of what it is at."""
+LOG_LINES = 40
+"""Of each stage in the report: the tables that it ends with."""
 STATES = {"done": "green", "failed": "red", "timed out": "red", "skipped": "yellow"}
 
 
@@ -308,6 +310,11 @@ def report(node: Node, record: Record, described: dict[str, Any]) -> str:
         lines += ["", "```json", json.dumps(made.metadata["validation"], indent=1), "```"]
     except CheckpointError as error:
         lines += ["", f"No checkpoint: {error}"]
+    for stage in STAGES:
+        outcome = record.outcomes.get(stage.name)
+        if outcome is not None and outcome.log:
+            end = [line.rstrip() for line in (node.out / outcome.log).read_text(errors="replace").splitlines()]
+            lines += ["", f"## {stage.name}", "", "```", *end[-LOG_LINES:], "```"]
     return "\n".join(lines) + "\n"
 
 
