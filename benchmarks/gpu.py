@@ -39,8 +39,6 @@ from dreamshard_planner.errors import CheckpointError
 from provenance import ROOT, commit, provenance
 
 BENCHMARKS = Path(__file__).parent
-START_SECONDS = 120.0
-"""What a stage may take beside its share: imports, model building, the end of what it is at."""
 LOG_LINES = 40
 """Of each stage in the report: the tables that it ends with."""
 STATES = {"done": "green", "failed": "red", "timed out": "red", "skipped": "yellow"}
@@ -57,6 +55,8 @@ class Node:
     out: Path
     minutes: float
     """For all stages together."""
+    grace_seconds: float = 120.0
+    """What a stage may take beside its share: imports, model building, the end of what it is at."""
     quick: bool = False
     """Everything as small as it gets, to try the flow."""
 
@@ -210,7 +210,7 @@ class Record:
 
 
 def run(stage: Stage, node: Node, seconds: float) -> Outcome:
-    """Run a stage's command; past its share and :data:`START_SECONDS` it is ended."""
+    """Run a stage's command; past its share and ``grace_seconds`` it is ended."""
     command = stage.command(node, seconds)
     if isinstance(command, str):
         return Outcome("skipped", command)
@@ -225,7 +225,7 @@ def run(stage: Stage, node: Node, seconds: float) -> Outcome:
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
         )
         try:
-            status = process.wait(timeout=seconds + START_SECONDS)
+            status = process.wait(timeout=seconds + node.grace_seconds)
             state = "failed" if status else "done"
         except subprocess.TimeoutExpired:
             status, state = None, "timed out"
@@ -324,6 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25.0, help="for all stages together")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--grace-seconds", type=float, default=120.0, help="for a stage beside its share, to start and end"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results; default: by device")
     parser.add_argument("--stages", default="", help=f"some of {','.join(names)}, done or not; default: all not done")
     parser.add_argument("--quick", action="store_true", help="everything as small as it gets, to try the flow")
@@ -339,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = measured_name(args.device, described["hardware"]["name"])
     ranks = torch.cuda.device_count() if args.device == "cuda" else 2
     out = (args.out or BENCHMARKS / "results" / name).resolve()
-    node = Node(args.device, name, ranks, out, args.minutes, args.quick)
+    node = Node(args.device, name, ranks, out, args.minutes, args.grace_seconds, args.quick)
     node.out.mkdir(parents=True, exist_ok=True)
     (node.out / "environment.json").write_text(json.dumps(described, indent=1) + "\n")
     record = Record.open(node.out / "stages.json")

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ def _stage(name: str, code: str, share: float = 1.0) -> gpu.Stage:
     return gpu.Stage(name, share, f"runs {name}", lambda node, seconds: node.python("-c", code))
 
 
-def _run(stages: list[gpu.Stage], out: Path, minutes: float = 1.0) -> gpu.Record:
+def _run(stages: list[gpu.Stage], out: Path, minutes: float = 1.0, grace_seconds: float = 120.0) -> gpu.Record:
     record = gpu.Record.open(out / "stages.json")
-    node = gpu.Node("cpu", "cpu", 2, out, minutes)
+    node = gpu.Node("cpu", "cpu", 2, out, minutes, grace_seconds)
     gpu.run_all(stages, node, record, Console(file=io.StringIO()))
     return gpu.Record.open(out / "stages.json")
 
@@ -47,10 +46,7 @@ def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None
     assert "before" in (tmp_path / "fails.log").read_text()  # logs go on
 
 
-def test_a_stage_that_does_not_end_is_ended_with_all_that_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "START_SECONDS", 2.0)
+def test_a_stage_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     children = f"""
 import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
@@ -58,14 +54,11 @@ open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
 print("at work", flush=True)
 time.sleep(100)
 """
-    begin = time.monotonic()
-    outcomes = _run(
-        [_stage("long", children, share=0.001), _stage("next", "", share=1000)], tmp_path, minutes=0.01
-    ).outcomes
+    stages = [_stage("long", children, share=0.001), _stage("next", "", share=1000)]
+    outcomes = _run(stages, tmp_path, minutes=1, grace_seconds=5).outcomes
     assert [(o.state, o.note) for o in outcomes.values()] == [("timed out", "at work"), ("done", "")]
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
     assert not child.exists() or child.read_text().split()[2] == "Z"
-    assert time.monotonic() - begin < 90
 
 
 def test_time_that_a_stage_leaves_over_goes_to_the_others(tmp_path: Path) -> None:
@@ -92,7 +85,14 @@ def test_stages_are_named_and_a_gpu_is_asked_for(capsys: pytest.CaptureFixture, 
 
 
 def test_a_short_run_on_two_ranks_ends_with_a_checkpoint_for_this_device(tmp_path: Path) -> None:
-    arguments = ["--device=cpu", "--quick", "--minutes=0.1", f"--out={tmp_path}", "--stages=checkpoint"]
+    arguments = [
+        "--device=cpu",
+        "--quick",
+        "--minutes=0.1",
+        "--grace-seconds=600",
+        f"--out={tmp_path}",
+        "--stages=checkpoint",
+    ]
     status = gpu.main(arguments)
     assert status == 0, (tmp_path / "checkpoint.log").read_text()
     made = shipped(tmp_path, "cpu", "default")  # as auto looks for it
