@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import torch
 from ranks import Rank
@@ -85,7 +86,7 @@ def batch(step: int, samples: int, first: int, count: int, device: torch.device)
     return sparse.to(device), labels_B.to(device)
 
 
-def make_planner(name: str, rank: Rank) -> EmbeddingShardingPlanner:
+def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPlanner:
     """``dreamshard``, ``torchrec`` or a greedy rule, for table-wise placement of the tiny model."""
     memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
     constraints = {
@@ -100,6 +101,7 @@ def make_planner(name: str, rank: Rank) -> EmbeddingShardingPlanner:
         "topology": Topology(rank.world_size, rank.device.type, **{memory: 8 << 30}),
         "batch_size": LOCAL_BATCH,
         "constraints": constraints,
+        **arguments,
     }
     if name == "dreamshard":
         batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu"))[0] for step in range(3)]
