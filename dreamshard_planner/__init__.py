@@ -14,6 +14,7 @@ from dreamshard_planner.errors import (
     StatisticsError,
     TaskError,
 )
+from dreamshard_planner.explain import Explanation
 from dreamshard_planner.plan_file import SavedPlan
 from dreamshard_planner.planner import DistributedModelParallel, DreamShardPlanner
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedModelParallel",
     "DreamShardError",
     "DreamShardPlanner",
+    "Explanation",
     "FeatureStatistics",
     "JsonPlanLoader",
     "PlanError",

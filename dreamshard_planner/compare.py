@@ -9,6 +9,7 @@ from typing import Any
 
 from dreamshard_planner.plan_file import Predicted, SavedPlan, ShardPlace, TableSharding
 from dreamshard_planner.stale import differences
+from dreamshard_planner.words import size_in_words
 
 MAX_SHOWN = 20
 """Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
@@ -68,8 +69,8 @@ class Comparison:
         retyped = sum(change.retyped for change in self.changes)
         lines = [
             f"{self.before} -> {self.after}: {len(self.changes)} table(s) change, {retyped} of them their "
-            f"sharding type or kernel, {self.unchanged} stay; {_size(self.total_bytes)} of weights to move, "
-            f"{_size(max(self.bytes_received, default=0))} at most to one rank.",
+            f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} of weights to move, "
+            f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
         ]
         lines += [f"Only in {self.before}: {_named(self.only_before)}."] if self.only_before else []
         lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
@@ -77,7 +78,7 @@ class Comparison:
             width = max(len(change.table) for change in self.changes[:MAX_SHOWN])
             lines.append(f"{'table':<{width}}{'bytes':>12}  change")
             lines += [
-                f"{change.table:<{width}}{_size(change.bytes_received):>12}  {change.before} -> {change.after}"
+                f"{change.table:<{width}}{size_in_words(change.bytes_received):>12}  {change.before} -> {change.after}"
                 for change in self.changes[:MAX_SHOWN]
             ]
             lines += _more(len(self.changes), "tables")
@@ -156,14 +157,6 @@ def _received(before: TableSharding, after: TableSharding, weight_bytes: int) ->
         new = (shard.size[0] * shard.size[1] - known) * weight_bytes
         received[shard.rank] = received.get(shard.rank, 0) + new
     return received
-
-
-def _size(count: int) -> str:
-    """Bytes in words."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} B"
 
 
 def _named(tables: tuple[str, ...]) -> str:

@@ -26,6 +26,7 @@ import torch
 
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.report import MemoryEntry, ReportEntry
+from dreamshard_planner.words import ranks_in_words
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 1
@@ -73,8 +74,7 @@ class TableSharding:
     def label(self) -> str:
         """In words, such as ``column_wise on ranks 0, 2-3``."""
         kernel = "" if self.kernel in ("fused", "dense") else f" {self.kernel}"
-        ranks = sorted({shard.rank for shard in self.shards})
-        return f"{self.sharding_type}{kernel} on rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+        return f"{self.sharding_type}{kernel} on {ranks_in_words(shard.rank for shard in self.shards)}"
 
 
 @dataclass(frozen=True)
@@ -317,17 +317,6 @@ def _follow(blocks: Iterable[tuple[int, int]], end: int) -> bool:
             return False
         reached += length
     return reached == end
-
-
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers in words: ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def layout(value: Any, indent: int = 0) -> str:

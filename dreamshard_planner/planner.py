@@ -43,6 +43,7 @@ from dreamshard_planner.canonical import canonical, digest
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.explain import Explanation
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.placement.place import Contender, Placement
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
@@ -51,8 +52,9 @@ from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
 from dreamshard_planner.plugin.constraints import planning_constraints
 from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
+from dreamshard_planner.plugin.explaining import explain
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
-from dreamshard_planner.plugin.joint_proposer import JointProposer
+from dreamshard_planner.plugin.joint_proposer import JointProposer, usable_options
 from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
 from dreamshard_planner.plugin.limits import check_topology, checked_seed
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
@@ -466,10 +468,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank (``collective_plan`` plans on rank 0).
             PlannerError, PlanError: as :meth:`predict`.
         """
-        if plan is None:
-            if self._best_plan is None:
-                raise DreamShardError(f"there is no plan: {self._report}")
-            plan = self._best_plan
         rated = self._rated(plan)
         return SavedPlan(
             libraries={"dreamshard_planner": version("dreamshard_planner"), **library_versions()},
@@ -494,13 +492,36 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         self.saved_plan(name=Path(path).name).save(path)
 
+    @neutral()
+    def explain(self, rank: int | None = None, plan: AnyPlan | None = None) -> Explanation:
+        """Why a rank of a plan takes as long as it does: its fused kernels, its costliest tables and what leaving,
+        splitting or caching each would gain, its memory; and whether one table is the bottleneck.
+
+        Args:
+            rank: the slowest by default.
+            plan: as :meth:`predict`; by default the last one that this planner made.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+            PlannerError: there is no such rank; and, with PlanError, as :meth:`predict`.
+        """
+        given = self._given_plans()
+        space = [option for options in given.by_table.values() for option in options]
+        usable = usable_options(space, self._topology.compute_device)
+        return explain(self._context, given, self._rated(plan), usable, self._topology, rank)
+
     def _given_plans(self) -> GivenPlans:
         space = getattr(self._enumerator, "last_stored_search_space", None)
         if self._context is None or not space:
             raise DreamShardError("there is nothing to predict with: plan first, on this rank")
         return GivenPlans(self._context, space, self._left)
 
-    def _rated(self, plan: AnyPlan) -> Rated:
+    def _rated(self, plan: AnyPlan | None) -> Rated:
+        """A plan, or the last one."""
+        if plan is None:
+            if self._best_plan is None:
+                raise DreamShardError(f"there is no plan: {self._report}")
+            plan = self._best_plan
         given = self._given_plans()
         return given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
 

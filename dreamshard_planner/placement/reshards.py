@@ -90,6 +90,11 @@ class State:
         if math.isfinite(float(tried.key_Q[0])):
             self._change(table, option, tried.positions[0])
 
+    def tried(self, table: int, options: Sequence[int]) -> Tried:
+        """Some options of one table laid down, each where it leaves the lowest peak; changes nothing."""
+        queries = [(0, table, option) for option in options]
+        return self._try([table], queries, self.cost.compute.group_cost_ms)
+
     def improve(self, limit: int, left: Callable[[], bool]) -> int:
         """Re-shard tables on the bottleneck rank, and where that helps no more, those that exchange most, until neither
         helps; says how many re-shards were tried."""

@@ -5,7 +5,6 @@ of options. What is missing, unknown or impossible is an error that names the ta
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from dreamshard_planner.plugin.legal import SHARDING_TYPES
 from dreamshard_planner.plugin.limits import MEMORY_KINDS
 from dreamshard_planner.plugin.partitioner import single_thread
 from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.words import nearest
 
 NAMED = 5
 """Tables named in one error."""
@@ -52,7 +52,7 @@ class GivenPlans:
 
     def __init__(self, context: PlanningContext, search_space: Sequence[ShardingOption], left: Topology) -> None:
         self._context = context
-        self._left = left
+        self.left = left
         self.by_table: dict[str, list[ShardingOption]] = {}
         for option in search_space:
             self.by_table.setdefault(_fqn(option), []).append(option)
@@ -98,7 +98,7 @@ class GivenPlans:
             bare = [option for option in options if any(shard.storage is None for shard in option.shards)]
             if bare:
                 self._context.estimate_storage(bare)
-            read = self._context.read(options, self._left)
+            read = self._context.read(options, self.left)
             cost, sharding = self._context.cost(read), read.sharding(options)
             return Rated(options, read, cost, sharding, cost.rate(sharding))
 
@@ -119,7 +119,7 @@ class GivenPlans:
     def _check_tables(self, given: Mapping[str, Any]) -> None:
         unknown = [name for name in given if name not in self.by_table]
         if unknown:
-            named = [f"{name!r}{_nearest(name, self.by_table)}" for name in unknown[:NAMED]]
+            named = [f"{name!r}{nearest(name, self.by_table)}" for name in unknown[:NAMED]]
             raise PlannerError(
                 f"the plan shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
                 f"{', '.join(named)}",
@@ -142,7 +142,7 @@ class GivenPlans:
             )
         rows, dim = self.by_table[fqn][0].tensor.shape
         try:
-            check_shards(fqn, sharding, rows, dim, self._left.world_size)
+            check_shards(fqn, sharding, rows, dim, self.left.world_size)
         except ValueError as error:
             raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
 
@@ -238,8 +238,3 @@ def _fqn(option: ShardingOption) -> str:
 
 def _count(names: Sequence[str]) -> str:
     return "a table that" if len(names) == 1 else f"{len(names)} tables that"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,38 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Numbers and names as texts for people have them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def size_in_words(count: int) -> str:
+    """Bytes, such as ``1.50 GiB``."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, such as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Such as ``rank 3`` or ``ranks 0-2, 5``."""
+    ordered = sorted(set(ranks))
+    return f"rank{'s' * (len(ordered) > 1)} {ranges(ordered)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'table_3'?)`` for a name that is close to a known one, else nothing."""
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
