@@ -15,6 +15,7 @@ from dreamshard_planner.errors import (
     TaskError,
 )
 from dreamshard_planner.explain import Explanation
+from dreamshard_planner.placement_rules import PlacementRules
 from dreamshard_planner.plan_file import SavedPlan
 from dreamshard_planner.planner import DistributedModelParallel, DreamShardPlanner
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
@@ -33,6 +34,7 @@ __all__ = [
     "Explanation",
     "FeatureStatistics",
     "JsonPlanLoader",
+    "PlacementRules",
     "PlanError",
     "Report",
     "SavedPlan",

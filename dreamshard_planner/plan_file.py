@@ -7,7 +7,8 @@ A file holds how every table is sharded, what the plan was made from, and what i
       "format": "dreamshard_planner plan", "version": 1,
       "libraries":  {name: version},
       "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank},
-      "inputs":     {"batch_size", "topology", "tables", "constraints", "statistics" (a digest), "settings"},
+      "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
+                     "settings"},
       "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}]}}}
     }
 
@@ -131,6 +132,8 @@ class PlanInputs:
     """By fully qualified name."""
     constraints: dict[str, dict[str, Any]]
     """What each table's constraint says other than TorchRec's defaults."""
+    placement_rules: dict[str, Any]
+    """As :meth:`PlacementRules.to_dict` has them; empty where there are none."""
     statistics: str | None
     """Digest of the table statistics; None where there were none."""
     settings: dict[str, Any]

@@ -47,6 +47,7 @@ from dreamshard_planner.explain import Explanation
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.placement.place import Contender, Placement
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
+from dreamshard_planner.placement_rules import PlacementRules
 from dreamshard_planner.plan_file import PlanInputs, Predicted, SavedPlan
 from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
 from dreamshard_planner.plugin.constraints import planning_constraints
@@ -56,7 +57,9 @@ from dreamshard_planner.plugin.explaining import explain
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.plugin.joint_proposer import JointProposer, usable_options
 from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
+from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import check_topology, checked_seed
+from dreamshard_planner.plugin.modules import shardable_tables
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topology_inputs
@@ -97,6 +100,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             them.
         cost_source: ``"auto"`` for the checkpoint's cost network, where it has one for this device, else bandwidths;
             ``"roofline"`` for bandwidths; ``"torchrec"`` for the estimates of the TorchRec that is installed.
+        placement_rules: tables that must lie together, apart, or on certain ranks; every plan keeps them.
 
     Raises:
         CheckpointError: where the checkpoint can't be read.
@@ -136,6 +140,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharding_types: Sequence[str] | None = None,
         exact_training: bool = True,
         cost_source: str = "auto",
+        placement_rules: PlacementRules | None = None,
     ) -> None:
         if refine not in ("none", "measure") or not refine_seconds > 0:
             raise ValueError(
@@ -152,6 +157,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {sharding_types!r}")
         if cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {cost_source!r}")
+        if placement_rules is not None and not isinstance(placement_rules, PlacementRules):
+            raise TypeError(f"placement_rules must be PlacementRules, got {type(placement_rules).__name__}")
+        if placement_rules is not None and partitioner is not None:
+            raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
         if topology is None and not dist.is_initialized():
             raise DreamShardError(
                 "there is no process group to take the topology from: give topology=Topology(world_size=..., "
@@ -186,6 +195,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._sharding_types = (TW,) if sharding_types is None and recipe == "paper" else sharding_types
         self._exact_training = exact_training
         self._cost_source = cost_source
+        self._placement_rules = placement_rules
+        self._legal: LegalRanks | None = None
         self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._before_callbacks: dict[Hashable, list[int | None]] = {}
         self._beyond: Callable[[Outcome], BeyondExactTraining] | None = None
@@ -227,9 +238,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """TorchRec's planning with our parts, made for this module."""
         check_topology(self._topology)
+        self._legal = self._legal_ranks(module, sharders)
         constraints = self._constraints_of(module, sharders, self._exact_training)
         self._constraints = constraints
-        self._reader = OptionReader(constraints, self._statistics, sharders)
+        self._reader = OptionReader(constraints, self._statistics, sharders, self._legal)
         context = self._context = PlanningContext(
             self._topology, self._reader, self._checkpoint, self._cost_source, constraints, sharders
         )
@@ -283,6 +295,19 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         search = self._search or DEFAULT_SEARCH
         return partial(beyond_exact_training, wider, options, left, opened, search, self._seed)
 
+    def _legal_ranks(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> LegalRanks | None:
+        """Where the rules let tables lie; None without rules."""
+        if self._placement_rules is None:
+            return None
+        tables, known = shardable_tables(module, sharders), self._statistics or {}
+        lookups = {
+            table.fqn: sum(
+                known[feature].pooling_factor if feature in known else 1.0 for feature in table.feature_names
+            )
+            for table in tables
+        }
+        return LegalRanks.of(self._placement_rules, tables, self._topology, lookups)
+
     def _constraints_of(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], exact_training: bool
     ) -> dict[str, ParameterConstraints]:
@@ -295,6 +320,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             self._sharding_types,
             exact_training,
             any(device.storage.ssd > 0 for device in self._topology.devices),
+            self._legal,
         )
 
     def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
@@ -315,7 +341,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if outcome is None:
             return "the last plan was loaded by plan_loader"
         report = self._proposer.report(outcome)
-        report = replace(report, notes=(*report.notes, *self._reader.notes(plan)))
+        ruled = () if self._legal is None else self._legal.notes()
+        report = replace(report, notes=(*report.notes, *self._reader.notes(plan), *ruled))
         if ranks_by_choice(plan) == self._before_callbacks:
             return report
         try:
@@ -408,6 +435,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "batch_size": self._batch_size,
                 "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
                 "constraints": self._given_constraints,
+                "placement rules": self._placement_rules,
                 "cost source": (self._cost_source, self._exact_training, self._sharding_types),
                 "statistics": self._statistics,
                 "checkpoint": self._checkpoint.digest(),
@@ -533,6 +561,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             topology=topology_inputs(self._topology),
             tables={fqn: self._reader.declared(options[0]) for fqn, options in sorted(tables.items())},
             constraints=constraint_inputs(self._given_constraints),
+            placement_rules={} if self._placement_rules is None else self._placement_rules.to_dict(),
             statistics=None if self._statistics is None else digest(self._statistics),
             settings={
                 "cost_source": self._cost_source,
@@ -559,6 +588,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         given = self._given_plans()
         options = given.enumerated(saved)
         given.check_room(given.rated(options), saved.name)
+        if self._legal is not None:
+            self._legal.check(dict(saved.tables()), saved.name)
         self._loaded = saved
         return options
 

@@ -273,7 +273,7 @@ def memory_entries(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry,
     used_DM, limit_DM = cost.used_bytes(*cost.laid(sharding)), cost.problem.capacity_DM
     return tuple(
         MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))
-        for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=True)
+        for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=False)  # rules follow
         if bool(used_D.any())
     )
 

@@ -51,6 +51,7 @@ def _stale(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
         yield f"batch size {made_from.batch_size} -> {now.batch_size}"
     yield from _tables(made_from.tables, now.tables)
     yield from _entries("constraint of table", made_from.constraints, now.constraints)
+    yield from _entries("", {"placement_rules": made_from.placement_rules}, {"placement_rules": now.placement_rules})
 
 
 def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:

@@ -84,6 +84,8 @@ class PlacementProblem:
     """Which all-to-all carries the shard's output, int64 in [0, num_collectives): TorchRec makes one for each module
     and sharding type, one after the other. None: all share one."""
     num_collectives: int = 1
+    rule_kinds: int = 0
+    """How many of the last kinds of memory are rules of placement, and no memory."""
 
     @property
     def num_shards(self) -> int:

@@ -72,6 +72,8 @@ class ShardingProblem:
     bytes_PC: Tensor
     """Bytes that a part adds to what its rank sends to each peer in each collective, float64."""
     collectives: Collectives
+    rule_kinds: int = 0
+    """How many of the last kinds of memory are rules of placement, and no memory."""
 
     @property
     def num_tables(self) -> int:
@@ -231,6 +233,7 @@ class ShardingCost:
             names=tuple(problem.names[table] for table, _, _, _ in free),
             collective_S=collective_S,
             num_collectives=max(1, len(used)),
+            rule_kinds=problem.rule_kinds,
         )
         cost = PlacementCost(rank_problem, self.compute, problem.collectives.world, preload, self.latent_PH[part_S])
         assignment_S = torch.tensor([position for _, _, _, position in free], dtype=torch.int64)

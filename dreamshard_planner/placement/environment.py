@@ -64,6 +64,8 @@ class TaskBatch:
     preload_TDGH: Tensor | None
     """Latents of what lies on the devices before the first step; None where that is nothing anywhere."""
     num_groups: int
+    rule_kinds: int = 0
+    """See :class:`~dreamshard_planner.cost.model.PlacementProblem`."""
 
     @classmethod
     def collate(cls, costs: Sequence[PlacementCost]) -> TaskBatch:
@@ -90,6 +92,7 @@ class TaskBatch:
             device_mask_TD=pad([torch.ones(problem.num_devices, dtype=torch.bool) for problem in problems]),
             preload_TDGH=_preloads(costs, num_groups, seen),
             num_groups=num_groups,
+            rule_kinds=problems[0].rule_kinds,
         )
 
     @property
@@ -152,8 +155,10 @@ class EstimatedMDP:
         self._ideal_ms_E = self._total_ms_E / self._devices_E
         self._ideal_bytes_E = (tasks.output_bytes_TS.sum(-1)[self.task_E] / self._devices_E).clamp_min(1e-9)
         self._capacity_EDM = self.free_EDM.clamp_min(1).float()
-        # Kinds of memory that no shard asks for bind nobody, however little of them there is.
-        self._needed_EDM = (tasks.storage_TSM.sum(1) > 0)[self.task_E][:, None]
+        # Kinds of memory that no shard asks for bind nobody, however little of them there is; rules are no memory.
+        needed_TM = tasks.storage_TSM.sum(1) > 0
+        needed_TM[:, needed_TM.shape[1] - tasks.rule_kinds :] = False
+        self._needed_EDM = needed_TM[self.task_E][:, None]
 
     def _lay(self, preload_TDGH: Tensor) -> None:
         """Start from a preload. What every device has of it is no difference between them: the policy, trained on

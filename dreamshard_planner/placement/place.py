@@ -81,7 +81,7 @@ def place(
     config: SearchConfig | None,
     *,
     seed: int = 0,
-    given: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor | None] | None = None,
     seconds: float | None = None,
     packing_seconds: float = PACKING_SECONDS,
 ) -> Placement:
@@ -93,7 +93,7 @@ def place(
         config: search settings; None means one greedy policy roll-out and nothing else (the paper's
             procedure), with other placements only where the roll-out dead-ends on memory.
         seed: of the sampled roll-outs and the kicks of the search.
-        given: further placements [S] to start from, by name.
+        given: further placements [S] to start from, by name; None where one does not fit.
         seconds: cap on the search, on top of its budget of candidates.
         packing_seconds: limit of the exact packing, where all else finds no room; 0 for none.
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import GUARDED_SHARDING_TYPES_FOR_FP_MODULES
@@ -25,8 +25,10 @@ from dreamshard_planner.plugin.legal import (
     optimizer_name,
     without_mixed_means,
 )
+from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import check_per_feature
-from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables
+from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables, table_configs
+from dreamshard_planner.words import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -39,6 +41,7 @@ def planning_constraints(
     sharding_types: Sequence[str] | None = None,
     exact_training: bool = True,
     has_ssd: bool = True,
+    legal: LegalRanks | None = None,
 ) -> dict[str, ParameterConstraints]:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
@@ -55,12 +58,15 @@ def planning_constraints(
         sharding_types: TorchRec's names of the types to use; None for all.
         exact_training: leave out types that change how a table is trained, unless its constraint names them.
         has_ssd: whether the topology has SSDs; TorchRec leaves ``key_value`` out where not.
+        legal: where tables may lie; anywhere by default.
 
     Raises:
-        PlannerError: where no type is left for a table, or numbers make no sense, or lengths don't match the features.
+        PlannerError: where a constraint names a table that the module does not have, no type is left for a table,
+            numbers make no sense, or lengths don't match the features.
         StatisticsError: where ``statistics`` names a feature that no table of the module serves.
     """
     tables = shardable_tables(module, sharders)
+    _check_names(module, tables, constraints or {})
     if statistics is not None:
         statistics.check_features(feature for table in tables for feature in table.feature_names)
     expanded: dict[str, ParameterConstraints] = dict(constraints or {})
@@ -75,7 +81,17 @@ def planning_constraints(
         _check_min_partition(table, constraint)
         constraint.compute_kernels = _usable_kernels(table, constraint, compute_device, has_ssd)
         # TorchRec looks up one constraint for all tables of a name.
-        types = [allowed_types(t, constraint, compute_device, sharding_types, exact_training) for t in by_name[name]]
+        types = [
+            allowed_types(
+                one,
+                constraint,
+                compute_device,
+                sharding_types,
+                exact_training,
+                legal.left_out(one.fqn) if legal else {},
+            )
+            for one in by_name[name]
+        ]
         constraint.sharding_types = sorted(set(types[0]).intersection(*types[1:]))
         features = table.feature_names
         # It holds no table's own statistics then, and the reader adds these.
@@ -97,6 +113,20 @@ def planning_constraints(
         expanded[name] = constraint
     _keep_means_apart([table for table in tables if table.name in expanded], expanded)
     return expanded
+
+
+def _check_names(module: nn.Module, tables: Sequence[ShardableTable], constraints: Iterable[str]) -> None:
+    """PlannerError where a constraint names no table of the module, sharded or not."""
+    known = {table.name for table in tables} | table_configs(module).keys()
+    unknown = [name for name in constraints if name not in known]
+    if unknown:
+        named = ", ".join(f"{name!r}{nearest(name, known)}" for name in unknown[:5])
+        rest = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise PlannerError(
+            f"constraints for tables that the model does not have: {named}{rest}; TorchRec looks them up by the "
+            "table's own name",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
 
 
 def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, ParameterConstraints]) -> None:
@@ -194,6 +224,7 @@ def allowed_types(
     compute_device: str,
     sharding_types: Sequence[str] | None,
     exact_training: bool,
+    ruled_out: Mapping[str, str],
 ) -> list[str]:
     """Sharding types that may be used for a table by the compute kernels of its constraint, sorted.
 
@@ -206,6 +237,7 @@ def allowed_types(
     left_out: dict[str, str] = {kind: "the sharder does not offer it" for kind in named or () if kind not in supported}
     if sharding_types is not None:
         left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
+    left_out.update({kind: reason for kind, reason in ruled_out.items() if kind in wanted})
     situation = Situation(
         table.module,
         table.config,

@@ -65,7 +65,7 @@ def explain(
             sharding=_words(rated.read, rated.sharding, table),
             marginal_ms=here.marginal_ms[table],
             alone_ms=here.alone_ms[table],
-            bytes=int(rated.read.problem.storage_PM[here.parts[table]].sum()),
+            bytes=int(rated.read.problem.storage_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
             **changes.of(rated.read.problem.names[table]),
         )
         for table in costliest[:MAX_TABLES]

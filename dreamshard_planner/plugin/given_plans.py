@@ -105,7 +105,7 @@ class GivenPlans:
     def check_room(self, rated: Rated, name: str) -> None:
         """PlannerError unless every rank keeps within what the storage reservation leaves; names rank and bytes."""
         used_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding))
-        over_DM = (used_DM - rated.read.problem.capacity_DM).masked_fill(used_DM == 0, 0)
+        over_DM = (used_DM - rated.read.problem.capacity_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
         if not bool((over_DM > 0).any()):
             return
         rank, kind = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))

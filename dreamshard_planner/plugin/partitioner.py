@@ -80,7 +80,7 @@ def place_proposal(
         pin(proposal, topology)
     read = context.read(proposal, topology)
     cost = context.cost(read)
-    given: dict[str, Tensor] = {}
+    given: dict[str, Tensor | None] = {}
     if found is not None:
         places = tuple(found[choices[0].fqn] for choices in read.options)
         chosen = cost.chosen(Sharding((0,) * len(places), places))
@@ -93,7 +93,8 @@ def place_proposal(
         chosen = cost.chosen(laid)
         if not dependent and all(option.num_shards == 1 for option in proposal):
             ranks_S = torchrec_ranks(proposal, topology, context.estimate_as_torchrec)
-            given.update({} if ranks_S is None else {"torchrec": ranks_S})
+            if ranks_S is not None:  # TorchRec knows neither our rules nor all that we count
+                given["torchrec"] = ranks_S if bool(chosen.cost.problem.fits(ranks_S[None])) else None
     try:
         placement = place(
             chosen.cost,
@@ -265,8 +266,8 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
     """TorchRec's error for tables that do not fit, saying which and by how much."""
     reason = shortage(problem, MEMORY_KINDS)
     if not reason:
-        largest = int(problem.storage_SM.double().sum(-1).argmax())
-        need = problem.storage_SM[largest]
+        largest = int(problem.storage_SM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
+        need = problem.storage_SM[largest, : len(MEMORY_KINDS)]
         free = [room - int(used) for room, used in zip(total_room(problem), problem.storage_SM.sum(0), strict=True)]
         how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
         kinds = [
@@ -279,10 +280,14 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
             f"{int(need.sum()):,} bytes on one rank"
         )
     return PlannerError(
-        f"Tables do not fit: {reason}. More or larger devices, a smaller storage reservation, or smaller tables "
-        "would help.",
+        f"Tables do not fit{_under_rules(problem)}: {reason}. More or larger devices, a smaller storage reservation, "
+        "or smaller tables would help.",
         PlannerErrorType.INSUFFICIENT_STORAGE,
     )
+
+
+def _under_rules(problem: PlacementProblem | ShardingProblem) -> str:
+    return " where placement_rules leave them" if problem.rule_kinds else ""
 
 
 def infeasible_wide(problem: ShardingProblem) -> PlannerError:
@@ -310,7 +315,7 @@ def infeasible_wide(problem: ShardingProblem) -> PlannerError:
         largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
         asked = [
             f"{int(need):,} bytes of {memory}, of {room:,}"
-            for need, room, memory in zip(need_M, total_room(problem), MEMORY_KINDS, strict=True)
+            for need, room, memory in zip(need_M, total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
             if need > 0
         ]
         reasons.append(
@@ -318,8 +323,8 @@ def infeasible_wide(problem: ShardingProblem) -> PlannerError:
             f"largest is {largest!r}, with {int(most_M.sum()):,} bytes"
         )
     return PlannerError(
-        f"Tables do not fit: {'; '.join(reasons[:5])}. More or larger devices, a smaller storage reservation, or "
-        "smaller tables would help.",
+        f"Tables do not fit{_under_rules(problem)}: {'; '.join(reasons[:5])}. More or larger devices, a smaller "
+        "storage reservation, or smaller tables would help.",
         PlannerErrorType.INSUFFICIENT_STORAGE,
     )
 

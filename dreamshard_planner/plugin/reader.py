@@ -32,6 +32,7 @@ from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem, 
 from dreamshard_planner.plan_file import TableInputs
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY, group_key, known_kernels
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW, Situation, is_mean, is_weighted, optimizer_name
+from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes, check_needs, check_per_feature, needed_bytes
 from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
 from dreamshard_planner.workload.features import feature_matrix
@@ -149,6 +150,7 @@ class _Parts:
     def __init__(self) -> None:
         self.workloads: list[Workload] = []
         self.shards: list[Shard] = []
+        self.fqns: list[str] = []
         self.groups: list[int] = []
         self.dense_elements: list[float] = []
         self.ssd_bytes: list[float] = []
@@ -170,6 +172,7 @@ class _Parts:
         row = len(self.workloads)
         self.workloads.append(workload)
         self.shards.append(shard)
+        self.fqns.append(option.fqn.removeprefix("."))
         self.groups.append(group)
         self.dense_elements.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
@@ -222,6 +225,7 @@ class OptionReader:
         constraints: TorchRec's constraints by table name.
         statistics: workload statistics by feature name; they take precedence over pooling factors.
         sharders: consulted for a fused optimizer that is set through ``fused_params``, and for quantized communication.
+        legal: where tables may lie; anywhere by default.
     """
 
     def __init__(
@@ -229,7 +233,9 @@ class OptionReader:
         constraints: Mapping[str, ParameterConstraints] | None = None,
         statistics: TableStatistics | None = None,
         sharders: Iterable[ModuleSharder[nn.Module]] = (),
+        legal: LegalRanks | None = None,
     ) -> None:
+        self._legal = legal
         self._constraints = constraints or {}
         self._statistics = statistics
         self._configs: dict[nn.Module, dict[str, Any]] = {}
@@ -311,6 +317,11 @@ class OptionReader:
         _check_hosts(flat, topology)
         if with_storage:
             check_needs(by_table.values())
+        storage_PM, capacity_DM = parts.storage_PM(topology, with_storage), available_bytes(topology)
+        memories = storage_PM.shape[1]
+        if with_storage and self._legal is not None:
+            need_PR, room_DR = self._legal.memory(parts.fqns)
+            storage_PM, capacity_DM = torch.cat([storage_PM, need_PR], 1), torch.cat([capacity_DM, room_DR], 1)
         spare = [] if parts.columns else [Collective("none", "world", links.all_to_all)]
         problem = ShardingProblem(
             num_ranks=topology.world_size,
@@ -319,10 +330,11 @@ class OptionReader:
             features_PF=feature_matrix(parts.workloads),
             group_P=torch.tensor(parts.groups, dtype=torch.int64),
             num_groups=max(1, len(groups)),
-            storage_PM=parts.storage_PM(topology, with_storage),
-            capacity_DM=available_bytes(topology),
+            storage_PM=storage_PM,
+            capacity_DM=capacity_DM,
             bytes_PC=parts.bytes_PC(),
             collectives=Collectives([*parts.columns, *spare], topology.intra_group_size, links.all_to_all),
+            rule_kinds=storage_PM.shape[1] - memories,
         )
         return ReadProblem(
             problem,

@@ -1,0 +1,208 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Tables together, apart and on certain ranks: kept by every part that places tables, or refused with the reason."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_plugin import SHARDERS, collection, table, topology
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
+from dreamshard_planner.plugin import RulePartitioner
+from tests.mixed_models import EveryTypeSharder, mixed_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
+TABLE_WISE = ("table_wise",)
+
+
+def model(tables: int = 8) -> nn.Module:
+    made = nn.Module()
+    made.sparse = collection(*(table(f"t{i}", 1000 * (i + 1), 16) for i in range(tables)))
+    return made
+
+
+def ranks_of(planner: DreamShardPlanner) -> dict[str, set[int]]:
+    return {option.name: {shard.rank for shard in option.shards} for option in planner._best_plan}
+
+
+def planner(rules: PlacementRules | None, ranks: int = 4, **changes) -> DreamShardPlanner:
+    arguments = {"topology": topology(ranks), "search_seconds": 0.3, **changes}
+    return DreamShardPlanner(batch_size=64, stats=[], debug=False, placement_rules=rules, **arguments)
+
+
+RULES = PlacementRules(
+    together=[("t0", "t7"), ("t1", "t6")],
+    apart=[("t2", "t3", "t4", "sparse.t5"), ("t0", "t1")],
+    on_ranks={"t2": [3, 1]},
+)
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.parametrize("sharding_types", [TABLE_WISE, None])
+def test_rules_are_kept(recipe: str, sharding_types: tuple[str, ...] | None) -> None:
+    one = planner(RULES, recipe=recipe, sharding_types=sharding_types, exact_training=False)
+    one.plan(model(), [EveryTypeSharder()])
+    found = ranks_of(one)
+    assert found["t0"] == found["t7"] and found["t1"] == found["t6"]
+    assert len(found["t0"]) == len(found["t1"]) == 1 and found["t0"] != found["t1"]
+    assert found["t2"] <= {1, 3}
+    apart = [found[f"t{i}"] for i in (2, 3, 4, 5)]
+    assert sum(map(len, apart)) == len(set().union(*apart))
+    (rank,) = found["t0"]
+    assert f"placement_rules: sparse.t0, sparse.t7 are together on rank {rank}" in one.report().notes
+
+
+def _random_rules(rng: random.Random, names: list[str], ranks: int) -> PlacementRules:
+    some = rng.sample(names, min(len(names), 6))
+    together = [some[:2]] if len(some) > 3 and rng.random() < 0.6 else []
+    apart = [some[-2:]] if len(some) > 3 and ranks > 1 and rng.random() < 0.6 else []
+    allowed = sorted(rng.sample(range(ranks), rng.randint(1, ranks)))
+    return PlacementRules(together, apart, {some[len(some) // 2]: allowed})
+
+
+def test_random_models_keep_random_rules_or_say_why_not() -> None:
+    planned = 0
+    for seed in (0, 2, 5, 8, 12, 14, 16, 22):
+        case, rng = mixed_case(seed), random.Random(seed)
+        names = [name.split(".")[-2] for name, _ in case.model.named_parameters()]
+        names = [name for name in names if name[0] == "t" and name not in case.left_out]
+        rules = _random_rules(rng, sorted(names), case.topology.world_size)
+        one = case.planner(search_seconds=0.1, placement_rules=rules)
+        try:
+            one.plan(case.model, case.sharders)
+        except PlannerError as error:
+            assert "placement_rules" in str(error) or "apart" in str(error) or "bytes" in str(error), (seed, error)
+            continue
+        planned += 1
+        found = ranks_of(one)
+        for group in rules.together:
+            assert len(set().union(*(found[name] for name in group))) == 1, seed
+        for first, second in rules.apart:
+            assert not found[first] & found[second], seed
+        for name, allowed in rules.on_ranks.items():
+            assert found[name] <= set(allowed), seed
+    assert planned >= 3
+
+
+def test_a_rule_costs_what_it_costs_and_no_more() -> None:
+    """A rule that the plan keeps anyway does not change it."""
+    free = planner(None, sharding_types=TABLE_WISE, search_seconds=None)
+    free.plan(model(), SHARDERS)
+    apart = next(
+        (first, second)
+        for first in ranks_of(free)
+        for second in ranks_of(free)
+        if ranks_of(free)[first] != ranks_of(free)[second]
+    )
+    ruled = planner(PlacementRules(apart=[apart]), sharding_types=TABLE_WISE, search_seconds=None)
+    ruled.plan(model(), SHARDERS)
+    assert ruled.report().chosen.total_ms <= free.report().chosen.total_ms * 1.01
+    assert all(len(memory.limit_bytes) == 4 and memory.kind == "DDR" for memory in ruled.report().memory)
+
+
+def test_memory_and_rules_are_kept_together() -> None:
+    """Packing by the exact solver, which greedy placement does not find."""
+    sizes = [table(f"t{i}", 1000, 16) for i in range(6)]
+    made = nn.Module()
+    made.sparse = collection(*sizes)
+    tight = topology(3, memory=2 * 1000 * 16 * 4 + 3 * 64 * 3 * 100 * 3)
+    rules = PlacementRules(apart=[("t0", "t1", "t2")], on_ranks={"t3": [0], "t0": [0, 1], "t1": [0, 1]})
+    one = planner(rules, 3, topology=tight, sharding_types=TABLE_WISE)
+    one.plan(made, SHARDERS)
+    found = ranks_of(one)
+    assert found["t3"] == {0} and found["t2"] == {2} and found["t0"] | found["t1"] == {0, 1}
+
+
+REFUSED: dict[str, tuple[PlacementRules, dict, str]] = {
+    "unknown table": (
+        PlacementRules(on_ranks={"t88": [0]}),
+        {},
+        r"'t88', which the model does not have \(did you mean 't",
+    ),
+    "unknown rank": (PlacementRules(on_ranks={"t1": [4]}), {}, "'t1' names rank 4; there are ranks 0 to 3"),
+    "too many apart": (PlacementRules(apart=[[f"t{i}" for i in range(5)]]), {}, "the 5 tables .* cannot be apart"),
+    "apart on one rank": (
+        PlacementRules(apart=[("t0", "t1")], on_ranks={"t0": [2], "t1": [2]}),
+        {},
+        "the 2 tables .* cannot be apart: they have rank 2 to share",
+    ),
+    "together on other ranks": (
+        PlacementRules(together=[("t0", "t1")], on_ranks={"t0": [2], "t1": [3]}),
+        {},
+        "no rank is left for tables .* together: on_ranks leave them none in common",
+    ),
+    "a type that lies everywhere": (
+        PlacementRules(on_ranks={"t0": [2]}),
+        {"constraints": {"t0": ParameterConstraints(sharding_types=["row_wise"])}},
+        "no sharding type is left for table 'sparse.t0' .row_wise: placement_rules leave it rank 2",
+    ),
+    "a type that lies everywhere, apart": (
+        PlacementRules(apart=[("t0", "t1")]),
+        {"constraints": {"t0": ParameterConstraints(sharding_types=["row_wise"])}},
+        "it would lie on every rank, and placement_rules keep it apart from 'sparse.t1'",
+    ),
+    "memory": (
+        PlacementRules(on_ranks={f"t{i}": [0] for i in range(8)}),
+        {"topology": topology(4, memory=1_500_000)},
+        "Tables do not fit where placement_rules leave them",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_rules_that_cannot_be_kept_are_refused_with_the_reason(what: str) -> None:
+    rules, arguments, words = REFUSED[what]
+    with pytest.raises(PlannerError, match=words):
+        planner(rules, **arguments).plan(model(), [EveryTypeSharder()])
+
+
+def test_rules_that_mean_nothing_are_errors_at_once() -> None:
+    for made, words in (
+        (lambda: PlacementRules(together=["ab"]), "groups of two tables or more"),
+        (lambda: PlacementRules(apart=[("a",)]), "groups of two tables or more"),
+        (lambda: PlacementRules(together=[("a", "b"), ("b", "c")], apart=[("a", "c")]), "to be together and apart"),
+        (lambda: PlacementRules(on_ranks={"a": []}), "'a' must be ranks from 0 on, at least one"),
+        (lambda: PlacementRules(on_ranks={"a": [-1]}), "ranks from 0 on"),
+        (lambda: planner(RULES, partitioner=RulePartitioner("dim_greedy")), "own partitioner"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made()
+    with pytest.raises(TypeError, match="must be PlacementRules, got dict"):
+        planner({"together": []})
+
+
+def test_a_saved_plan_belongs_to_its_rules(tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    one = planner(RULES)
+    plan = one.plan(model(), SHARDERS)
+    one.save_plan(file)
+    again = PlacementRules(tuple(reversed(RULES.together)), RULES.apart, {"t2": (1, 3)})
+    statistics = TableStatistics({f"t{i}_f0": FeatureStatistics(float(9 - i)) for i in range(8)})
+    loaded = planner(again, plan_loader=JsonPlanLoader(file), statistics=statistics).plan(model(), SHARDERS)
+    assert loaded.plan == plan.plan
+    with pytest.raises(PlannerError, match="placement_rules, apart: .* -> None"):
+        planner(None, plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
+    rank = next(iter(ranks_of(one)["t0"]))
+    moved = file.read_text().replace(f'"rank": {rank},', f'"rank": {(rank + 1) % 4},', 1)
+    file.write_text(moved)
+    with pytest.raises(PlannerError, match=r"plan.json (does not have|has) table"):
+        planner(RULES, plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
+
+
+def test_constraints_for_no_table_are_refused_with_the_nearest_name() -> None:
+    for name, hint in (("t11", r" \(did you mean 't1'\?\)"), ("sparse.t1", ""), ("zzz", "")):
+        with pytest.raises(PlannerError, match=rf"constraints for tables that the model does not have: '{name}'{hint}"):
+            planner(None, constraints={name: ParameterConstraints()}).plan(model(), SHARDERS)
+
+
+def test_on_a_host_of_several() -> None:
+    """A table's rows stay within a host that its ranks fill."""
+    hosts = Topology(4, "cpu", local_world_size=2, ddr_cap=2**34)
+    rules = PlacementRules(on_ranks={"t7": [1, 2, 3]})
+    only = {"t7": ParameterConstraints(sharding_types=["table_row_wise"])}
+    one = planner(rules, topology=hosts, constraints=only)
+    one.plan(model(), [EveryTypeSharder()])
+    assert ranks_of(one)["t7"] == {2, 3}
