@@ -1,7 +1,7 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table
 # make test         all tests
-# make test-matrix  the smoke test and TorchRec's seams with other releases of TorchRec
+# make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
 #                   it on two CPU ranks
 # Each makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
@@ -59,7 +59,7 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	@set -e; for release in $(MATRIX); do \
 	    echo "== torchrec $$release"; \
 	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q \
-	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_estimates.py; \
+	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_estimates.py tests/test_plan_file.py; \
 	done
 
 clean:

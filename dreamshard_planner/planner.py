@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from torchrec.distributed.planner.types import (
     PerfModel,
     PlanLoader,
     PlannerError,
-    PlannerErrorType,
     Proposer,
     ShardingOption,
     Stats,
@@ -44,18 +42,14 @@ from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
 from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.explain import Explanation
-from dreamshard_planner.measure.hardware import library_versions
-from dreamshard_planner.placement.place import Contender, Placement
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.placement_rules import PlacementRules
-from dreamshard_planner.plan_file import PlanInputs, Predicted, SavedPlan
+from dreamshard_planner.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
 from dreamshard_planner.plugin.constraints import planning_constraints
 from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
-from dreamshard_planner.plugin.explaining import explain
-from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
-from dreamshard_planner.plugin.joint_proposer import JointProposer, usable_options
+from dreamshard_planner.plugin.joint_proposer import JointProposer
 from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import check_topology, checked_seed
@@ -64,14 +58,12 @@ from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topology_inputs
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
+from dreamshard_planner.plugin.planned import AnyPlan, Planned
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
-from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry, memory_entries
-from dreamshard_planner.stale import differences
+from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
-AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
-"""A plan as TorchRec has it, one with all that it was made from, its file, or one option with ranks for each table."""
 MAX_SHARE_OF_TIMEOUT = 0.75
 """Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
 
@@ -334,7 +326,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if plan is None:
             return "the last planned module has no table that its sharders shard"
         if self._loaded is not None:
-            return self._report_of_loaded(self._loaded, plan)
+            return self._planned().report(plan, self._loaded)
         if not isinstance(self._partitioner, DreamShardPartitioner):
             return f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
         outcome = self._partitioner.outcome(self._before_callbacks)
@@ -482,7 +474,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 shards that do not cover their table; names them.
             PlanError: the file can't be read.
         """
-        return ReportEntry.of(name, self._rated(plan).costs)
+        return ReportEntry.of(name, self._planned().rated(plan).costs)
 
     @neutral()
     def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:
@@ -496,19 +488,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank (``collective_plan`` plans on rank 0).
             PlannerError, PlanError: as :meth:`predict`.
         """
-        rated = self._rated(plan)
-        return SavedPlan(
-            libraries={"dreamshard_planner": version("dreamshard_planner"), **library_versions()},
-            predicted=Predicted.of(
-                ReportEntry.of(name, rated.costs),
-                str(rated.cost.compute.source),
-                rated.read.problem.collectives.world.source,
-                memory_entries(rated.cost, rated.sharding),
-            ),
-            inputs=self._inputs(),
-            sharding=shardings(rated.options),
-            name=name,
-        )
+        return self._planned().saved(self._or_last(plan), name)
 
     def save_plan(self, path: str | Path) -> None:
         """Write the last plan to a file that :class:`~dreamshard_planner.plugin.plan_loader.JsonPlanLoader` loads; on
@@ -533,33 +513,28 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank.
             PlannerError: there is no such rank; and, with PlanError, as :meth:`predict`.
         """
-        given = self._given_plans()
-        space = [option for options in given.by_table.values() for option in options]
-        usable = usable_options(space, self._topology.compute_device)
-        return explain(self._context, given, self._rated(plan), usable, self._topology, rank)
+        return self._planned().explained(self._or_last(plan), rank)
 
-    def _given_plans(self) -> GivenPlans:
+    def _planned(self) -> Planned:
+        """The last planned module."""
         space = getattr(self._enumerator, "last_stored_search_space", None)
         if self._context is None or not space:
             raise DreamShardError("there is nothing to predict with: plan first, on this rank")
-        return GivenPlans(self._context, space, self._left)
+        return Planned(self._context, space, self._left, self._inputs(space), self._legal)
 
-    def _rated(self, plan: AnyPlan | None) -> Rated:
+    def _or_last(self, plan: AnyPlan | None) -> AnyPlan:
         """A plan, or the last one."""
-        if plan is None:
-            if self._best_plan is None:
-                raise DreamShardError(f"there is no plan: {self._report}")
-            plan = self._best_plan
-        given = self._given_plans()
-        return given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
+        if plan is None and self._best_plan is None:
+            raise DreamShardError(f"there is no plan: {self._report}")
+        return self._best_plan if plan is None else plan
 
-    def _inputs(self) -> PlanInputs:
+    def _inputs(self, search_space: Sequence[ShardingOption]) -> PlanInputs:
         """What the last plan was made from."""
-        tables = self._given_plans().by_table
+        tables = {option.fqn.removeprefix("."): option for option in search_space}
         return PlanInputs(
             batch_size=self._batch_size,
             topology=topology_inputs(self._topology),
-            tables={fqn: self._reader.declared(options[0]) for fqn, options in sorted(tables.items())},
+            tables={fqn: self._reader.declared(tables[fqn]) for fqn in sorted(tables)},
             constraints=constraint_inputs(self._given_constraints),
             placement_rules={} if self._placement_rules is None else self._placement_rules.to_dict(),
             statistics=None if self._statistics is None else digest(self._statistics),
@@ -577,34 +552,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
 
     def _matched(self, saved: SavedPlan) -> list[ShardingOption]:
-        """Options as a file has them; PlannerError, with what differs, for one that was made for something else."""
-        stale = [difference.text for difference in differences(saved.inputs, self._inputs()) if difference.stale]
-        if stale:
-            raise PlannerError(
-                f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Plan without "
-                "plan_loader, and save again.",
-                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
-            )
-        given = self._given_plans()
-        options = given.enumerated(saved)
-        given.check_room(given.rated(options), saved.name)
-        if self._legal is not None:
-            self._legal.check(dict(saved.tables()), saved.name)
-        self._loaded = saved
+        """For the plan loader: options as its file has them."""
+        options, self._loaded = self._planned().matched(saved), saved
         return options
-
-    def _report_of_loaded(self, saved: SavedPlan, plan: list[ShardingOption]) -> Report:
-        rated = self._rated(plan)
-        changed = [d.text for d in differences(saved.inputs, self._inputs())]
-        libraries = {"dreamshard_planner": version("dreamshard_planner"), **library_versions()}
-        changed += [f"{n} {v} -> {libraries.get(n)}" for n, v in saved.libraries.items() if libraries.get(n) != v]
-        notes = [
-            f"the plan was loaded from {saved.name}, where its cost is {saved.predicted.total_ms:.3f} ms",
-            *(f"since the plan was made: {text}" for text in changed),
-            *self._reader.notes(plan),
-        ]
-        placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
-        return Report.of(rated.cost, rated.sharding, placement, notes=notes)
 
 
 def _cpu_topology() -> Topology | None:

@@ -12,7 +12,7 @@ import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
 
-__all__ = ["describe_hardware", "hardware_key", "library_versions"]
+__all__ = ["describe_hardware", "hardware_key", "installed_version", "library_versions"]
 
 _FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
 
@@ -52,8 +52,8 @@ def library_versions() -> dict[str, str]:
     """Of Python and of the libraries that compute embeddings, by name."""
     return {
         "torch": torch.__version__,
-        "fbgemm": _version(*_FBGEMM_PACKAGES),
-        "torchrec": _version("torchrec", "torchrec-cpu"),
+        "fbgemm": installed_version(*_FBGEMM_PACKAGES),
+        "torchrec": installed_version("torchrec", "torchrec-cpu"),
         "python": platform.python_version(),
     }
 
@@ -74,7 +74,8 @@ def available_bytes(device: torch.device | str) -> int:
     return max(0, free)
 
 
-def _version(*packages: str) -> str:
+def installed_version(*packages: str) -> str:
+    """Of the first of some packages that is installed, ``unknown`` where none is."""
     for package in packages:
         try:
             return version(package)

@@ -1,0 +1,106 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A model that was planned: what its plans, whoever made them, are saved, loaded, told and explained by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+from torchrec.distributed.types import ShardingPlan
+
+from dreamshard_planner.explain import Explanation
+from dreamshard_planner.measure.hardware import installed_version, library_versions
+from dreamshard_planner.placement.place import Contender, Placement
+from dreamshard_planner.plan_file import PlanInputs, Predicted, SavedPlan
+from dreamshard_planner.plugin.context import PlanningContext
+from dreamshard_planner.plugin.explaining import explain
+from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
+from dreamshard_planner.plugin.joint_proposer import usable_options
+from dreamshard_planner.plugin.legal_ranks import LegalRanks
+from dreamshard_planner.report import Report, ReportEntry, memory_entries
+from dreamshard_planner.stale import differences
+
+AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
+"""A plan as TorchRec has it, one with all that it was made from, its file, or one option with ranks for each table."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the last planning of a planner left."""
+
+    context: PlanningContext
+    search_space: Sequence[ShardingOption]
+    left: Topology
+    """What the storage reservation leaves."""
+    inputs: PlanInputs
+    legal: LegalRanks | None
+    """Where placement rules let tables lie; None without rules."""
+
+    @cached_property
+    def _given(self) -> GivenPlans:
+        return GivenPlans(self.context, self.search_space, self.left)
+
+    def rated(self, plan: AnyPlan) -> Rated:
+        """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
+        return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
+
+    def saved(self, plan: AnyPlan, name: str) -> SavedPlan:
+        """A plan with all that it was made from."""
+        rated = self.rated(plan)
+        return SavedPlan(
+            libraries=_libraries(),
+            predicted=Predicted.of(
+                ReportEntry.of(name, rated.costs),
+                str(rated.cost.compute.source),
+                rated.read.problem.collectives.world.source,
+                memory_entries(rated.cost, rated.sharding),
+            ),
+            inputs=self.inputs,
+            sharding=shardings(rated.options),
+            name=name,
+        )
+
+    def matched(self, saved: SavedPlan) -> list[ShardingOption]:
+        """Options as a file has them.
+
+        Raises:
+            PlannerError: it was made for something else, which is named; it does not fit; or it breaks a rule.
+        """
+        stale = [difference.text for difference in differences(saved.inputs, self.inputs) if difference.stale]
+        if stale:
+            raise PlannerError(
+                f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Plan without "
+                "plan_loader, and save again.",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
+        options = self._given.enumerated(saved)
+        self._given.check_room(self._given.rated(options), saved.name)
+        if self.legal is not None:
+            self.legal.check(dict(saved.tables()), saved.name)
+        return options
+
+    def report(self, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
+        """On a plan that was loaded."""
+        rated, now = self.rated(plan), _libraries()
+        changed = [difference.text for difference in differences(saved.inputs, self.inputs)]
+        changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
+        notes = [
+            f"the plan was loaded from {saved.name}, where its cost is {saved.predicted.total_ms:.3f} ms",
+            *(f"since the plan was made: {text}" for text in changed),
+            *self.context.reader.notes(plan),
+        ]
+        placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
+        return Report.of(rated.cost, rated.sharding, placement, notes=notes)
+
+    def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
+        """Why a rank of a plan, the slowest by default, takes as long as it does."""
+        topology = self.context.topology
+        usable = usable_options(self.search_space, topology.compute_device)
+        return explain(self.context, self._given, self.rated(plan), usable, topology, rank)
+
+
+def _libraries() -> dict[str, str]:
+    return {"dreamshard_planner": installed_version("dreamshard_planner"), **library_versions()}
