@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dreamshard_planner.checkpoint import RECIPES
-from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.errors import DreamShardError, FileError
+from dreamshard_planner.files import check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.training import TrainingConfig
@@ -28,10 +29,12 @@ class Device(str, Enum):
 Recipe = Enum("Recipe", {name: name for name in RECIPES}, type=str)
 
 
-def _in_a_folder(path: Path) -> Path:
+def _writable(path: Path) -> Path:
     """Before minutes of measuring, not after."""
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    try:
+        check_writable(path)
+    except FileError as error:
+        raise typer.BadParameter(str(error)) from error
     return path
 
 
@@ -57,9 +60,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned plac
 
 @app.command()
 def train(
-    out: Annotated[
-        Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.", callback=_in_a_folder)
-    ],
+    out: Annotated[Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.", callback=_writable)],
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Time for measuring kernels; 300, or 8 with --quick.")
     ] = None,
@@ -96,7 +97,7 @@ def train(
 @app.command()
 def collect(
     out: Annotated[
-        Path, typer.Option(help="Dataset to write, .npz; its journal is kept beside it.", callback=_in_a_folder)
+        Path, typer.Option(help="Dataset to write, .npz; its journal is kept beside it.", callback=_writable)
     ],
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
@@ -120,6 +121,9 @@ def collect(
     from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import pool_tables
 
+    journal = out.with_suffix(".journal")
+    if journal == out:
+        raise typer.BadParameter(f"{out}: that is the journal's name; a dataset ends in .npz")
     names = tuple(name.strip() for name in pools.split(","))
     try:
         batches = None if batch_sizes is None else [int(size) for size in batch_sizes.split(",")]
@@ -127,7 +131,6 @@ def collect(
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
     drawn = draw_sets(tables, sets, seed, batches, max_tables, device=device.value)
-    journal = out.with_suffix(".journal")
     with Ranks.joined(device.value) as ranks:
         own = ranks.device(device.value)
         dataset = collect(drawn, journal, own, threads, repeats, seed, seconds, ranks=ranks)
@@ -140,7 +143,7 @@ def collect(
 def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_in_a_folder)],
+    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_writable)],
     recipe: RecipeOption = Recipe.default,
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
@@ -163,7 +166,7 @@ def fit(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_in_a_folder)],
+    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_writable)],
     checkpoint: Annotated[str, typer.Option(help="Checkpoint to start from; auto: what ships.")] = "auto",
     seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
     device: DeviceOption = Device.cpu,
@@ -220,9 +223,9 @@ def _with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig
 
 
 def main() -> None:
-    """Entry point: the package's own errors become one line and exit status 1."""
+    """Entry point: the package's own errors, and the system's, become one line and exit status 1."""
     try:
         app()
-    except DreamShardError as error:
+    except (DreamShardError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(1) from error

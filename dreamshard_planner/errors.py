@@ -18,6 +18,10 @@ class PlanError(DreamShardError, ValueError):
     """A plan file is missing, damaged, foreign or newer than this package; names the file and the entry."""
 
 
+class FileError(DreamShardError, OSError):
+    """A file cannot be written, or another process is writing to it; names the file."""
+
+
 class StatisticsError(DreamShardError, ValueError):
     """Table statistics hold an impossible value or name a feature that the model lacks."""
 

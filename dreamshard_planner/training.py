@@ -34,6 +34,7 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.files import check_writable
 from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, collect, draw_sets, set_work
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.kernels import Arena
@@ -147,6 +148,8 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
     the first one does the rest.
     """
     out, ranks = Path(out), ranks or Ranks()
+    for file in (out, out.with_suffix(".dataset.npz"), out.with_suffix(".test.npz")):
+        check_writable(file)
     train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
     max_sets = most_sets(config.seconds, ranks)
     test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
@@ -175,7 +178,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
         test.save(out.with_suffix(".test.npz"))
         checkpoint.save(out)
         for journal in journals:
-            _finished(journal).unlink()
+            _finished(journal).unlink(missing_ok=True)
         return Checkpoint.load(out)
 
     checkpoint = ranks.from_first(saved)
@@ -202,12 +205,19 @@ def calibrate(
     under ``calibration``, with what of the network was ``changed``). The policy stays as it is: what it observes is
     relative to the task's own cost. Collectives of other hardware are dropped in favour of ``collectives``, if given.
 
+    An interrupted calibration, started again with the same settings, continues its measurements, and says so.
+
     Raises:
-        CheckpointError: the checkpoint has no cost network of recipe ``default``.
+        CheckpointError: the checkpoint has no cost network of recipe ``default``, or doesn't say what it was fitted to.
+        DatasetError: an interrupted calibration with other settings left its journals there.
+        FileError: ``out`` cannot be written; before anything is measured.
     """
     out, network, ranks = Path(out), checkpoint.cost, ranks or Ranks()
+    check_writable(out)
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
+    if lacking := [key for key in ("batch_sizes", "pools", "extra_pools") if key not in checkpoint.metadata]:
+        raise CheckpointError(f"{checkpoint.name}: does not say what it was fitted to: no {', '.join(lacking)}")
     known_sizes = tuple(checkpoint.metadata["batch_sizes"])  # a minute has no time for the largest
     config = TrainingConfig(
         pools=tuple(checkpoint.metadata["pools"]),
@@ -249,11 +259,12 @@ def _calibrated(
     known = checkpoint.metadata.get("collectives")
     if known is not None and all(known["hardware"][key] == data[0].hardware[key] for key in ("device", "name")):
         collectives = collectives or known
+    before, here = checkpoint.metadata.get("hardware_name", "?"), hardware_name(data[0].hardware)
     metadata = {
         **checkpoint.metadata,
         "collectives": collectives,
         "hardware": data[0].hardware,
-        "hardware_name": f"{checkpoint.metadata['hardware_name']}, calibrated on {hardware_name(data[0].hardware)}",
+        "hardware_name": f"{before}, calibrated on {here}",
         "reference_ms": data[0].usual_ms,
         "calibration": {
             "from": checkpoint.name,
@@ -314,6 +325,7 @@ def fit(config: TrainingConfig, train_sets: LabelledSets, progress: bool) -> Cos
 
 def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
     """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
+    check_writable(out)
     from torchrec.distributed.planner.types import Topology
 
     config = replace(config, device="cuda")

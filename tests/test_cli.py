@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dreamshard_planner import training
 from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
 from dreamshard_planner.cli import _with_updates, app
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.training import QUICK, TrainingConfig, calibrate
@@ -124,13 +125,19 @@ def test_calibrate_fits_a_checkpoint_on(trained: Path, tmp_path: Path) -> None:
     assert told["from"] == trained.name and told["sets"] >= 8 and len(told["after_mape"]) == 2
     made = Checkpoint.load(out).metadata
     assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # no journal that a later one would continue
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])
 def test_calibration_keeps_collectives_of_this_machine_only(same: bool, trained: Path, tmp_path: Path) -> None:
     start = Checkpoint.load(trained)
     name = describe_hardware("cpu", 1)["name"] if same else "another processor"
-    start.metadata["collectives"] = {"backend": "gloo", "hardware": {"device": "cpu", "name": name}}
+    start.metadata["collectives"] = {
+        "backend": "gloo",
+        "world_size": 2,
+        "hardware": {"device": "cpu", "name": name},
+        "fits": {operation: asdict(CollectiveFit(0.1, 1e6, 1e6, 0.1)) for operation in OPERATIONS},
+    }
     kept = calibrate(start, tmp_path / "here.safetensors", seconds=4, progress=False).metadata["collectives"]
     assert kept == (start.metadata["collectives"] if same else None)
 

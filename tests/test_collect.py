@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.measure.hardware import describe_hardware

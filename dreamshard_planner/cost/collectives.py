@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from scipy.optimize import nnls
@@ -21,6 +22,8 @@ LATENCY_MS = 0.02
 """Start-up of one collective: the order of a small NCCL all-to-all within a node."""
 MAX_BYTES_PER_MS = 1e15
 """What a fit says of a bandwidth that limits nothing; finite, for JSON."""
+OPERATIONS = ("all_to_all", "reduce_scatter", "all_reduce")
+"""What is measured between ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class CollectiveFit:
     shared_bytes_per_ms: float
     relative_error: float
     """Median relative error of the fit."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 1e-300 if name.endswith("bytes_per_ms") else 0
+            if type(value) not in (int, float) or not least <= value <= 1e300:
+                raise ValueError(f"{name} must be a number from {least} to 1e300, got {value!r:.50}")
 
     @classmethod
     def to_samples(cls, slowest_P: Tensor, total_P: Tensor, time_ms_P: Tensor) -> CollectiveFit:
@@ -49,6 +58,29 @@ class CollectiveFit:
     def model(self, world_size: int, source: str) -> CollectiveModel:
         """Of an all-to-all between that many ranks."""
         return CollectiveModel(world_size, self.bytes_per_ms, self.latency_ms, source, self.shared_bytes_per_ms)
+
+
+def fits_of(measured: Any) -> dict[str, CollectiveFit]:
+    """By operation, of what a file or a checkpoint says was measured between ranks.
+
+    Raises:
+        ValueError: it is something else; names what is wrong.
+    """
+    if not isinstance(measured, dict):
+        raise ValueError(f"must be a mapping, got {type(measured).__name__}")
+    for name, kind in (("backend", str), ("world_size", int), ("hardware", dict), ("fits", dict)):
+        if not isinstance(measured.get(name), kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(measured.get(name)).__name__}")
+    for name in ("device", "name"):
+        if not isinstance(measured["hardware"].get(name), str):
+            raise ValueError(f"its hardware has no {name}")
+    missing = [operation for operation in OPERATIONS if not isinstance(measured["fits"].get(operation), dict)]
+    if missing:
+        raise ValueError(f"fits lack {', '.join(missing)}")
+    try:
+        return {operation: CollectiveFit(**measured["fits"][operation]) for operation in OPERATIONS}
+    except TypeError as error:
+        raise ValueError(f"a fit has other fields: {error}") from error
 
 
 @dataclass(frozen=True)

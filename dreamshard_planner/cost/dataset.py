@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Measured costs on disk: a journal while collecting, a columnar ``.npz`` when done.
+"""Measured costs on disk: columnar, ``.npz``, when a collection is done; until then see :mod:`.journal`.
 
 Both keep what was asked (workloads, not features, so that features may change later) and every sample.
 Nothing is ever unpickled, and a file that is not whole is refused by name.
@@ -9,25 +9,24 @@ Shape letters: N sets, R repeats, 2 (forward, backward), S shards of all sets, 1
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import io
 import json
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import DatasetError, TaskError
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
+from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
 
 SCHEMA = 1
 """Version of the ``.npz`` and journal layouts; files of a newer one are refused."""
@@ -40,13 +39,15 @@ backward) at 0, by 3.4 and 4.6 % at 0.5, and by 6.6 and 5.8 % at 1."""
 _MEASURED = tuple(entry for entry in fields(Workload) if entry.metadata.get("measured", True))
 WORKLOAD_FIELDS = tuple(entry.name for entry in _MEASURED)
 """The per-shard columns, in order."""
+FIELD_TYPES = {entry.name: entry.type for entry in _MEASURED}
+"""As written in :class:`Workload`."""
 
-_KIND, _JOURNAL_KIND = "dreamshard cost dataset", "dreamshard cost journal"
+KIND = "dreamshard cost dataset"
 _KEY_FIELDS = ("device", "name", "threads", "fbgemm")
 _DTYPES = {"str": np.str_, "int": np.int64, "float": np.float64, "bool": np.bool_, "tuple[float, ...]": np.float64}
 
-# What numpy raises on files that are no archive, cut short, or hold pickled objects.
-_UNREADABLE = (OSError, ValueError, EOFError, AttributeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+_AT_LEAST_ONE = ("rows", "dim", "batch_size", "num_features", "weight_bytes")
+_ONE_OF = {"optimizer": OPTIMIZERS, "memory": MEMORIES}
 
 Hardware = Mapping[str, str | int]
 
@@ -90,14 +91,22 @@ class CostDataset:
         if set(self.columns) != set(WORKLOAD_FIELDS):
             yield "columns", f"are {sorted(self.columns)}, expected {sorted(WORKLOAD_FIELDS)}"
             return
-        offsets, shards = self.set_offsets, len(self.columns["name"])
+        for name, column in self._arrays().items():
+            expected = _DTYPES.get(FIELD_TYPES.get(name), np.int64 if name == "set_offsets" else np.float64)
+            if column.dtype != expected and not (column.dtype.kind == "U" and expected is np.str_):
+                yield name, f"holds {column.dtype}, not {np.dtype(expected)}"
+        offsets, shards = self.set_offsets, self.columns["name"].size
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != shards:
             yield "set_offsets", f"must run from 0 to the {shards} shards"
         elif np.any(np.diff(offsets) < 1):
             yield "set_offsets", "must grow: a set holds at least one shard"
         for name, column in self.columns.items():
-            if column.shape[:1] != (shards,) or column.ndim != (2 if name == "reuse_histogram" else 1):
+            if column.shape != ((shards, NUM_REUSE_BINS) if name == "reuse_histogram" else (shards,)):
                 yield name, f"has shape {column.shape}, expected one entry per shard ({shards})"
+            elif name in _AT_LEAST_ONE and np.any(column < 1):
+                yield name, "holds values below 1"
+            elif name in _ONE_OF and (unknown := sorted(set(column.tolist()) - set(_ONE_OF[name]))):
+                yield name, f"must be one of {', '.join(_ONE_OF[name])}, got {brief(unknown)}"
             elif column.dtype.kind == "f" and not np.all(np.isfinite(column) & (column >= 0)):
                 yield name, "holds NaN, infinite or negative values"
         for name in ("samples_ms", "reference_ms"):
@@ -106,7 +115,7 @@ class CostDataset:
                 continue
             if times.ndim != 3 or times.shape[0] != len(offsets) - 1 or times.shape[1] < 1 or times.shape[2] != 2:
                 yield name, f"has shape {times.shape}, expected [{len(offsets) - 1} sets, repeats, 2]"
-            elif times.dtype.kind != "f" or not np.all(np.isfinite(times) & (times > 0)):
+            elif not np.all(np.isfinite(times) & (times > 0)):
                 yield name, "holds times that are NaN, infinite, zero or negative"
         if self.reference_ms is not None and self.reference_ms.shape != self.samples_ms.shape:
             yield "reference_ms", f"has shape {self.reference_ms.shape}, samples_ms {self.samples_ms.shape}"
@@ -238,7 +247,7 @@ class CostDataset:
             raise TaskError("no datasets to concatenate")
         first = datasets[0]
         for other in datasets[1:]:
-            _require_same_hardware("concatenate", first.hardware, other.hardware)
+            require_same_hardware("concatenate", first.hardware, other.hardware)
             if other.repeats != first.repeats or (other.reference_ms is None) != (first.reference_ms is None):
                 raise DatasetError(
                     f"concatenate: {first.repeats} and {other.repeats} repeats, or only one has reference times"
@@ -256,10 +265,9 @@ class CostDataset:
         )
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write ``path`` (``.npz``) whole or not at all."""
-        path = Path(path)
+        """Write ``path`` (``.npz``) whole or not at all; FileError says why not."""
         header = {
-            "kind": _KIND,
+            "kind": KIND,
             "schema": SCHEMA,
             "hardware": dict(self.hardware),
             "seed": self.seed,
@@ -269,34 +277,30 @@ class CostDataset:
         arrays = self._arrays()
         # A table comes in many sets with one histogram: store each histogram once.
         bins, index_S = np.unique(arrays.pop("reuse_histogram"), axis=0, return_inverse=True)
-        part = path.with_name(path.name + ".part")
-        with open(part, "wb") as file:
-            np.savez_compressed(
-                file,
-                header=np.array(json.dumps(header)),
-                histograms=bins,
-                histogram_index=index_S.reshape(-1),
-                **arrays,
-            )
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        content = io.BytesIO()
+        np.savez_compressed(
+            content,
+            header=np.array(json.dumps(header)),
+            histograms=bins,
+            histogram_index=index_S.reshape(-1),
+            **arrays,
+        )
+        write_whole(path, content.getvalue())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CostDataset:
         """Read a file that :meth:`save` wrote; DatasetError names the file and what is wrong with it."""
-        if not Path(path).is_file():
-            raise DatasetError(f"{path}: no such file")
-        try:
-            with np.load(path, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-        except _UNREADABLE as error:
-            raise DatasetError(f"{path}: not a readable .npz file, or truncated: {error}") from error
-        header = _parse_header(path, str(arrays.pop("header", "")), _KIND)
+        arrays = _read_arrays(path)
+        header = parse_header(path, str(arrays.pop("header", "")), KIND)
         names = {"histograms", "histogram_index", "set_offsets", "samples_ms", *WORKLOAD_FIELDS} - {"reuse_histogram"}
         if missing := sorted(names - set(arrays)):
             raise DatasetError(f"{path}: lacks {', '.join(missing)}")
         bins, index_S = arrays["histograms"], arrays["histogram_index"]
-        if np.any(index_S < 0) or np.any(index_S >= max(1, len(bins))):
+        if index_S.ndim != 1 or index_S.dtype.kind != "i" or bins.shape[1:] != (NUM_REUSE_BINS,):
+            raise DatasetError(f"{path}: histograms are {bins.dtype} {bins.shape} and {index_S.dtype} {index_S.shape}")
+        if index_S.size * bins.itemsize * NUM_REUSE_BINS > MAX_READ_BYTES:
+            raise DatasetError(f"{path}: {index_S.size:,} shards are more than are read")
+        if np.any(index_S < 0) or np.any(index_S >= len(bins)):
             raise DatasetError(f"{path}: histogram_index points outside the histograms")
         columns = {name: arrays[name] for name in WORKLOAD_FIELDS if name in arrays}
         columns["reuse_histogram"] = bins[index_S]
@@ -317,112 +321,30 @@ class CostDataset:
         return dataset
 
 
-class Journal:
-    """Append-only record of a running collection: one checksummed line a set.
-
-    A process that dies while writing loses at most the set it was writing; whatever else is damaged is refused.
-    The file is locked while open. Use as a context manager, or call :meth:`close`.
-    """
-
-    def __init__(self, path: Path, file: Any, header: dict, sets: list[list[Workload]], times: list[list]) -> None:
-        self.path, self._file = path, file
-        self.hardware: Hardware = header["hardware"]
-        self.seed: int = header["seed"]
-        self.created: str = header["created"]
-        self.sets, self._times = sets, times
-        self._known = {workload: i for i, workload in enumerate(dict.fromkeys(w for group in sets for w in group))}
-
-    @classmethod
-    def open(cls, path: str | os.PathLike, hardware: Hardware, seed: int = 0) -> Journal:
-        """Open a journal to append to, or start it.
-
-        Raises:
-            DatasetError: damaged before its last line, made on other hardware or with another seed, written by a
-                newer version, not a journal, or in use by another process.
-        """
-        path = Path(path)
-        if not path.exists():
-            header = {"kind": _JOURNAL_KIND, "schema": SCHEMA, "hardware": dict(hardware), "seed": seed}
-            header["created"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            part.write_bytes(_frame(header))
-            os.replace(part, path)
-        file = open(path, "r+b", buffering=0)  # noqa: SIM115 (kept open for the journal's life)
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DatasetError(f"{path}: another process is writing to it") from error
-            header, records, end = _read_journal(path, file.read())
-            _require_same_hardware(path, header["hardware"], hardware)
-            if header["seed"] != seed:
-                raise DatasetError(f"{path}: collected with seed {header['seed']}, asked for {seed}; use another file")
-            file.truncate(end)
-            file.seek(end)
-            sets, times = _decode(path, records)
-        except DatasetError:
-            file.close()
-            raise
-        return cls(path, file, header, sets, times)
-
-    def __len__(self) -> int:
-        return len(self.sets)
-
-    @property
-    def repeats(self) -> int:
-        """Repeats of the first set, 0 while there is none."""
-        return len(self._times[0][0]) if self._times else 0
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def append(self, workloads: Sequence[Workload], samples_ms: Tensor, reference_ms: Tensor | None = None) -> None:
-        """Add one set with its times [R, 2]; on disk, as far as the process is concerned, on return."""
-        times = [samples_ms.tolist(), None if reference_ms is None else reference_ms.tolist()]
-        new = [workload for workload in dict.fromkeys(workloads) if workload not in self._known]
-        for workload in new:
-            self._known[workload] = len(self._known)
-        record = {
-            "new": [[getattr(workload, name) for name in WORKLOAD_FIELDS] for workload in new],
-            "set": [self._known[workload] for workload in workloads],
-            "ms": times,
-        }
-        line = _frame(record)
-        if self._file.write(line) != len(line):
-            raise DatasetError(f"{self.path}: could not write a whole record; is the disk full?")
-        self.sets.append(list(workloads))
-        self._times.append(times)
-
-    def to_dataset(self) -> CostDataset:
-        """Everything recorded so far. DatasetError if sets differ in repeats, or if nothing was recorded."""
-        if not self.sets:
-            raise DatasetError(f"{self.path}: nothing was measured yet")
-        samples, references = zip(*self._times, strict=True)
-        kinds = {(len(s), r is None) for s, r in self._times}
-        if len(kinds) > 1:
-            raise DatasetError(f"{self.path}: sets differ in their number of repeats, or only some have a reference")
-        has_reference = references[0] is not None
-        dataset = CostDataset.from_sets(
-            self.sets, samples, self.hardware, references if has_reference else None, self.seed
-        )
-        object.__setattr__(dataset, "created", self.created)
-        return dataset
-
-    def close(self) -> None:
-        """Flush to the disk and release the file."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+def _read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The arrays of an ``.npz`` file, which may hold anything."""
+    check_readable(path, DatasetError)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size_bytes = sum(entry.file_size for entry in archive.infolist())
+        if size_bytes > MAX_READ_BYTES:
+            raise ValueError(f"unpacks to {size_bytes:,} bytes, more than the {MAX_READ_BYTES:,} that are read")
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # numpy and zipfile raise a dozen types on what is damaged or foreign
+        raise DatasetError(f"{path}: not a readable .npz file, or truncated: {brief(error)}") from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise DatasetError(f"{path}: {brief(name)} is no array")
+    return arrays
 
 
 def _times(times_ms: np.ndarray | Tensor | Sequence) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(times_ms, dtype=np.float64))
 
 
-def _require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> None:
+def require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> None:
+    """Raise DatasetError where two descriptions are of machines whose times differ."""
     if hardware_key(ours) != hardware_key(theirs):
         raise DatasetError(
             f"{where}: measured on {hardware_key(ours)}, asked to add {hardware_key(theirs)}; "
@@ -430,63 +352,20 @@ def _require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> N
         )
 
 
-def _parse_header(path: object, text: str, kind: str) -> dict:
+def parse_header(path: object, text: str, kind: str) -> dict:
     """The JSON header of a file, after checking kind, schema and what must be in it."""
     try:
-        header = json.loads(text)
-    except json.JSONDecodeError:
+        header = parse_json(text)
+    except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("kind") != kind:
         raise DatasetError(f"{path}: not a {kind}")
     schema = header.get("schema")
     if schema != SCHEMA:
-        newer = isinstance(schema, int) and schema > SCHEMA
+        newer = type(schema) is int and schema > SCHEMA
         hint = "written by a newer version, upgrade dreamshard_planner" if newer else "not readable by this version"
-        raise DatasetError(f"{path}: schema {schema}, this version reads {SCHEMA}: {hint}")
-    required = {"hardware", "seed", "created"} | ({"digest"} if kind == _KIND else set())
-    if missing := sorted(required - set(header)):
-        raise DatasetError(f"{path}: header lacks {', '.join(missing)}")
+        raise DatasetError(f"{path}: schema {str(schema)[:20]}, this version reads {SCHEMA}: {hint}")
+    required = {"hardware": dict, "seed": int, "created": str} | ({"digest": str} if kind == KIND else {})
+    if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
+        raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")
     return header
-
-
-def _frame(record: dict) -> bytes:
-    """One line: checksum, space, JSON."""
-    body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
-
-
-def _unframe(line: bytes) -> bytes | None:
-    """The JSON of a line without its newline, or None where the checksum does not hold."""
-    checksum, _, body = line.partition(b" ")
-    return body if checksum == b"%08x" % zlib.crc32(body) else None
-
-
-def _read_journal(path: Path, content: bytes) -> tuple[dict, list[dict], int]:
-    """Header, records and the byte where they end; a torn last line is left out."""
-    *lines, tail = content.split(b"\n")
-    bodies = [_unframe(line) for line in lines]
-    if not bodies or bodies[0] is None:
-        raise DatasetError(f"{path}: not a {_JOURNAL_KIND}")
-    header = _parse_header(path, bodies[0].decode(errors="replace"), _JOURNAL_KIND)
-    torn = len(bodies) > 1 and bodies[-1] is None and not tail
-    bodies = bodies[1:-1] if torn else bodies[1:]
-    if None in bodies:
-        raise DatasetError(f"{path}: line {bodies.index(None) + 2} is damaged; restore the file or start another")
-    end = len(content) - len(tail) - (len(lines[-1]) + 1 if torn else 0)
-    return header, [json.loads(body) for body in bodies], end
-
-
-def _decode(path: Path, records: list[dict]) -> tuple[list[list[Workload]], list[list]]:
-    """Sets and times of journal records; a workload is spelled out in the first record that holds it."""
-    known: list[Workload] = []
-    sets, times = [], []
-    for number, record in enumerate(records, start=2):
-        try:
-            for values in record["new"]:
-                values = dict(zip(WORKLOAD_FIELDS, values, strict=True))
-                known.append(Workload(**(values | {"reuse_histogram": tuple(values["reuse_histogram"])})))
-            sets.append([known[i] for i in record["set"]])
-            times.append(record["ms"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise DatasetError(f"{path}: line {number} is not a record of a set: {error!r}") from error
-    return sets, times

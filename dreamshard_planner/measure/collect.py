@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -222,6 +223,8 @@ def collect(
     with RankJournals(journal_path, sets, repeats, hardware, seed, ranks) as journals, pinned(threads, cores):
         todo = ranks.share(journals.missing)
         done = len(sets) - len(journals.missing)
+        if progress and ranks.leads and done:
+            print(f"{journal_path}: continues after {done} sets", file=sys.stderr)
 
         def measure() -> None:
             own_arena = arena or Arena(device, seed=seed)

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 import typer
 
-from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit, CollectiveModel, fits_of
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.files import brief, check_writable, read_json, write_whole
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
@@ -82,15 +83,12 @@ class Collectives:
     @classmethod
     def load(cls, path: Path) -> Collectives:
         """From the file that the command wrote; raises ``DreamShardError`` with its name where it is something else."""
+        document = read_json(path, DreamShardError)
         try:
-            document = json.loads(path.read_text())
-            fits = {operation: CollectiveFit(**fit) for operation, fit in document.pop("fits").items()}
-            fits["all_to_all"].model(2, "")  # raises where a bandwidth is none
-            if not all(fit.latency_ms >= 0 for fit in fits.values()):
-                raise ValueError("negative latency")
-            return cls(**document, fits=fits)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DreamShardError(f"{path}: not a measurement of collectives ({error!r})") from error
+            fits = fits_of(document)
+            return cls(**{**document, "fits": fits})
+        except (ValueError, TypeError) as error:
+            raise DreamShardError(f"{path}: not a measurement of collectives ({brief(error)})") from error
 
 
 def measure(device: torch.device, repeats: int = 31, local_world_size: int | None = None) -> Collectives:
@@ -109,7 +107,7 @@ def measure(device: torch.device, repeats: int = 31, local_world_size: int | Non
     dist.all_reduce(times_RP := times_RP.to(device), op=dist.ReduceOp.MAX)
     median_P = times_RP[WARMUP:].cpu().median(0).values
     fits = {}
-    for operation in dict.fromkeys(payload.operation for payload in PAYLOADS):
+    for operation in OPERATIONS:
         chosen = [index for index, payload in enumerate(PAYLOADS) if payload.operation == operation]
         moved = [PAYLOADS[index].moved_bytes(world_size) for index in chosen]
         slowest_P, total_P = torch.tensor(moved, dtype=torch.float64).unbind(-1)
@@ -162,8 +160,8 @@ def main(out: Annotated[Path | None, typer.Option(help="Write the fit to this JS
     """Measure on the ranks that torchrun started; rank 0 prints."""
     try:
         local_rank, local_world_size = local_ranks()
-        if out is not None and not out.parent.is_dir():
-            raise DreamShardError(f"{out}: there is no folder {out.parent}")
+        if out is not None:
+            check_writable(out)
     except DreamShardError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(1) from error
@@ -177,7 +175,7 @@ def main(out: Annotated[Path | None, typer.Option(help="Write the fit to this JS
     if dist.get_rank() == 0:
         typer.echo(json.dumps(result.metadata(), indent=1))
         if out is not None:
-            out.write_text(json.dumps(asdict(result)) + "\n")
+            write_whole(out, json.dumps(asdict(result)) + "\n")
     dist.destroy_process_group()
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from dreamshard_planner.cost.dataset import CostDataset, Hardware, Journal
+from dreamshard_planner.cost.dataset import CostDataset, Hardware
+from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.errors import DatasetError
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.workload.tables import Workload
@@ -89,7 +90,7 @@ class RankJournals:
         if None in held:
             raise DatasetError(
                 f"{path}: its {len(journal)} sets are not all among the {len(self._sets)} asked for; "
-                "continue with the same tables, seed and options, or use another file"
+                "continue with the same tables, seed and options, use another file, or delete this one"
             )
         if held and journal.repeats != repeats:
             raise DatasetError(f"{path}: holds {journal.repeats} repeats of each set, asked for {repeats}")

@@ -20,7 +20,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
-from dreamshard_planner.cost.collectives import CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.collectives import CollectiveModel, fits_of
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
@@ -197,7 +197,7 @@ def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> Col
     hosts = measured.get("hosts", 1)
     if hosts != _hosts(topology):
         return None
-    fit = CollectiveFit(**measured["fits"][operation])
+    fit = fits_of(measured)[operation]
     ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
     return fit.model(topology.world_size, f"measured with {measured['backend']} on {ranks}, {checkpoint.name}")
 

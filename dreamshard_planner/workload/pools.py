@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.files import brief, check_readable, read_json, write_whole
 from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
@@ -214,20 +215,20 @@ def scale_rows(tables: Sequence[Table], max_rows: int) -> list[Table]:
     return [replace(table, rows=min(table.rows, max_rows)) for table in tables]
 
 
+MAX_ROWS = 2**53
+"""Of a table in a file."""
+_TABLE_FIELDS = {"name": str, "rows": int, "dim": int, "weight_bytes": int, "pooled": bool, "weighted": bool}
+
+
 def save_tables(path: str | Path, tables: Sequence[Table]) -> None:
     """Write a JSON file that :func:`load_tables` reads back without loss."""
     document = {"schema": TABLES_SCHEMA, "tables": [asdict(table) for table in tables]}
-    Path(path).write_text(json.dumps(document, indent=1))
+    write_whole(path, json.dumps(document, indent=1))
 
 
 def load_tables(path: str | Path) -> list[Table]:
     """A user's own pool; TaskError names the file, the table and the reason."""
-    try:
-        document = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise TaskError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise TaskError(f"{path}: not a JSON file, or a truncated one ({error})") from error
+    document = read_json(path, TaskError)
     if not isinstance(document, dict) or document.get("schema") != TABLES_SCHEMA:
         raise TaskError(f"{path}: not a file of tables of schema {TABLES_SCHEMA!r}")
     if not isinstance(document.get("tables"), list):
@@ -236,9 +237,14 @@ def load_tables(path: str | Path) -> list[Table]:
     for index, entry in enumerate(document["tables"]):
         try:
             features = tuple(FeatureStatistics(**feature) for feature in entry["features"])
-            tables.append(Table(**{**entry, "features": features}))
-        except (KeyError, TypeError, ValueError) as error:
-            raise TaskError(f"{path}: table {index}: {error}") from error
+            table = Table(**{**entry, "features": features})
+            for name, kind in _TABLE_FIELDS.items():
+                value = getattr(table, name)
+                if type(value) is not kind or (kind is int and value > MAX_ROWS):
+                    raise TypeError(f"{name} must be of type {kind.__name__} and up to {MAX_ROWS}, got {brief(value)}")
+            tables.append(table)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise TaskError(f"{path}: table {index}: {brief(error)}") from error
     if len({table.name for table in tables}) < len(tables):
         raise TaskError(f"{path}: table names must differ")
     return tables
@@ -258,6 +264,7 @@ def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS, seed: i
     Raises:
         TaskError: the file can't be read or is of another form; names the file and the reason.
     """
+    check_readable(path, TaskError)
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
             content = torch.load(io.BytesIO(file.read()), weights_only=True)

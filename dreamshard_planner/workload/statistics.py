@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.files import brief, read_json, write_whole
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts
 from dreamshard_planner.workload.sketch import IdSketch, merge
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -140,7 +141,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         raise StatisticsError(f"statistics for features that no table of the model serves: {', '.join(named)}{rest}")
 
     def to_json(self, path: str | Path) -> None:
-        """Write a file that :meth:`from_json` reads back without loss."""
+        """Write a file that :meth:`from_json` reads back without loss; FileError says why not."""
         features = {
             name: {
                 "pooling_factor": feature.pooling_factor,
@@ -151,17 +152,12 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
             }
             for name, feature in self.items()
         }
-        Path(path).write_text(json.dumps({"schema": SCHEMA, "features": features}, indent=1))
+        write_whole(path, json.dumps({"schema": SCHEMA, "features": features}, indent=1))
 
     @classmethod
     def from_json(cls, path: str | Path) -> TableStatistics:
         """Read a file; StatisticsError names the file, the feature and the reason."""
-        try:
-            document = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise StatisticsError(f"{path}: cannot be read: {error.strerror}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise StatisticsError(f"{path}: not a JSON file, or a truncated one ({error})") from error
+        document = read_json(path, StatisticsError)
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise StatisticsError(f"{path}: not a statistics file of schema {SCHEMA!r}")
         entries = document.get("features")
@@ -171,23 +167,23 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         for name, entry in entries.items():
             if not isinstance(entry, dict) or not entry.keys() >= {"pooling_factor", "reuse_histogram", "batch_size"}:
                 raise StatisticsError(
-                    f"{path}: feature {name!r} needs pooling_factor, reuse_histogram and batch_size, got {entry!r}"
+                    f"{path}: feature {brief(name)} needs pooling_factor, reuse_histogram and batch_size, "
+                    f"got {brief(entry)}"
                 )
-            if not isinstance(entry["batch_size"], int):
+            if type(entry["batch_size"]) is not int:
                 raise StatisticsError(
-                    f"{path}: feature {name!r}: batch_size must be whole, got {entry['batch_size']!r}"
+                    f"{path}: feature {brief(name)}: batch_size must be whole, got {brief(entry['batch_size'])}"
                 )
             try:
-                histogram = entry["reuse_histogram"]
                 features[name] = FeatureStatistics(
-                    pooling_factor=float(entry["pooling_factor"]),
-                    reuse_histogram=None if histogram is None else tuple(histogram),
+                    pooling_factor=entry["pooling_factor"],
+                    reuse_histogram=entry["reuse_histogram"],
                     batch_size=entry["batch_size"],
                     distinct_rows=entry.get("distinct_rows"),
                     ids=entry.get("ids"),
                 )
             except (TypeError, ValueError) as error:
-                raise StatisticsError(f"{path}: feature {name!r}: {error}") from error
+                raise StatisticsError(f"{path}: feature {brief(name)}: {brief(error)}") from error
         return cls(features)
 
 

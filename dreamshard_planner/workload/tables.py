@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.files import brief
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 
@@ -25,6 +26,8 @@ or an SSD of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching
 
 CACHE_LOAD_FACTOR = 0.2
 """Default of FBGEMM and of TorchRec."""
+MAX_BATCH_SIZE = 2**40
+"""Beyond any; lookups of a batch stay whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +63,22 @@ class FeatureStatistics:
             try:
                 object.__setattr__(self, name, None if value is None and name == "distinct_rows" else float(value))
             except (TypeError, ValueError, OverflowError) as error:
-                raise StatisticsError(f"{name.replace('_', ' ')} must be a number, got {value!r}") from error
+                raise StatisticsError(f"{name.replace('_', ' ')} must be a number, got {brief(value)}") from error
         if not math.isfinite(self.pooling_factor) or self.pooling_factor < 0:
             raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise StatisticsError(f"batch size must be at least 1, got {self.batch_size}")
+        if self.batch_size is not None and not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise StatisticsError(f"batch size must be from 1 to {MAX_BATCH_SIZE}, got {brief(self.batch_size)}")
         if self.reuse_histogram is None:
             if self.distinct_rows is not None:
                 raise StatisticsError(f"distinct rows ({self.distinct_rows}) tell nothing without a reuse histogram")
             object.__setattr__(self, "batch_size", self.batch_size or 1)
             return
-        bins = tuple(float(share) for share in self.reuse_histogram)
+        try:
+            bins = tuple(float(share) for share in self.reuse_histogram)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StatisticsError(
+                f"a reuse histogram is a list of shares, got {brief(self.reuse_histogram)}"
+            ) from error
         if len(bins) != NUM_REUSE_BINS:
             raise StatisticsError(f"a reuse histogram has {NUM_REUSE_BINS} bins, got {len(bins)}")
         if not all(math.isfinite(share) and share >= 0 for share in bins):

@@ -24,7 +24,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsError
 from dreamshard_planner.collective import Failure
-from dreamshard_planner.cost.collectives import CollectiveFit
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
 
 
@@ -294,12 +294,18 @@ def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
-    [(lambda text: text[:50], "JSONDecodeError"), (lambda text: text.replace("fits", "fit"), "fits")]
-    + [(lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "must be positive")],
+    [
+        (lambda text: text[:50], "not a JSON file"),
+        (lambda text: text.replace("fits", "fit"), "not a measurement.*fits"),
+        (lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "bytes_per_ms must be a number"),
+        (lambda text: text.replace('"all_reduce"', '"reduce"'), "fits lack all_reduce"),
+        (lambda text: f"[{text}]", "must be a mapping"),
+    ],
 )
 def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: str, tmp_path: Path) -> None:
     fit = CollectiveFit(latency_ms=1.0, bytes_per_ms=2.0, shared_bytes_per_ms=3.0, relative_error=0.1)
     path = tmp_path / "collectives.json"
-    path.write_text(damage(json.dumps(asdict(Collectives("gloo", 2, {}, {"all_to_all": fit}, ())))))
-    with pytest.raises(DreamShardError, match=f"collectives.json: not a measurement.*{reason}"):
+    hardware, fits = {"device": "cpu", "name": "abacus"}, dict.fromkeys(OPERATIONS, fit)
+    path.write_text(damage(json.dumps(asdict(Collectives("gloo", 2, hardware, fits, ())))))
+    with pytest.raises(DreamShardError, match=f"collectives.json: .*{reason}"):
         Collectives.load(path)

@@ -1,0 +1,176 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Files: written whole or not at all, locked while they grow, and read in bounded memory whatever is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import reprlib
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dreamshard_planner.errors import DreamShardError, FileError
+
+MAX_READ_BYTES = 2 << 30
+"""Longest file that is read at all; of a hundred million lookups' statistics, a thousandth is needed."""
+MAX_NESTING = 24
+"""Of JSON; ours nests six levels deep."""
+MIN_FREE_BYTES = 1 << 20
+"""What must be free where a result will go: more than a checkpoint takes."""
+MAX_SHOWN = 300
+"""Characters of foreign content in a message."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_SHOWN
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raise unless :func:`write_whole` can write there as things are: to be asked before minutes of work, not after.
+
+    Raises:
+        FileError: names the file and the reason.
+    """
+    with _new_beside(path) as (file, _):
+        os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
+
+
+def write_whole(path: str | os.PathLike, content: bytes | str, keep: bool = False) -> None:
+    """Replace or make a file. Readers, other writers and a crash see the old content or the new, never a part.
+
+    Args:
+        path: a symbolic link is followed, and stays.
+        content: text becomes UTF-8.
+        keep: where that fails, put the content into the system's folder for temporary files, and say where.
+
+    Raises:
+        FileError: names the file and the reason; an existing file is as it was.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        with _new_beside(path) as (file, target):
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+    except FileError as error:
+        kept = _kept(Path(path).name, content) if keep else None
+        if kept is None:
+            raise
+        raise FileError(f"{error}; the content is kept in {kept}") from error
+
+
+@contextmanager
+def _new_beside(path: str | os.PathLike) -> Iterator[tuple[BinaryIO, Path]]:
+    """A new file with a name of its own in the folder of ``path``, gone at the end unless renamed, and what ``path``
+    leads to."""
+    target = Path(os.path.realpath(path))
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if not target.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"there is no folder {target.parent}")
+        part = target.with_name(f".{target.name[:80]}.{os.getpid()}-{secrets.token_hex(4)}.part")
+        file = open(part, "xb")  # noqa: SIM115 (closed below, where the removal is)
+        try:
+            with file:
+                yield file, target
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                part.unlink()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _kept(name: str, content: bytes) -> Path | None:
+    try:
+        kept = Path(tempfile.mkdtemp(prefix="dreamshard-")) / name
+        kept.write_bytes(content)
+    except OSError:
+        return None
+    return kept
+
+
+def open_locked(path: str | os.PathLike) -> BinaryIO:
+    """Open a file to read and write, unbuffered, made if missing; until it is closed no other process gets it so.
+
+    Raises:
+        FileError: another process has it, or it cannot be opened; names the file.
+    """
+    try:
+        while True:
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            try:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise FileError(f"{path}: is no regular file")
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever had it may have removed or replaced it just before; then the lock is on nothing.
+                if os.path.exists(path) and os.path.samestat(found, os.stat(path)):
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+    except BlockingIOError as error:
+        raise FileError(f"{path}: another process is writing to it") from error
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path}: cannot be opened for writing: {error.strerror or error}") from error
+
+
+def check_readable(path: str | os.PathLike, error: type[DreamShardError], what: str = "file") -> None:
+    """Raise ``error`` unless there is a regular file of at most :data:`MAX_READ_BYTES` bytes."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as reason:
+        known = isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
+        raise error(f"{path}: {f'cannot be read: {reason.strerror}' if known else f'no such {what}'}") from reason
+    if not stat.S_ISREG(found.st_mode):
+        raise error(f"{path}: cannot be read: {'Is a directory' if stat.S_ISDIR(found.st_mode) else 'no regular file'}")
+    if found.st_size > MAX_READ_BYTES:
+        raise error(f"{path}: its {found.st_size:,} bytes are more than the {MAX_READ_BYTES:,} that are read")
+
+
+def read_json(path: str | os.PathLike, error: type[DreamShardError]) -> Any:
+    """The document in a JSON file, of at most :data:`MAX_NESTING` levels; raises ``error``, which names the file."""
+    check_readable(path, error)
+    try:
+        return parse_json(Path(path).read_bytes())
+    except OSError as reason:
+        raise error(f"{path}: cannot be read: {reason.strerror}") from reason
+    except ValueError as reason:
+        raise error(f"{path}: not a JSON file, or a truncated one ({brief(reason)})") from reason
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Raises ValueError, whatever is wrong with the text."""
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nests deeper than {MAX_NESTING} levels") from error
+    containers = [[document]]
+    for _ in range(MAX_NESTING + 1):
+        parts = (c.values() if isinstance(c, dict) else c for c in containers)
+        containers = [part for values in parts for part in values if isinstance(part, (dict, list))]
+        if not containers:
+            return document
+    raise ValueError(f"nests deeper than {MAX_NESTING} levels")
+
+
+def brief(value: object) -> str:
+    """For messages: the text of an error, else the representation of a value, however long or deep they are."""
+    if not isinstance(value, Exception):
+        return _REPR.repr(value)
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
