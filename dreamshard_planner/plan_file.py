@@ -25,7 +25,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dreamshard_planner.errors import PlanError
+from dreamshard_planner.errors import FileError, PlanError
+from dreamshard_planner.files import brief, read_json, write_whole
 from dreamshard_planner.report import MemoryEntry, ReportEntry
 from dreamshard_planner.words import ranks_in_words
 
@@ -226,13 +227,10 @@ class SavedPlan:
         Raises:
             PlanError: where it can't be written; names the file.
         """
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.partial")
         try:
-            partial.write_text(layout(self.to_dict()) + "\n")
-            partial.replace(path)
-        except OSError as error:
-            raise PlanError(f"{path}: cannot be written: {error.strerror}") from error
+            write_whole(path, layout(self.to_dict()) + "\n")
+        except FileError as error:
+            raise PlanError(str(error)) from error
 
     @classmethod
     def load(cls, path: str | Path) -> SavedPlan:
@@ -253,19 +251,16 @@ class SavedPlan:
 
 def _document(path: Path) -> dict[str, Any]:
     """The entries of a plan file, without format and version."""
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: not a JSON file, or a truncated one ({error})") from error
+    document = read_json(path, PlanError)
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise PlanError(f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r}")
     version = document.pop("version", None)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise PlanError(f"{path}: unreadable version {version!r}")
+        raise PlanError(f"{path}: unreadable version {brief(version)}")
     if version > VERSION:
-        raise PlanError(f"{path}: version {version} is newer than this package reads ({VERSION}); upgrade the package")
+        raise PlanError(
+            f"{path}: version {str(version)[:9]} is newer than this package reads ({VERSION}); upgrade the package"
+        )
     return document
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Scripts that tests start find this checkout too, installed or not (for the tests themselves: pythonpath in setup.cfg).
 _PATHS = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))
@@ -19,6 +20,24 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", type=int, default=100, help="random mixed models to plan (100)")
+    parser.addoption(
+        "--cases", type=int, default=100, help="cases of the fuzz tests (100), the same each time unless given"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """How many cases each fuzz test draws, of those of all."""
+    cases = config.getoption("--cases")
+    settings.register_profile(
+        "fuzz",
+        max_examples=cases,
+        derandomize=cases <= 100,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    settings.load_profile("fuzz")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +92,19 @@ class MixedCase:
 
 def mixed_case(seed: int) -> MixedCase:
     """1 to 24 tables in up to five modules on 1 to 16 ranks, of which hosts may hold fewer than all."""
-    rng = random.Random(seed)
+    return random_case(random.Random(seed))
+
+
+def random_case(
+    rng: random.Random,
+    sizes: Sequence[int] = (1, 3, 8, 24),
+    world_sizes: Sequence[int] = (1, 2, 2, 3, 4, 4, 6, 8, 8, 16),
+) -> MixedCase:
+    """About so many tables, on so many ranks."""
     device = rng.choice(["cpu", "cuda", "cuda"])
-    world_size = rng.choice([1, 2, 2, 3, 4, 4, 6, 8, 8, 16])
+    world_size = rng.choice(world_sizes)
     hosts = rng.choice([ranks for ranks in (world_size, world_size // 2, 2, 1) if ranks and world_size % ranks == 0])
-    model, tables = _random_model(rng, rng.choice([1, 3, 8, 24]))
+    model, tables = _random_model(rng, rng.choice(sizes))
     sharders = [
         (EveryTypeSharder if device == "cpu" and rng.random() < 0.6 else EmbeddingBagCollectionSharder)(),
         EmbeddingCollectionSharder(),

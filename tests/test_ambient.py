@@ -6,14 +6,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from test_plugin import SHARDERS, collection, ranks_of, table, topology
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
@@ -27,61 +26,9 @@ from dreamshard_planner.checkpoint import SHIPPED, shipped
 from dreamshard_planner.plugin import DreamShardEstimator, DreamShardPartitioner, DreamShardPerfModel, RulePartitioner
 from dreamshard_planner.workload import reuse
 from dreamshard_planner.workload.features import FEATURE_NAMES
+from tests.ambient_states import STATES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-class Halved(TorchFunctionMode):
-    """Every floating-point result in half precision."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        return result.half() if isinstance(result, torch.Tensor) and result.is_floating_point() else result
-
-
-STATES: dict[str, Callable[[], AbstractContextManager]] = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
-    "default device meta": lambda: default_device("meta"),
-    "default device cuda": lambda: default_device("cuda:0"),
-    "with device meta": lambda: torch.device("meta"),
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "inference mode": torch.inference_mode,
-    "no grad": torch.no_grad,
-    "fake tensors": FakeTensorMode,
-    "function mode": Halved,
-    "matmul precision": lambda: matmul_precision("medium"),
-}
 
 
 @pytest.fixture(params=STATES)

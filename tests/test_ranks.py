@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.errors import DatasetError, DreamShardError
 from dreamshard_planner.measure.collect import _Pace, collect, draw_sets
 from dreamshard_planner.measure.hardware import describe_hardware

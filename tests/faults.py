@@ -1,0 +1,78 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Processes that are stopped, and what they were given to write on."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PATIENCE_SECONDS = 300
+"""After which whatever is waited for hangs."""
+CAPABILITY_VERSION_3, DAC_OVERRIDE = 0x20080522, 1 << 1
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["dreamshard_planner.cli", "dreamshard_planner.training", "torch.distributed"])
+
+
+def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """A process of its own, which need not import the package again."""
+    process = _CONTEXT.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def wait_for(condition: Callable[[], bool], *processes: BaseProcess) -> None:
+    """Until it holds; fails where a process ends before, or nothing happens."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert all(process.is_alive() for process in processes), [process.exitcode for process in processes]
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.002)
+
+
+def ended(*processes: BaseProcess) -> list[int]:
+    """Exit statuses; fails where a process does not end."""
+    for process in processes:
+        process.join(PATIENCE_SECONDS)
+    hanging = [process for process in processes if process.is_alive()]
+    for process in hanging:
+        process.kill()
+    assert not hanging, f"{len(hanging)} of {len(processes)} processes hang"
+    return [process.exitcode for process in processes]
+
+
+def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = None, read_only: bool = False) -> None:
+    """The command in this process, which is one of :func:`start`.
+
+    Args:
+        stderr: file for what it says.
+        file_bytes: no file may grow beyond, as on a disk that fills up while the command runs.
+        read_only: respect permissions, even as root.
+    """
+    from dreamshard_planner import cli, files
+
+    sys.stderr = stderr.open("w", buffering=1)
+    if file_bytes is not None:
+        files.MIN_FREE_BYTES = 1  # there was room when it began
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if read_only and os.geteuid() == 0:
+        _respect_permissions()
+    sys.argv = ["dreamshard", *arguments]
+    cli.main()
+
+
+def _respect_permissions() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    if libc.capget(header, sets) == 0:
+        sets[0] &= ~DAC_OVERRIDE
+    if libc.capset(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capset")

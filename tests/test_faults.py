@@ -1,0 +1,116 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Commands that take minutes are stopped, or run out of disk: what was recorded stays, and all else is whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.journal import Journal
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.workload.tables import Workload
+from tests.faults import dreamshard, ended, start, wait_for
+
+JOURNALS = {"collect": "x.journal", "train": "x.test.journal", "calibrate": "x.calibrate.journal"}
+"""The first that each command writes."""
+COMMANDS = ("collect", "train", "calibrate", "fit")
+STOPS = [
+    ("collect", signal.SIGINT),
+    ("collect", signal.SIGTERM),
+    ("train", signal.SIGKILL),
+    ("calibrate", signal.SIGTERM),
+    ("fit", signal.SIGINT),
+]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that was fitted to small tables, and a dataset."""
+    folder = tmp_path_factory.mktemp("given")
+    checkpoint = resolve("auto", "cpu")
+    small = {"pools": ["merlin_tiny"], "extra_pools": [], "batch_sizes": [256]}
+    replace(checkpoint, metadata=checkpoint.metadata | small).save(folder / "small.safetensors")
+    workload = Workload("t", 1000, 16, 256, 2.0, 300.0, (1.0,) + (0.0,) * 16)
+    sets = [[replace(workload, rows=100 * size)] * size for size in range(1, 13)]
+    times = [[[float(len(group)), 2.0 * len(group)]] * 2 for group in sets]
+    CostDataset.from_sets(sets, times, describe_hardware("cpu", 1)).save(folder / "sets.npz")
+    return folder
+
+
+def arguments(command: str, folder: Path, given: Path) -> list[str]:
+    """Of a run that takes minutes, or more."""
+    sets = str(given / "sets.npz")
+    return {
+        "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2"],
+        "train": ["--out", str(folder / "x.safetensors"), "--quick", "--seconds", "1000"],
+        "calibrate": ["--out", str(folder / "x.safetensors"), "--checkpoint", str(given / "small.safetensors"),
+                      "--seconds", "1000"],
+        "fit": ["--out", str(folder / "x.safetensors"), "--dataset", sets, "--test-dataset", sets,
+                "--updates", "100000"],
+    }[command]  # fmt: skip
+
+
+def whole_lines(journal: Path) -> int:
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+@pytest.mark.parametrize(("command", "stop"), STOPS)
+def test_what_is_stopped_loses_nothing(command: str, stop: int, given: Path, tmp_path: Path) -> None:
+    folder, said = tmp_path / "out", tmp_path / "stderr"
+    folder.mkdir()
+    process = start(dreamshard, [command, *arguments(command, folder, given)], said)
+    journal = folder / JOURNALS.get(command, "none")
+    wait_for(lambda: whole_lines(journal) > 1 or command == "fit" and said.exists(), process)
+    held = whole_lines(journal) - 1
+    os.kill(process.pid, stop)
+    (status,) = ended(process)
+    assert status == -stop if stop != signal.SIGINT else status > 0
+    text = said.read_text()
+    assert "Traceback" not in text and (stop != signal.SIGINT or "Aborted" in text)
+    assert {path.name for path in folder.iterdir()} <= {journal.name, journal.with_suffix(".finished").name}
+    if journal.exists():
+        with Journal.open(journal, describe_hardware("cpu", 1)) as kept:
+            assert len(kept) >= held > 0 and len(kept.to_dataset()) == len(kept)
+
+
+@pytest.mark.parametrize("command", ["collect", "train"])
+def test_a_disk_that_fills_up_keeps_what_it_holds(command: str, given: Path, tmp_path: Path) -> None:
+    folder, said = tmp_path / "out", tmp_path / "stderr"
+    folder.mkdir()
+    journal = folder / JOURNALS[command]
+    process = start(dreamshard, [command, *arguments(command, folder, given)], said, 20_000)
+    assert ended(process) == [1]
+    text = said.read_text()
+    assert f"error: {journal}: could not write a whole record (File too large); those before it are kept" in text
+    assert "Traceback" not in text and [path.name for path in folder.iterdir()] == [journal.name]
+    with Journal.open(journal, describe_hardware("cpu", 1)) as kept:
+        assert len(kept) == whole_lines(journal) - 1 > 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_read_only_folder_is_named_before_the_work(command: str, given: Path, tmp_path: Path) -> None:
+    folder, said = tmp_path / "out", tmp_path / "stderr"
+    folder.mkdir(mode=0o555)
+    process = start(dreamshard, [command, *arguments(command, folder, given)], said, None, True)
+    assert ended(process) == [2]
+    assert "Permission denied" in " ".join(said.read_text().split()) and not list(folder.iterdir())
+
+
+def test_a_result_that_cannot_be_written_is_one_line(given: Path, tmp_path: Path) -> None:
+    """Learning comes first; the disk is full when it is done."""
+    folder, said = tmp_path / "out", tmp_path / "stderr"
+    folder.mkdir()
+    sets, out = str(given / "sets.npz"), folder / "x.safetensors"
+    command = ["fit", "--out", str(out), "--dataset", sets, "--test-dataset", sets, "--quick", "--updates", "1"]
+    assert ended(start(dreamshard, command, said, 100)) == [1]
+    errors = [line for line in said.read_text().splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"{out}: cannot be written: File too large" in errors[0]
+    assert not list(folder.iterdir())
+    assert ended(start(dreamshard, command, said)) == [0]
+    assert Checkpoint.load(out).metadata["dataset"]["sets"] == 12

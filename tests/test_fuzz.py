@@ -1,0 +1,338 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Cases that nobody thought of: models in any state of torch, numbers out of bounds, and files that hold anything.
+
+``make fuzz`` tries a thousand, other ones each time; ``pytest tests/test_fuzz.py --cases N`` tries N.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import resource
+import signal
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis.strategies import DrawFn
+from safetensors.torch import load_file, save
+from test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
+from test_plugin import SHARDERS, small_model, topology
+from torchrec.distributed.planner.planners import validate_rank_assignment
+from torchrec.distributed.planner.types import PlannerError
+
+from dreamshard_planner import (
+    Checkpoint,
+    CheckpointError,
+    DatasetError,
+    DreamShardError,
+    DreamShardPlanner,
+    FeatureStatistics,
+    PlanError,
+    SavedPlan,
+    StatisticsError,
+    TableStatistics,
+    TaskError,
+)
+from dreamshard_planner.checkpoint import FORMAT, SHIPPED, VERSION
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.journal import Journal
+from dreamshard_planner.measure.collectives import Collectives
+from dreamshard_planner.workload.pools import load_tables, named_pool, save_tables
+from dreamshard_planner.workload.sketch import IdSketch
+from tests.ambient_states import STATES
+from tests.mixed_models import MixedCase
+from tests.strategies import HostileCase, cases, changed_bytes, changed_json, hostile_cases, states
+from tests.test_mixed_models import check_plan, check_refusal
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+SPARE_BYTES = 4 << 30
+"""Memory that a hostile file may take: less than its claims, more than torch's threads."""
+PATIENCE_SECONDS = 300
+"""After which a case hangs."""
+
+
+def share(of_all: float) -> settings:
+    """So much of all cases."""
+    return settings(max_examples=max(1, round(settings().max_examples * of_all)))
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """No more memory than some, and an end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used_pages = int(Path("/proc/self/statm").read_text().split()[0])
+
+    def hangs(*_: object) -> None:
+        raise AssertionError(f"took longer than {PATIENCE_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(PATIENCE_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_pages * resource.getpagesize() + SPARE_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@share(0.25)
+@given(cases, states)
+def test_plans_wherever_torchrec_does_in_any_state(case: MixedCase, state: str | None) -> None:
+    planner = case.planner()
+    with bounded():
+        try:
+            with STATES[state]() if state else nullcontext():
+                plan = planner.plan(case.model, case.sharders)
+        except PlannerError as error:
+            check_refusal(case, planner, error, "drawn")
+        else:
+            check_plan(case, planner, plan, "drawn")
+
+
+@share(0.25)
+@given(hostile_cases())
+def test_numbers_that_nobody_means_are_planned_or_named(hostile: HostileCase) -> None:
+    note(hostile.what)
+    case = hostile.case
+    with bounded():
+        try:
+            planner = case.planner()
+            plan = planner.plan(case.model, case.sharders)
+        except (PlannerError, StatisticsError, DreamShardError, ValueError, TypeError) as error:
+            assert any(subject in str(error) for subject in hostile.subjects), f"{type(error).__name__}: {error}"
+        else:
+            validate_rank_assignment(plan, case.topology)
+            assert math.isfinite(planner.report().chosen.total_ms) and str(planner.report())
+
+
+STATISTICS = TableStatistics(
+    {
+        "t0_f0": FeatureStatistics(2.0, (0.5, 0.3, 0.2) + (0.0,) * 14, 64, 60.0, IdSketch.even(999)),
+        "t1_f0": FeatureStatistics(0.0),
+    }
+)
+COLLECTIVES = Collectives(
+    "gloo",
+    2,
+    {"device": "cpu", "name": "abacus"},
+    dict.fromkeys(OPERATIONS, CollectiveFit(0.1, 1e6, 1e7, 0.05)),
+    (("all_to_all", 1, 1.0, 0.5),),
+)
+
+
+def small_planner(**arguments: Any) -> DreamShardPlanner:
+    return DreamShardPlanner(topology=topology(), stats=[], debug=False, **arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With one good file of each kind of JSON."""
+    made = tmp_path_factory.mktemp("files")
+    STATISTICS.to_json(made / "statistics.json")
+    save_tables(made / "tables.json", named_pool("merlin_tiny")[:3])
+    (made / "collectives.json").write_text(json.dumps(asdict(COLLECTIVES)))
+    planner = small_planner()
+    planner.plan(small_model(), SHARDERS)
+    planner.save_plan(made / "plan.json")
+    return made
+
+
+JSON_FILES: dict[str, tuple[type[DreamShardError], Callable[[Path], Any]]] = {
+    "statistics": (StatisticsError, TableStatistics.from_json),
+    "tables": (TaskError, load_tables),
+    "collectives": (DreamShardError, Collectives.load),
+    "plan": (PlanError, SavedPlan.load),
+}
+
+
+def loaded(path: Path, error: type[DreamShardError], load: Callable[[Path], Any]) -> Any:
+    """What the file holds, or None where it is refused as it should be."""
+    try:
+        with bounded():
+            return load(path)
+    except error as refused:
+        assert type(refused) is error and str(path) in str(refused) and len(str(refused)) < 3000
+        str(refused).encode(errors="strict")
+        return None
+
+
+@share(0.2)
+@given(data=st.data(), kind=st.sampled_from(sorted(JSON_FILES)))
+def test_json_files_are_read_or_refused(data: st.DataObject, kind: str, folder: Path) -> None:
+    content, path = (folder / f"{kind}.json").read_bytes(), folder / "changed.json"
+    if data.draw(st.integers(0, 3), "bytes or JSON"):
+        path.write_bytes(data.draw(changed_json(json.loads(content))).encode(errors="surrogatepass"))
+    else:
+        path.write_bytes(data.draw(changed_bytes(content)))
+    found = loaded(path, *JSON_FILES[kind])
+    if kind == "statistics" and found is not None:
+        try:
+            planner = small_planner(statistics=found)
+            planner.plan(small_model(), SHARDERS)
+        except (PlannerError, StatisticsError) as error:
+            assert any(name in str(error) for name in (*found, "t0", "t1", "t2", "t3"))
+        else:
+            assert math.isfinite(planner.report().chosen.total_ms)
+
+
+def description_of(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["description"])
+
+
+TENSORS, DESCRIPTION = load_file(SHIPPED / "cpu.safetensors"), description_of(SHIPPED / "cpu.safetensors")
+
+
+@st.composite
+def checkpoints(draw: DrawFn) -> bytes:
+    """The one that ships, changed."""
+    tensors, description = dict(TENSORS), json.dumps(DESCRIPTION)
+    change = draw(st.sampled_from(["description", "description", "tensor", "tensor", "bytes"]))
+    if change == "description":
+        parts = {key: DESCRIPTION[key] for key in draw(st.sets(st.sampled_from(sorted(DESCRIPTION)), min_size=1))}
+        text = draw(changed_json(parts))
+        try:
+            description = json.dumps({**DESCRIPTION, **json.loads(text)})
+        except (ValueError, TypeError, RecursionError):
+            description = text
+    elif change == "tensor":
+        name = draw(st.sampled_from(sorted(tensors)))
+        tensor = tensors[name].clone()
+        how = draw(st.sampled_from(["value", "value", "value", "dtype", "shape", "gone"]))
+        if how == "value":
+            value = draw(st.sampled_from([math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0, 1e30]))
+            if draw(st.booleans()) or tensor.ndim == 0:
+                tensor.fill_(value)
+            else:
+                tensor.flatten()[draw(st.integers(0, tensor.numel() - 1))] = value
+        elif how == "dtype":
+            tensor = tensor.to(draw(st.sampled_from([torch.float64, torch.float16, torch.int8, torch.bool])))
+        elif how == "shape":
+            tensor = tensor.flatten()[: draw(st.integers(0, 3))].clone()
+        tensors[name] = tensor
+        if how == "gone":
+            del tensors[name]
+    header = {"format": FORMAT, "version": str(VERSION), "description": description.encode(errors="replace").decode()}
+    content = save(tensors, metadata=header)
+    return draw(changed_bytes(content)) if change == "bytes" else content
+
+
+@share(0.15)
+@given(content=checkpoints())
+def test_checkpoints_are_used_or_refused(content: bytes, folder: Path) -> None:
+    path = folder / "changed.safetensors"
+    path.write_bytes(content)
+    checkpoint = loaded(path, CheckpointError, Checkpoint.load)
+    if checkpoint is None or checkpoint.recipe != "default":
+        return
+    planner = small_planner(checkpoint=checkpoint)
+    planner.plan(small_model(), SHARDERS)
+    assert math.isfinite(planner.report().chosen.total_ms) and str(planner.report()) and checkpoint.digest()
+
+
+@st.composite
+def datasets(draw: DrawFn, content: bytes) -> bytes:
+    """A dataset with an array, its header, or anything in it changed."""
+    with np.load(io.BytesIO(content)) as archive:
+        arrays = dict(archive)
+    change = draw(st.sampled_from(["array", "array", "array", "header", "bytes"]))
+    if change == "bytes":
+        return draw(changed_bytes(content))
+    if change == "header":
+        arrays["header"] = np.array(draw(changed_json(json.loads(str(arrays["header"])))).replace("\0", ""))
+    else:
+        name = draw(st.sampled_from(sorted(arrays)))
+        how = draw(st.sampled_from(["value", "dtype", "shape", "gone"]))
+        array = arrays[name]
+        if how == "value" and array.size and array.dtype.kind in "if":
+            numbers = [0, -1, 2**62] if array.dtype.kind == "i" else [0.0, -1.0, math.nan, math.inf, 1e300]
+            array.flat[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from(numbers))
+        elif how == "dtype":
+            array = array.astype(draw(st.sampled_from(["U5", "S3", "c16", "?"]))) if name != "header" else array
+        elif how == "shape":
+            array = draw(st.sampled_from([array.reshape(-1)[:1], array[None], np.zeros((0, 10**6)), np.array(3)]))
+        arrays[name] = array
+        if how == "gone":
+            del arrays[name]
+    changed = io.BytesIO()
+    np.savez(changed, **arrays)
+    return changed.getvalue()
+
+
+@st.composite
+def journals(draw: DrawFn, content: bytes) -> bytes:
+    """A journal with a line changed, checksum and all, or anything."""
+    if draw(st.booleans()):
+        return draw(changed_bytes(content))
+    lines = content.splitlines()
+    at = draw(st.integers(0, len(lines) - 1))
+    body = draw(changed_json(json.loads(lines[at].partition(b" ")[2]))).encode(errors="replace")
+    lines[at] = b"%08x %s" % (zlib.crc32(body), body)
+    return b"\n".join(lines) + b"\n"
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> Path:
+    with Journal.open(folder / "good.journal", HARDWARE) as journal:
+        for group, samples, reference in zip(SETS, SAMPLES_NR2, REFERENCE_NR2, strict=True):
+            journal.append(group, torch.tensor(samples), torch.tensor(reference, dtype=torch.float64))
+        journal.to_dataset().save(folder / "good.npz")
+    return folder
+
+
+def read_dataset(path: Path) -> CostDataset:
+    dataset = CostDataset.load(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 1e300 squared
+        assert len(dataset.forward_backward_ms) == len(dataset) == len(dataset.spread)
+    assert len(dataset.all_workloads()) == dataset.set_offsets[-1]
+    return dataset
+
+
+def read_journal(path: Path) -> CostDataset:
+    with Journal.open(path, HARDWARE) as journal:
+        try:
+            return journal.to_dataset()
+        except DatasetError as error:
+            raise DatasetError(f"{path}: {error}") from error
+
+
+@share(0.15)
+@given(data=st.data(), kind=st.sampled_from(["npz", "journal"]))
+def test_measurements_are_read_or_refused(data: st.DataObject, kind: str, measured: Path) -> None:
+    content = (measured / f"good.{kind}").read_bytes()
+    path = measured / f"changed.{kind}"
+    path.write_bytes(data.draw((datasets if kind == "npz" else journals)(content)))
+    loaded(path, DatasetError, read_dataset if kind == "npz" else read_journal)
+
+
+def test_what_files_claim_is_not_believed(folder: Path) -> None:
+    """The cases that once took terabytes, or minutes."""
+    path = folder / "claims.safetensors"
+    for changes in ({"policy": {"hidden": 10**6}}, {"cost": {"members": 10**6}}, {"cost": {"table_hidden": 4096}}):
+        description = {key: {**DESCRIPTION[key], **change} for key, change in changes.items()}
+        header = {"format": FORMAT, "version": str(VERSION), "description": json.dumps({**DESCRIPTION, **description})}
+        path.write_bytes(save(TENSORS, metadata=header))
+        assert loaded(path, CheckpointError, Checkpoint.load) is None
+    claimed = io.BytesIO()
+    np.lib.format.write_array_header_1_0(claimed, {"descr": "<f8", "fortran_order": False, "shape": (10**11,)})
+    with zipfile.ZipFile(folder / "claims.npz", "w") as archive:
+        archive.writestr("rows.npy", claimed.getvalue())
+    assert loaded(folder / "claims.npz", DatasetError, CostDataset.load) is None
