@@ -280,9 +280,8 @@ def memory_entries(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry,
 
 def _collectives(cost: ShardingCost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
     collectives = cost.problem.collectives
-    each_ms = collectives.each_ms(cost.bytes_sent(*cost.laid(sharding)))
-    passes = [collective.forward + collective.backward for collective in collectives.collectives]
-    named = zip(collectives.collectives, (each_ms * each_ms.new_tensor(passes)).tolist(), strict=True)
+    forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.laid(sharding)))
+    named = zip(collectives.collectives, (forward_C + backward_C).tolist(), strict=True)
     return tuple((collective.name, ms) for collective, ms in named if ms > 0)
 
 

@@ -151,4 +151,4 @@ def test_a_fit_of_two_hosts_is_for_two_hosts() -> None:
         links = links_of(Topology(4 * hosts, "cpu", local_world_size=4), two)
         assert ("measured with gloo on 2 ranks of 2 x" in links.all_to_all.source) == known
         assert ("measured" in links.all_reduce.source.replace("nothing measured", "")) == known
-        assert "nothing measured" in links.host.source  # the ranks of one host are not those two
+        assert "nothing measured" in links.host_reduce_scatter.source  # the ranks of one host are not those two

@@ -604,10 +604,11 @@ def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_measured_collectives_hold_for_what_they_were_measured_on(made: Topology, source: str) -> None:
     links = links_of(made, resolve("auto", "cpu"))
-    assert all(source in model.source for model in (links.all_to_all, links.reduce_scatter, links.all_reduce))
+    known = (links.all_to_all, links.reduce_scatter, links.all_gather, links.all_reduce)
+    assert all(source in model.source for model in known)
     assert (
         links.all_to_all.world_size == made.world_size
-        and links.across.world_size == made.world_size // links.host.world_size
+        and links.across.world_size == made.world_size // links.host_reduce_scatter.world_size
     )
 
 
@@ -617,6 +618,6 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     links = links_of(made, resolve("auto", "cuda"))
     sent = torch.full((16,), 1e6)
     assert float(links.all_to_all.all_to_all_ms(sent)[0]) == pytest.approx(8e6 / 10e6 + 0.02, rel=1e-3)
-    assert float(links.host.all_to_all_ms(sent[:8])[0]) == pytest.approx(7e6 / 400e6 + 0.02, rel=1e-3)
+    assert float(links.host_all_gather.all_to_all_ms(sent[:8])[0]) == pytest.approx(7e6 / 400e6 + 0.02, rel=1e-3)
     assert float(links.across.all_to_all_ms(sent[:2])[0]) == pytest.approx(1e6 / 10e6 + 0.02, rel=1e-3)
     assert float(links.all_reduce.all_to_all_ms(sent)[0]) == pytest.approx(2 * (8e6 / 10e6 + 0.02), rel=1e-3)

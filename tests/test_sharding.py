@@ -29,14 +29,15 @@ def problem_of(num_tables: int, seed: int = 0, memory: int = MEMORY, latency_ms:
     costs are given, and add up."""
     rng = random.Random(seed)
     world = CollectiveModel(RANKS, 1e3, latency_ms)
+    gather = CollectiveModel(RANKS, 2e3, latency_ms)
     host, across = CollectiveModel(HOST, 1e4, latency_ms), CollectiveModel(RANKS // HOST, 1e2, latency_ms)
     collectives = [
-        Collective("table_wise", "world", world),
-        Collective("column_wise", "world", world),
-        Collective("row_wise", "world", world),
-        Collective("table_row_wise inside", "host", host),
-        Collective("table_row_wise across", "across", across),
-        Collective("data_parallel", "world", world, forward=False),
+        Collective("table_wise", "world", world, world),
+        Collective("column_wise", "world", world, world),
+        Collective("row_wise", "world", world, gather),
+        Collective("table_row_wise inside", "host", host, host),
+        Collective("table_row_wise across", "across", across, across),
+        Collective("data_parallel", "world", None, world),
     ]
     parts: list[tuple[int, float, int, dict[int, float]]] = []
 
@@ -110,7 +111,6 @@ def formula_ms(cost: ShardingCost, sharding: Sharding) -> float:
                     sent[column][rank] += count
     total = max(load)
     for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
-        model = collective.model
         if collective.over == "world":
             exchanges = [bytes_D]
         elif collective.over == "host":
@@ -121,8 +121,7 @@ def formula_ms(cost: ShardingCost, sharding: Sharding) -> float:
             max(max(b * (len(group) - 1), sum(group) - b) for b in group) if sum(group) else 0.0 for group in exchanges
         )
         if slowest > 0:
-            passes = collective.forward + collective.backward
-            total += passes * (model.latency_ms + slowest / model.bytes_per_ms)
+            total += sum(model.latency_ms + slowest / model.bytes_per_ms for model in collective.passes)
     return total
 
 

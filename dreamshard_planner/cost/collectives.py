@@ -22,7 +22,7 @@ LATENCY_MS = 0.02
 """Start-up of one collective: the order of a small NCCL all-to-all within a node."""
 MAX_BYTES_PER_MS = 1e15
 """What a fit says of a bandwidth that limits nothing; finite, for JSON."""
-OPERATIONS = ("all_to_all", "reduce_scatter", "all_reduce")
+OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """What is measured between ranks."""
 
 
@@ -74,11 +74,13 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
     for name in ("device", "name"):
         if not isinstance(measured["hardware"].get(name), str):
             raise ValueError(f"its hardware has no {name}")
-    missing = [operation for operation in OPERATIONS if not isinstance(measured["fits"].get(operation), dict)]
+    # Before all-gathers were measured, they were taken for the reduce-scatters that they undo.
+    fits = {"all_gather": measured["fits"].get("reduce_scatter"), **measured["fits"]}
+    missing = [operation for operation in OPERATIONS if not isinstance(fits.get(operation), dict)]
     if missing:
         raise ValueError(f"fits lack {', '.join(missing)}")
     try:
-        return {operation: CollectiveFit(**measured["fits"][operation]) for operation in OPERATIONS}
+        return {operation: CollectiveFit(**fits[operation]) for operation in OPERATIONS}
     except TypeError as error:
         raise ValueError(f"a fit has other fields: {error}") from error
 
@@ -139,11 +141,15 @@ class Collective:
     over: str
     """``world``: all ranks; ``host``: the ranks of each host among themselves; ``across``: the ranks of the same place
     on every host."""
-    model: CollectiveModel
-    """Of the ranks that exchange: its ``world_size`` is their number."""
-    forward: bool = True
-    backward: bool = True
-    """In which passes it runs."""
+    forward: CollectiveModel | None
+    """Of the ranks that exchange: its ``world_size`` is their number. None where the forward has no such exchange."""
+    backward: CollectiveModel | None
+    """The same of the backward: a reduce-scatter's is an all-gather."""
+
+    @property
+    def passes(self) -> tuple[CollectiveModel, ...]:
+        """Models of the passes in which it runs."""
+        return tuple(model for model in (self.forward, self.backward) if model is not None)
 
 
 class Collectives:
@@ -159,34 +165,46 @@ class Collectives:
         self.collectives = tuple(collectives)
         self.world = world
         self._ranks_per_host = ranks_per_host
+        self._forward = self._alike([collective.forward for collective in self.collectives])
+        self._backward = self._alike([collective.backward for collective in self.collectives])
+
+    def _alike(self, models: Sequence[CollectiveModel | None]) -> dict[tuple[str, CollectiveModel], list[int]]:
+        """Columns that one formula rates, of one pass."""
         alike: dict[tuple[str, CollectiveModel], list[int]] = {}
-        for index, collective in enumerate(self.collectives):
-            alike.setdefault((collective.over, collective.model), []).append(index)
-        self._alike = alike
-        self._forward_C = torch.tensor([c.forward for c in self.collectives], dtype=torch.float64)
-        self._backward_C = torch.tensor([c.backward for c in self.collectives], dtype=torch.float64)
+        for index, (collective, model) in enumerate(zip(self.collectives, models, strict=True)):
+            if model is not None:
+                alike.setdefault((collective.over, model), []).append(index)
+        return alike
 
     def level_ms_per_byte(self, num_ranks: int) -> Tensor:
         """Milliseconds, summed over all ranks and both passes, that one byte to each peer costs where all ranks send
         alike, [C]. Latencies are left out."""
-        each = []
-        for collective in self.collectives:
-            model, passes = collective.model, collective.forward + collective.backward
-            peers = model.world_size - 1
-            each.append(passes * peers * (1 / model.bytes_per_ms + num_ranks / model.shared_bytes_per_ms))
+        each = [
+            sum(
+                (model.world_size - 1) * (1 / model.bytes_per_ms + num_ranks / model.shared_bytes_per_ms)
+                for model in collective.passes
+            )
+            for collective in self.collectives
+        ]
         return torch.tensor(each, dtype=torch.float64)
 
     def alone_ms_per_byte(self) -> tuple[Tensor, Tensor]:
         """Milliseconds that one byte to each peer costs where a single rank sends, in the forward and in the backward,
         both [C]. Latencies are left out."""
-        each = [(c.model.world_size - 1) * c.model.ms_per_byte for c in self.collectives]
-        each_C = torch.tensor(each, dtype=torch.float64)
-        return each_C * self._forward_C, each_C * self._backward_C
+        forward_C, backward_C = (
+            [0.0 if model is None else (model.world_size - 1) * model.ms_per_byte for model in models]
+            for models in zip(*((c.forward, c.backward) for c in self.collectives), strict=True)
+        )
+        return torch.tensor(forward_C, dtype=torch.float64), torch.tensor(backward_C, dtype=torch.float64)
 
-    def each_ms(self, bytes_XCD: Tensor) -> Tensor:
-        """Milliseconds of one pass of each, [..., C]; those that move nothing take nothing."""
+    def each_ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward and backward milliseconds of each, both [..., C]; those that move nothing take nothing."""
+        forward_XC = self._pass_ms(self._forward, bytes_XCD)
+        return forward_XC, forward_XC if self._backward == self._forward else self._pass_ms(self._backward, bytes_XCD)
+
+    def _pass_ms(self, alike: dict[tuple[str, CollectiveModel], list[int]], bytes_XCD: Tensor) -> Tensor:
         each_XC = bytes_XCD.new_zeros(bytes_XCD.shape[:-1])
-        for (over, model), columns in self._alike.items():
+        for (over, model), columns in alike.items():
             bytes_XKD = bytes_XCD[..., columns, :]
             if over != "world":  # the slowest of several exchanges side by side
                 bytes_XKD = bytes_XKD.unflatten(-1, (-1, self._ranks_per_host))
@@ -199,5 +217,5 @@ class Collectives:
     def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds [...] of all of them, from the bytes [..., C, D] that each rank sends to
         each peer."""
-        each_XC = self.each_ms(bytes_XCD)
-        return each_XC @ self._forward_C, each_XC @ self._backward_C
+        forward_XC, backward_XC = self.each_ms(bytes_XCD)
+        return forward_XC.sum(-1), backward_XC.sum(-1)

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 -m dreamshard_planner.measure.collectives --out collectives.json
 
 NCCL where each rank has a GPU, else gloo, each rank on cores of its own. The all-to-all is that of pooled embeddings,
-its splits even, or skewed so that one rank sends most; reduce-scatter and all-reduce are those of row-wise and
-data-parallel tables. A sample is the time of the slowest rank.
+its splits even, or skewed so that one rank sends most; reduce-scatter and all-gather are those of row-wise tables,
+all-reduce that of data-parallel ones. A sample is the time of the slowest rank.
 
 Shapes: P payloads, R repeats.
 """
@@ -30,7 +30,8 @@ from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
-"""Bytes of an all-to-all from one rank to one peer, and of what a rank keeps of a reduce-scatter or all-reduce."""
+"""Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter or all-reduce, and of what
+it gives to an all-gather."""
 SKEWS = (1.0, 0.5, 0.25, 0.0)
 """What all ranks but the first send in an all-to-all, as a share of what it sends."""
 WARMUP = 2
@@ -41,7 +42,7 @@ class Payload:
     """One thing to measure."""
 
     operation: str
-    """``all_to_all``, ``reduce_scatter`` or ``all_reduce``."""
+    """One of :data:`~dreamshard_planner.cost.collectives.OPERATIONS`."""
     size_bytes: int
     skew: float = 1.0
 
@@ -58,7 +59,7 @@ class Payload:
 
 PAYLOADS = tuple(
     [Payload("all_to_all", size, skew) for size in PAYLOADS_BYTES for skew in SKEWS]
-    + [Payload(operation, size) for operation in ("reduce_scatter", "all_reduce") for size in PAYLOADS_BYTES]
+    + [Payload(operation, size) for operation in OPERATIONS[1:] for size in PAYLOADS_BYTES]
 )
 
 
@@ -138,6 +139,8 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
     if payload.operation == "all_to_all":
         inputs = [sends[rank] if peer != rank else 0 for peer in range(world_size)]
         outputs = [sends[peer] if peer != rank else 0 for peer in range(world_size)]
+    elif payload.operation == "all_gather":
+        inputs, outputs = [sends[rank]], sends
     else:
         inputs, outputs = sends, [sends[rank]]
     send, receive = torch.ones(sum(inputs), device=device), torch.zeros(sum(outputs), device=device)
@@ -149,6 +152,8 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
         dist.all_to_all_single(receive, send, outputs, inputs)
     elif payload.operation == "reduce_scatter":
         _reduce_scatter(receive, send)
+    elif payload.operation == "all_gather":
+        dist.all_gather_into_tensor(receive, send)
     else:
         dist.all_reduce(receive)
     if device.type == "cuda":

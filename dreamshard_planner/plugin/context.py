@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint, resolve
-from dreamshard_planner.cost.collectives import CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, fits_of
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
@@ -84,7 +84,7 @@ class PlanningContext:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
         self.compute: ComputeCost = self._compute()
         if self.cost_source == "torchrec":
-            self.links = Links(FREE, FREE, FREE, FREE, FREE)
+            self.links = Links(*[FREE] * len(fields(Links)))
         else:
             self.links = links_of(self.topology, self.checkpoint)
         # Perf and storage.
@@ -174,12 +174,16 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     given = _given_world(topology)
     # A reduce-scatter and an all-gather, each of an n-th of the tensor to each peer.
     twice = replace(given, bytes_per_ms=given.bytes_per_ms / 2, latency_ms=2 * given.latency_ms)
+    measured = {operation: _measured(topology, checkpoint, operation) for operation in OPERATIONS}
+    of_host = measured if _hosts(topology) == 1 else dict.fromkeys(OPERATIONS)
+    given_host = CollectiveModel(host, inside, source=_given(inside))
     return Links(
-        all_to_all=_measured(topology, checkpoint, "all_to_all") or given,
-        reduce_scatter=_measured(topology, checkpoint, "reduce_scatter") or given,
-        all_reduce=_measured(topology, checkpoint, "all_reduce") or twice,
-        host=(_measured(topology, checkpoint, "reduce_scatter") if _hosts(topology) == 1 else None)
-        or CollectiveModel(host, inside, source=_given(inside)),
+        all_to_all=measured["all_to_all"] or given,
+        reduce_scatter=measured["reduce_scatter"] or given,
+        all_gather=measured["all_gather"] or given,
+        all_reduce=measured["all_reduce"] or twice,
+        host_reduce_scatter=of_host["reduce_scatter"] or given_host,
+        host_all_gather=of_host["all_gather"] or given_host,
         across=CollectiveModel(max(1, world_size // host), between, source=_given(between)),
     )
 

@@ -52,10 +52,13 @@ class Links:
     """Between all ranks."""
     reduce_scatter: CollectiveModel
     """Between all ranks."""
+    all_gather: CollectiveModel
+    """Between all ranks."""
     all_reduce: CollectiveModel
     """Between all ranks; an n-th of the tensor counts as what a rank sends to each peer."""
-    host: CollectiveModel
-    """A reduce-scatter between the ranks of one host."""
+    host_reduce_scatter: CollectiveModel
+    """Between the ranks of one host."""
+    host_all_gather: CollectiveModel
     across: CollectiveModel
     """An all-to-all between the ranks of the same place on every host."""
 
@@ -322,7 +325,7 @@ class OptionReader:
         if with_storage and self._legal is not None:
             need_PR, room_DR = self._legal.memory(parts.fqns)
             storage_PM, capacity_DM = torch.cat([storage_PM, need_PR], 1), torch.cat([capacity_DM, room_DR], 1)
-        spare = [] if parts.columns else [Collective("none", "world", links.all_to_all)]
+        spare = [] if parts.columns else [Collective("none", "world", links.all_to_all, links.all_to_all)]
         problem = ShardingProblem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
@@ -353,15 +356,16 @@ class OptionReader:
         sent = workload.output_elements * self._wire_bytes(option)
         if option.sharding_type == DP:
             gradient = workload.rows * workload.dim * workload.weight_bytes
-            yield Collective(f"{name} all-reduce", "world", links.all_reduce, forward=False), gradient / world
+            yield Collective(f"{name} all-reduce", "world", None, links.all_reduce), gradient / world
         elif (option.sharding_type in (TWRW, GRID) or option.dependency) and host > 1:
             # Between hosts a tower exchanges what it makes of its embeddings, here taken to be as much.
-            yield Collective(f"{name} reduce-scatter", "host", links.host), sent / host
-            yield Collective(f"{name} all-to-all", "across", links.across), sent / world
+            inside = links.host_reduce_scatter, links.host_all_gather
+            yield Collective(f"{name} reduce-scatter", "host", *inside), sent / host
+            yield Collective(f"{name} all-to-all", "across", links.across, links.across), sent / world
         elif option.sharding_type == RW and option.is_pooled:
-            yield Collective(f"{name} reduce-scatter", "world", links.reduce_scatter), sent / world
+            yield Collective(f"{name} reduce-scatter", "world", links.reduce_scatter, links.all_gather), sent / world
         else:
-            yield Collective(f"{name} all-to-all", "world", links.all_to_all), sent / world
+            yield Collective(f"{name} all-to-all", "world", links.all_to_all, links.all_to_all), sent / world
 
     def _config(self, option: ShardingOption) -> Any:
         module = option.module[1]
