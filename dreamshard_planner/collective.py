@@ -1,14 +1,17 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One rank plans, all ranks go on: with its plan, or with its error. None waits for a rank that failed."""
+"""One rank plans, all ranks go on: with its plan, or with its error. None waits for a rank that failed. While it plans
+it may have all ranks do something together."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ShardingPlan
 
@@ -21,6 +24,7 @@ from dreamshard_planner.errors import (
     StatisticsError,
     TaskError,
 )
+from dreamshard_planner.measure.ranks import Ranks
 
 _KNOWN = (PlannerError, CheckpointError, DatasetError, PlanError, StatisticsError, TaskError, DreamShardError)
 _KNOWN += (ValueError, TypeError, RuntimeError, AssertionError, OSError)
@@ -63,38 +67,86 @@ class Failure:
         return made(text)
 
 
-def plan_on_rank_0(make: Callable[[], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:
-    """What ``make`` returns on rank 0 of the group, on every rank; the other ranks never call it.
+Job = Callable[[Ranks, dict[str, Any], Any], Any]
+"""``(ranks, kept, argument)``: what all ranks do together. Importable by name; ``kept`` stays on a rank between jobs.
+Whatever may fail on one rank alone belongs into ``ranks.map``."""
+
+
+class Together:
+    """All ranks of a group, led by its first one: the others do what it asks for, until it has a plan."""
+
+    def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
+        alone = pg is None or pg.size() == 1
+        on_host = 1 if alone else get_local_size(pg.size())
+        self.ranks = Ranks() if alone else Ranks(pg.rank(), pg.size(), pg.rank() % on_host, on_host, pg)
+        self._kept: dict[str, Any] = {}
+
+    def do(self, job: Job, argument: Any) -> Any:
+        """``job`` on all ranks; what it returns on this one, the first. Raises what it raises here."""
+        self.tell((job, argument))
+        return job(self.ranks, self._kept, argument)
+
+    def tell(self, message: Any) -> None:
+        """Send anything that pickles to the others."""
+        if self.ranks.size > 1:
+            self._exchange([pickle.dumps(message)])
+
+    def follow(self) -> Any:
+        """On the others: do what the first rank asks for; returns what it tells in the end."""
+        while True:
+            message = [b""]
+            self._exchange(message)
+            told = pickle.loads(message[0])
+            if not isinstance(told, tuple):
+                return told
+            job, argument = told
+            try:
+                job(self.ranks, self._kept, argument)
+            except Exception:  # the first rank has it as well, and tells what comes of it
+                continue
+
+    def end(self) -> None:
+        """Of planning: from now on this rank is alone."""
+        self.ranks, self._kept = Ranks(), {}
+
+    def _exchange(self, message: list[bytes]) -> None:
+        group = self.ranks.group
+        with neutral():
+            dist.broadcast_object_list(message, src=dist.get_global_rank(group, 0), group=group)
+
+
+def plan_on_rank_0(make: Callable[[Together], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:
+    """What ``make`` returns on rank 0 of the group, on every rank; the other ranks never call it, and do meanwhile what
+    it has them do.
 
     Raises:
         BaseException: what ``make`` raised, on rank 0; on the others what :meth:`Failure.error` makes of it.
         DreamShardError: where the plan does not pickle, on every rank.
     """
-    if pg.size() == 1:
-        return make()
-    plan = failed = None
-    message = [b""]
+    together = Together(pg)
+    if together.ranks.size == 1:
+        return make(together)
+    failed = None
     try:
-        if pg.rank() == 0:
+        if together.ranks.rank == 0:
             try:
-                plan = make()
-                message[0] = _pickled(plan)
+                plan = make(together)
+                _require_pickles(plan)
+                told = plan
             except BaseException as error:  # an interrupt as well: the other ranks are waiting
-                failed = error
-                message[0] = pickle.dumps(Failure.of(error))
-        with neutral():
-            dist.broadcast_object_list(message, src=dist.get_global_rank(pg, 0), group=pg)
-        if failed is not None:
-            raise failed
-        if pg.rank() == 0:
+                failed, told = error, Failure.of(error)
+            together.tell(told)
+            if failed is not None:
+                raise failed
             return plan
-        received = pickle.loads(message[0])
-        if isinstance(received, Failure):
-            raise received.error() from None
-        return received
+        told = together.follow()
+        if isinstance(told, Failure):
+            raise told.error() from None
+        return told
     finally:
         # An error holds this frame: without this it would keep itself, and the group, whose threads must not outlive
         # Python.
+        together.end()
         del failed, pg
 
 
@@ -107,11 +159,9 @@ def group_timeout_seconds(pg: dist.ProcessGroup) -> float | None:
         return None
 
 
-def _pickled(plan: ShardingPlan) -> bytes:
+def _require_pickles(plan: ShardingPlan) -> None:
     try:
-        message = pickle.dumps(plan)
-        pickle.loads(message)  # what only fails there would leave this rank waiting for the others
+        pickle.loads(pickle.dumps(plan))  # what only fails there would leave this rank waiting for the others
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise DreamShardError(f"the plan cannot be sent to the other ranks, it does not pickle ({reason})") from error
-    return message

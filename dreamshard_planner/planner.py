@@ -39,7 +39,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.canonical import canonical, digest
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
-from dreamshard_planner.collective import group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.collective import Together, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.explain import Explanation
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
@@ -193,6 +193,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._before_callbacks: dict[Hashable, list[int | None]] = {}
         self._beyond: Callable[[Outcome], BeyondExactTraining] | None = None
         self._rater: DreamShardPerfModel | None = None
+        self._together: Together | None = None
         self._reader: OptionReader | None = None
         self._context: PlanningContext | None = None
         self._left: Topology | None = None
@@ -262,6 +263,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             seed=self._seed,
             search_seconds=self._search_seconds,
             refine_seconds=self._refine_seconds,
+            together=self._together,
             context=context,
         )
         if isinstance(self.plan_loader, JsonPlanLoader):
@@ -370,13 +372,15 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             pg = dist.group.WORLD
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
-        def make() -> ShardingPlan:
+        def make(together: Together) -> ShardingPlan:
             self._check_group(ranks, patience_seconds)
+            self._together = together
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
         try:
             return plan_on_rank_0(make, pg)
         finally:
+            self._together = None
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
 
     def _check_group(self, ranks: int, patience_seconds: float | None) -> None:

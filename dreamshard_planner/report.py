@@ -176,13 +176,11 @@ class Report:
             collectives=_collectives(cost, sharding),
             notes=notes,
         )
-        if placement.refined is None:
-            return report
         refined = placement.refined
-        note = f"chosen by measuring {refined.plans} plans, {refined.sets} fused groups, on this machine"
+        if refined is None or refined.measured is None:
+            return report
         return replace(
             report,
-            notes=(*notes, note),
             measured=ReportEntry.of("dreamshard", refined.measured),
             measured_before=ReportEntry.of("before", refined.first),
         )

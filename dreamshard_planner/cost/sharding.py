@@ -11,7 +11,7 @@ types, so units wider than a rank are an exact :class:`~dreamshard_planner.cost.
 those of span 1.
 
 Shapes: T tables, P parts, D ranks, G fused groups, C collectives, H latent channels, M kinds of memory, F features,
-S units of span 1, X parts laid down.
+S units of span 1, Y parts laid down under them, X parts laid down.
 """
 
 from __future__ import annotations
@@ -118,6 +118,11 @@ class Chosen:
     units: tuple[tuple[int, int], ...]
     """Table of each of them, and which unit of its option it is."""
     sharding: Sharding
+    part_S: Tensor
+    """Part of each unit of span 1."""
+    rank_Y: Tensor
+    part_Y: Tensor
+    """Ranks and parts of all that is laid down under them."""
 
     def placed(self, assignment_S: Tensor) -> Sharding:
         """The sharding with the units of span 1 on other ranks."""
@@ -237,7 +242,9 @@ class ShardingCost:
         )
         cost = PlacementCost(rank_problem, self.compute, problem.collectives.world, preload, self.latent_PH[part_S])
         assignment_S = torch.tensor([position for _, _, _, position in free], dtype=torch.int64)
-        return Chosen(cost, assignment_S, tuple((table, unit) for table, unit, _, _ in free), sharding)
+        units = tuple((table, unit) for table, unit, _, _ in free)
+        rank_Y, part_Y = (torch.tensor(column, dtype=torch.int64) for column in wide)
+        return Chosen(cost, assignment_S, units, sharding, part_S, rank_Y, part_Y)
 
     def notes(self, sharding: Sharding) -> tuple[str, ...]:
         """What a reader of the cost of this sharding should know."""
@@ -301,3 +308,8 @@ class WithExtras:
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """The compute cost's."""
         return self._compute.notes(features_SF, latent_XH[..., :-2])
+
+
+def extra_ms(compute: ComputeCost, latent_XH: Tensor) -> Tensor:
+    """Milliseconds [..., 2] that sets take outside of their fused kernels, by their latents."""
+    return latent_XH[..., -2:].clamp_min(0) if isinstance(compute, WithExtras) else torch.zeros(2, dtype=torch.float64)

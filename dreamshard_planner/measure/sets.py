@@ -6,6 +6,8 @@ Shapes: X sets, R repeats, 2 = forward and backward.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,6 +22,9 @@ from dreamshard_planner.workload.tables import Workload
 MAX_BYTES_AT_ONCE = 4 << 30
 """Of indices, outputs and their gradients."""
 
+_FIRST_SETS = 4
+"""Timed at once before it is known how long a set takes."""
+
 
 class SetClock:
     """Times sets of some workloads as fused kernels, each run beside a reference set that tells slow spells.
@@ -29,53 +34,84 @@ class SetClock:
         device: where kernels run.
         arena: shared weights and indices. Default: one of default size.
         seed: of indices and order.
+        bytes_at_once: see :data:`MAX_BYTES_AT_ONCE`; a single set may need more.
     """
 
     def __init__(
-        self, workloads: Sequence[Workload], device: torch.device | str, arena: Arena | None = None, seed: int = 0
+        self,
+        workloads: Sequence[Workload],
+        device: torch.device | str,
+        arena: Arena | None = None,
+        seed: int = 0,
+        bytes_at_once: int | None = None,
     ) -> None:
         self._workloads, self._device, self._seed = workloads, device, seed
+        self._bytes_at_once = bytes_at_once
         self._arena = arena or Arena(device, seed=seed)
         self._reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, self._arena)
         self._order = torch.Generator().manual_seed(seed)
-        self._usual_ms: Tensor | None = None
+        self._run_seconds: float | None = None
+        self.usual_ms: Tensor | None = None
+        """Of the reference set, when this clock was first used."""
+        self.peak_bytes = self._arena.held_bytes
+        """Of weights, states, indices, outputs and their gradients, so far."""
 
-    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> list[Samples]:
-        """All runs of each set; sets are interleaved, as many at a time as memory should hold."""
-        samples: list[Samples] = []
-        for some in self._at_once(sets):
+    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int, seconds: float = math.inf) -> list[Samples | None]:
+        """All runs of each set; sets are interleaved, as many at a time as memory should hold. None for those that
+        ``seconds`` do not suffice for; the first ones are measured in any case."""
+        samples: list[Samples | None] = []
+        deadline = time.monotonic() + seconds
+        for some, their_bytes in self._at_once(sets, repeats, deadline):
+            begin = time.monotonic()
             kernels = [
                 FusedKernel([self._workloads[i] for i in group], self._device, self._seed, self._arena)
                 for group in some
             ]
             samples += time_groups(kernels, repeats, generator=self._order, reference=self._reference)
-        return samples
+            self._run_seconds = (time.monotonic() - begin) / (len(some) * (repeats + 1))
+            self.peak_bytes = max(self.peak_bytes, self._arena.held_bytes + their_bytes)
+        return samples + [None] * (len(sets) - len(samples))
 
-    def _at_once(self, sets: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """The sets, in order, in parts whose indices and outputs take up to :data:`MAX_BYTES_AT_ONCE`."""
-        part: list[tuple[int, ...]] = []
-        part_bytes = 0.0
-        for group in sets:
-            workloads = [self._workloads[i] for i in group]
-            group_bytes = sum(8 * w.lookups + 2 * 4 * w.output_elements for w in workloads)
-            if part and part_bytes + group_bytes > MAX_BYTES_AT_ONCE:
-                yield part
-                part, part_bytes = [], 0.0
-            part.append(group)
-            part_bytes += group_bytes
-        if part:
-            yield part
+    def _at_once(
+        self, sets: Sequence[tuple[int, ...]], repeats: int, deadline: float
+    ) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+        """The sets, in order, in parts that memory holds and that end before the deadline, and their bytes."""
+        most_bytes = MAX_BYTES_AT_ONCE if self._bytes_at_once is None else self._bytes_at_once
+        start = 0
+        while start < len(sets):
+            left = deadline - time.monotonic()
+            most_sets = len(sets) if left == math.inf else _FIRST_SETS
+            if left < math.inf and self._run_seconds:
+                most_sets = int(left / (self._run_seconds * (repeats + 1)))
+            if start and (left <= 0 or most_sets < 1):
+                return
+            stop, part_bytes = start, 0
+            while stop < len(sets) and stop - start < max(1, most_sets):
+                group_bytes = self._bytes_of(sets[stop])
+                if stop > start and part_bytes + group_bytes > most_bytes:
+                    break
+                stop, part_bytes = stop + 1, part_bytes + group_bytes
+            yield list(sets[start:stop]), part_bytes
+            start = stop
+
+    def _bytes_of(self, group: tuple[int, ...]) -> int:
+        workloads = [self._workloads[i] for i in group]
+        return round(sum(8 * w.lookups + 2 * 4 * w.output_elements for w in workloads))
 
     def corrected_ms(self, samples: Samples) -> Tensor:
         """Samples [R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""
-        if self._usual_ms is None:
+        if self.usual_ms is None:
             raise ValueError("nothing was timed yet")
         step_R1 = samples.reference_ms.sum(-1, keepdim=True)
-        return samples.samples_ms * (self._usual_ms / step_R1) ** REFERENCE_STRENGTH
+        return samples.samples_ms * (self.usual_ms / step_R1) ** REFERENCE_STRENGTH
 
-    def __call__(self, sets: Sequence[tuple[int, ...]], repeats: int) -> Tensor:
-        """Medians [X, 2] over the repeats. The first call says what speed of the machine is usual."""
-        timed = self.samples(sets, repeats)
-        if self._usual_ms is None:
-            self._usual_ms = torch.cat([samples.reference_ms.sum(-1) for samples in timed]).median()
-        return torch.stack([self.corrected_ms(samples).quantile(0.5, dim=0) for samples in timed])
+    def __call__(self, sets: Sequence[tuple[int, ...]], repeats: int, seconds: float = math.inf) -> Tensor:
+        """Medians [X, 2] over the repeats; NaN for sets that ``seconds`` do not suffice for. The first call says what
+        speed of the machine is usual."""
+        timed = self.samples(sets, repeats, seconds)
+        done = [samples for samples in timed if samples is not None]
+        if self.usual_ms is None and done:
+            self.usual_ms = torch.cat([samples.reference_ms.sum(-1) for samples in done]).median()
+        unknown_2 = torch.full((2,), math.nan, dtype=torch.float64)
+        medians = [unknown_2 if s is None else self.corrected_ms(s).quantile(0.5, dim=0) for s in timed]
+        return torch.stack(medians) if medians else torch.zeros(0, 2, dtype=torch.float64)

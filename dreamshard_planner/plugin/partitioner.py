@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +21,11 @@ from torchrec.distributed.planner.types import (
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.collective import Together
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost, ShardingProblem
-from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.measure.sets import SetClock
-from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.placement.packing import PACKING_SECONDS, shortage, total_room
-from dreamshard_planner.placement.place import Contender, InfeasibleError, Placement, place
-from dreamshard_planner.placement.refine import ShardSet, refine
+from dreamshard_planner.placement.place import InfeasibleError, Placement, place
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.placement.starts import lay_wide
@@ -37,6 +34,7 @@ from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_b
 from dreamshard_planner.plugin.dependencies import pin
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
 from dreamshard_planner.plugin.reader import ReadProblem, set_ranks, unit_span
+from dreamshard_planner.plugin.refinement import Refinement
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -52,6 +50,11 @@ class Outcome:
     """Of the rest."""
     sharding: Sharding
     """All together."""
+
+    def refined(self, refinement: Refinement, device: str, threads: int) -> Outcome:
+        """The same with the placement that measuring chooses."""
+        placement = refinement(self.cost, self.chosen, self.placement, self.read.workload_P, device, threads)
+        return replace(self, placement=placement, sharding=self.chosen.placed(placement.chosen.assignment_S))
 
 
 def place_proposal(
@@ -123,8 +126,9 @@ class DreamShardPartitioner(Partitioner):
         search: search settings; None for one policy roll-out alone (the paper's procedure).
         seed: of the sampled roll-outs and the search.
         search_seconds: cap on the search, on top of its budget of candidates.
-        refine_seconds: time for measuring plans on this machine's device, see
+        refine_seconds: time for measuring plans on this machine's devices, see
             :func:`~dreamshard_planner.placement.refine.refine`; 0 for none. Spent once, on the first plan.
+        together: the ranks that measure; by default this one.
         context: shared by the seams of one planner; made from the other arguments by default.
     """
 
@@ -138,13 +142,15 @@ class DreamShardPartitioner(Partitioner):
         seed: int = 0,
         search_seconds: float | None = None,
         refine_seconds: float = 0.0,
+        together: Together | None = None,
         context: PlanningContext | None = None,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
         self._search = search
         self._seed = checked_seed(seed)
         self._search_seconds = search_seconds
-        self._refine_seconds = refine_seconds
+        search_of_refinement = search or DEFAULT_SEARCH
+        self._refinement = Refinement(refine_seconds, seed, search_of_refinement, together) if refine_seconds else None
         self._context = context
         self._outcomes: dict[Hashable, Outcome] = {}
 
@@ -166,8 +172,8 @@ class DreamShardPartitioner(Partitioner):
                 seed=self._seed,
                 seconds=self._search_seconds,
             )
-            if self._refine_seconds > 0:
-                outcome = self._refined(context, outcome, proposal, storage_constraint, threads)
+            if self._refinement is not None:
+                outcome = outcome.refined(self._refinement, storage_constraint.compute_device, threads)
         self._outcomes[identity(ranks_by_choice(proposal))] = outcome
         outcome.read.assign(outcome.sharding)
         return proposal
@@ -177,49 +183,6 @@ class DreamShardPartitioner(Partitioner):
         :func:`~dreamshard_planner.plugin.context.ranks_by_choice`, was placed, of those that TorchRec's planner asked
         for; it takes the one that its perf model rates best. None where there was none."""
         return self._outcomes.get(identity(choices))
-
-    def _refined(
-        self,
-        context: PlanningContext,
-        outcome: Outcome,
-        proposal: Sequence[ShardingOption],
-        topology: Topology,
-        threads: int,
-    ) -> Outcome:
-        """The sharding that measuring chooses; kernels run with ``threads`` intra-op threads."""
-        device, placement, cost = topology.compute_device, outcome.placement, outcome.chosen.cost
-        if device == "cuda" and not torch.cuda.is_available():
-            raise DreamShardError("refine measures fused kernels on this machine, which has no CUDA device")
-        workloads = [
-            workload.part(*shard.size, shard.offset[0])
-            for option, workload in zip(proposal, context.reader.workloads(proposal, topology), strict=True)
-            for shard in option.shards
-        ]
-        elsewhere = [workload.name for workload in workloads if workload.memory != "device"]
-        reason = None
-        if cost.preload is not None:
-            reason = "some tables span hosts or all ranks"
-        elif elsewhere:
-            reason = f"{len(elsewhere)} table(s) outside of device memory, {elsewhere[0]!r} the first"
-        if reason is not None:
-            notes = (*placement.notes, f"nothing was measured: {reason}")
-            return replace(outcome, placement=replace(placement, notes=notes))
-        clock = SetClock(workloads, device, seed=self._seed)
-
-        def measure(sets: Sequence[ShardSet], repeats: int) -> Tensor:
-            with pinned(threads):
-                return clock(sets, repeats)
-
-        # A second proposal finds no time left.
-        seconds, self._refine_seconds = self._refine_seconds, 0.0
-        search = self._search or DEFAULT_SEARCH
-        result = refine(cost, placement.distinct(), measure, seconds, search=search, seed=self._seed)
-        chosen = Contender("chosen", result.assignment_S, cost.rate(result.assignment_S[None]))
-        notes = placement.notes
-        if device == "cpu":
-            notes = (*notes, f"kernels were measured with {threads} thread(s)")
-        refined = replace(placement, chosen=chosen, refined=result, notes=notes)
-        return replace(outcome, placement=refined, sharding=outcome.chosen.placed(result.assignment_S))
 
 
 class RulePartitioner(Partitioner):

@@ -72,6 +72,8 @@ class ReadProblem:
     """In the order of the problem's tables and options."""
     shard_P: tuple[Shard, ...]
     """A shard of each part: parts are shards of one size, of one option, that are read alike."""
+    workload_P: tuple[Workload, ...]
+    """What each part asks of its rank."""
     dense_elements_P: torch.Tensor
     """Elements of the table-sized gradient of data-parallel parts, zero elsewhere."""
     ssd_bytes_P: torch.Tensor
@@ -343,6 +345,7 @@ class OptionReader:
             problem,
             tuple(tuple(choices) for choices in by_table.values()),
             tuple(parts.shards),
+            tuple(parts.workloads),
             torch.tensor(parts.dense_elements, dtype=torch.float64),
             torch.tensor(parts.ssd_bytes, dtype=torch.float64),
         )
