@@ -114,7 +114,8 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     if starts and args.refine_seconds:
         order = cost.rate(torch.stack(starts)).overall_ms_B.argsort(stable=True).tolist()
         starts = [starts[index] for index in order]
-        refined = refine(cost, starts, clock, args.refine_seconds, search=DEFAULT_SEARCH, seed=args.seed)
+        measured = MeasuredCosts(cost, clock, RefineConfig())
+        refined = refine(measured, starts, args.refine_seconds, search=DEFAULT_SEARCH, seed=args.seed)
         plans[f"refined_{args.refine_seconds:g}s"] = refined.assignment_S
     if feasible and args.oracle_seconds:
         measured = MeasuredCosts(cost, clock, RefineConfig())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,16 @@ from torch import Tensor, nn
 
 
 class KernelClock:
-    """Times the fused lookup kernels of one rank in a training model: forward, and backward with the optimizer."""
+    """Times the fused lookup kernels of one rank in a training model: forward, and backward with the optimizer.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    Args:
+        model: sharded.
+        device: of its kernels.
+        now: seconds, where that is the CPU.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._cuda, self._host_now = device.type == "cuda", now
         self._marks: list[tuple[int, Any, Any]] = []
         self.on = False
         # Sharded modules keep their lookups in a plain list, out of reach of modules().
@@ -28,7 +35,7 @@ class KernelClock:
 
     def _now(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return self._host_now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -12,6 +12,8 @@ per planner, since where a model happens to lie in memory changes its steps by s
 merit. Planners:
 
     dreamshard         this package, with statistics of the batches
+    roofline           the same with costs from bandwidths alone, as where nobody measured the hardware
+    dreamshard_refined, roofline_refined   the same after --refine-seconds of measuring, on all ranks
     torchrec           TorchRec's planner, given the true pooling factors
     torchrec_default   TorchRec's planner without statistics (pooling factor 1), as most users run it
     lookup_greedy      a greedy rule for whole tables; any other of this package works too
@@ -35,7 +37,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -61,10 +63,13 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dlrm import SIZES, fill_tables, make_batches, make_model, scale_tables
 from dlrm_memory import memory_of_models
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.hardware import available_bytes
+from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.measure.timing import Samples, pinned, processor_time, rank_cores, time_groups
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
 from dreamshard_planner.plugin.legal import SHARDING_TYPES
@@ -79,6 +84,12 @@ BATCHES_KEPT = 16
 WARMUP_STEPS = 3
 MAX_SPLITS_SHOWN = 3
 SKEWED = "skewed_"
+OURS = {
+    "dreamshard": {},
+    "roofline": {"cost_source": "roofline"},
+}
+"""Arguments of our planner, by name."""
+REFINED = "_refined"
 OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
 
@@ -91,10 +102,12 @@ class Config:
     """What to run; each field is an option of the command."""
 
     tables: str = _option("mlperf_dlrm_dcnv2", "table collection")
+    count: int = _option(0, "so many tables of the collection, drawn by the seed; 0: all")
     max_rows: int = _option(100_000, "scale larger tables down to this many rows")
     dim: int = _option(0, "embedding dim of all tables; 0: the collection's, which must be the same for all")
     planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
     skewed: int = _option(0, "placements more, from balanced to badly skewed")
+    refine_seconds: float = _option(60.0, "of measuring, for the planners that refine")
     copies: int = _option(3, "models per planner")
     steps: int = _option(0, "timed steps of each planner, over all its models; 0: 120 on CPU, 1200 on GPUs")
     block: int = _option(0, "steps of one model before it is another's turn; 0: 2 on CPU, 20 on GPUs")
@@ -106,14 +119,17 @@ class Config:
     optimizer: str = _option("rowwise_adagrad", f"of the tables, in the backward: {', '.join(OPTIMIZERS)}")
     size: str = _option("", f"dense layers: {', '.join(SIZES)}; small on CPU and mlperf on GPUs by default")
     checkpoint: str = _option("auto", "of dreamshard")
+    processor_time: bool = _option(False, "CPU kernels by what their thread computes: others use this machine as well")
     seed: int = _option(0, "of weights, data, search and order")
     json: str = _option("", "write everything to this file")
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.copies) < 1:
             raise ValueError(f"rows and copies must be at least 1: {self}")
-        if min(self.dim, self.batch_size, self.skewed, self.steps, self.block, self.train_seconds) < 0:
-            raise ValueError(f"dim, batch size, skewed, steps, block and train_seconds must be at least 0: {self}")
+        if min(self.dim, self.batch_size, self.skewed, self.steps, self.block, self.train_seconds, self.count) < 0:
+            raise ValueError(f"dim, batch size, count, skewed, steps, block, train_seconds must be at least 0: {self}")
+        if not self.refine_seconds > 0:
+            raise ValueError(f"refine_seconds must be above 0, got {self.refine_seconds}")
         if not self.hot > 0 or self.min_partition < 0:
             raise ValueError(f"hot must be above 0 and min_partition at least 0, got {self.hot}, {self.min_partition}")
         if self.optimizer not in OPTIMIZERS:
@@ -123,7 +139,7 @@ class Config:
             raise ValueError(f"sharding types must be some of {', '.join(SHARDING_TYPES)}; got {self.sharding_types!r}")
         if self.size not in ("", *SIZES):
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
-        known = ("dreamshard", "torchrec", "torchrec_default", *RULES)
+        known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *RULES)
         chosen = self.names[: len(self.names) - self.skewed]
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):
             raise ValueError(f"planners must be some of {', '.join(known)}, each once; got {self.planners!r}")
@@ -202,9 +218,11 @@ class Node:
 class Trainee:
     """One planner's model in TorchRec's train pipeline."""
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], node: Node) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], node: Node, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._node = node
-        self.clock = KernelClock(model, node.device)
+        self.clock = KernelClock(model, node.device, now)
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))
         optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
@@ -282,6 +300,8 @@ class PlannerResult:
     """Sharding type of each table that is not whole."""
     predicted: ReportEntry
     """By DreamShard's cost model, whoever made the plan."""
+    measured: ReportEntry | None
+    """Of a refined plan, by what its planner measured."""
     step_ms: tuple[float, float, float]
     """Lower quartile, median, upper quartile; a block takes as long as on its slowest rank."""
     ratio: tuple[float, float, float]
@@ -289,7 +309,11 @@ class PlannerResult:
     forward_ms: tuple[float, ...]
     """Fused kernels of each rank."""
     backward_ms: tuple[float, ...]
+    kernel_ratio: tuple[float, float, float]
+    """Of the slower rank's kernels to the base's, as :attr:`ratio`."""
     samples_per_second: float
+    kernel_ms: tuple[tuple[tuple[float, ...], ...], ...]
+    """Forward + backward of the blocks, by rank and model, per step."""
     block_ms: tuple[tuple[float, ...], ...]
     """By model, per step."""
     losses: tuple[float, ...]
@@ -309,6 +333,7 @@ class PlannerResult:
         base."""
         block_ms, base_block_ms = times_ms[..., 0].max(0), base_ms[..., 0].max(0)
         median_ms = np.median(times_ms, axis=(1, 2))
+        kernel_ms, base_kernel_ms = (times[..., 1:].sum(-1) for times in (times_ms, base_ms))
         step_ms = np.percentile(block_ms, (25, 50, 75)).tolist()
         return cls(
             name=name,
@@ -316,6 +341,8 @@ class PlannerResult:
             ratio=ratio_interval(block_ms, base_block_ms),
             forward_ms=tuple(median_ms[:, 1].tolist()),
             backward_ms=tuple(median_ms[:, 2].tolist()),
+            kernel_ratio=ratio_interval(kernel_ms.max(0), base_kernel_ms.max(0)),
+            kernel_ms=tuple(tuple(map(tuple, of_rank)) for of_rank in kernel_ms.tolist()),
             samples_per_second=config.batch_size * node.world_size / step_ms[1] * 1e3,
             block_ms=tuple(map(tuple, block_ms.tolist())),
             losses=tuple(losses.tolist()),
@@ -335,8 +362,18 @@ class Result:
     cost_source: str
     loss_difference: float
     """Largest between two models, any step and rank."""
+    reference_ms: float
+    """Of the reference set, between the steps: median over rounds, mean over ranks."""
+    checkpoint_reference_ms: float | None
+    """What it took when the checkpoint's kernels were measured; None where they were not."""
     world_size: int
     planners: tuple[PlannerResult, ...]
+
+    @property
+    def speed(self) -> float | None:
+        """How many times as long as then kernels take now, by the reference set; None where nobody knows."""
+        usual_ms = self.checkpoint_reference_ms
+        return self.reference_ms / usual_ms if usual_ms else None
 
 
 def make_planners(
@@ -369,8 +406,12 @@ def make_planners(
             "constraints": constraints(config.kinds, informed=name != "torchrec_default"),
             "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
         }
-        if name == "dreamshard":
-            planner = DreamShardPlanner(**common, statistics=statistics, checkpoint=config.checkpoint, seed=config.seed)
+        if name.removesuffix(REFINED) in OURS:
+            ours = OURS[name.removesuffix(REFINED)] | {"statistics": statistics, "seed": config.seed}
+            ours["checkpoint"] = config.checkpoint
+            if name.endswith(REFINED):
+                ours |= {"refine": "measure", "refine_seconds": config.refine_seconds}
+            planner = DreamShardPlanner(**common, **ours)
         elif name.startswith("torchrec"):
             planner = EmbeddingShardingPlanner(**common)
         elif name.startswith(SKEWED):
@@ -385,7 +426,10 @@ def make_planners(
 
 def run(config: Config, node: Node) -> Result | None:
     """Plan, train and measure; the result is for rank 0, the others get None."""
-    tables, scaling = scale_tables(named_pool(config.tables), config.max_rows, config.dim, config.hot)
+    pool = named_pool(config.tables)
+    if config.count:
+        pool = random.Random(config.seed).sample(pool, min(config.count, len(pool)))
+    tables, scaling = scale_tables(pool, config.max_rows, config.dim, config.hot)
     count = min(config.steps, BATCHES_KEPT)
     batches = make_batches(tables, count, config.batch_size, node.rank, node.world_size, config.seed)
     if node.device.type == "cuda":
@@ -405,13 +449,15 @@ def run(config: Config, node: Node) -> Result | None:
     plans: dict[str, dict[str, Any]] = {}
     for name, (planner, options) in planners.items():
         start = time.perf_counter()
-        sharding_plans[name] = planner.collective_plan(fresh_model(), sharders, dist.group.WORLD)
+        with processor_time() if config.processor_time else nullcontext():
+            sharding_plans[name] = planner.collective_plan(fresh_model(), sharders, dist.group.WORLD)
         plan_seconds = time.perf_counter() - start
         if node.rank == 0:
             predicted = judge.predict(options, name)
             ranks = {option.name: [shard.rank for shard in option.shards] for option in options}
             split = {option.name: option.sharding_type for option in options if option.sharding_type != "table_wise"}
             plans[name] = {"plan_seconds": plan_seconds, "ranks": ranks, "split": split, "predicted": predicted}
+            plans[name]["measured"] = planner.report().measured if name.endswith(REFINED) else None
 
     known = {name: options for name, (_, options) in planners.items() if name in config.names}
     memory = memory_of_models(known, config.copies, bare_model, node.world_size)
@@ -425,19 +471,25 @@ def run(config: Config, node: Node) -> Result | None:
         raise SystemExit(1)
 
     order = random.Random(config.seed)
+    now = time.thread_time if config.processor_time and node.device.type == "cpu" else time.perf_counter
+    reference = FusedKernel(
+        REFERENCE_SETS[node.device.type], node.device, config.seed, Arena(node.device, seed=config.seed)
+    )
+    reference_ms: list[float] = []
     trainees: dict[tuple[str, int], Trainee] = {}
     models = list(itertools.product(config.names, range(config.copies)))
     for name, index in order.sample(models, len(models)):
         plan = sharding_plans[name]
         model = DistributedModelParallel(fresh_model(), plan=plan, sharders=sharders, device=node.device)
         fill_tables(model, tables, config.seed)
-        trainees[name, index] = Trainee(model, batches, node)
+        trainees[name, index] = Trainee(model, batches, node, now)
     for trainee in trainees.values():
         trainee.train(WARMUP_STEPS, timed=False)
     deadline = time.monotonic() + (config.train_seconds or math.inf)
     for count in range(config.rounds):
         if count and any(node.gather(time.monotonic() > deadline)):
             break
+        reference_ms.append(float(time_reference(reference, config).median_ms.sum()))
         for name in order.sample(models, len(models)):
             trainees[name].train(config.block)
     blocks = {name: [trainees[name, index].blocks for index in range(config.copies)] for name in config.names}
@@ -445,12 +497,14 @@ def run(config: Config, node: Node) -> Result | None:
         name: [torch.stack(trainees[name, index].losses).tolist() for index in range(config.copies)]
         for name in config.names
     }
-    ranks = node.gather((blocks, losses))
+    ranks = node.gather((blocks, losses, float(np.median(reference_ms))))
     if node.rank:
         return None
     base = "torchrec" if "torchrec" in config.names else config.names[0]
-    times = {name: np.array([blocks[name] for blocks, _ in ranks]) for name in config.names}
-    losses = {name: np.array([losses[name] for _, losses in ranks]) for name in config.names}  # [ranks, models, steps]
+    times = {name: np.array([blocks[name] for blocks, *_ in ranks]) for name in config.names}
+    losses = {
+        name: np.array([losses[name] for _, losses, _ in ranks]) for name in config.names
+    }  # [ranks, models, steps]
     results = [
         PlannerResult.of(name, times[name], times[base], losses[name].mean((0, 1)), config, node, plans[name])
         for name in config.names
@@ -461,10 +515,18 @@ def run(config: Config, node: Node) -> Result | None:
         scaling=f"{config.tables}: {scaling}",
         base=base,
         cost_source=judge.report().cost_source,
+        reference_ms=float(np.mean([reference for *_, reference in ranks])),
+        checkpoint_reference_ms=resolve(config.checkpoint, node.device.type).metadata.get("reference_ms"),
         loss_difference=float(np.ptp(np.concatenate(list(losses.values()), axis=1), axis=1).max()),
         world_size=node.world_size,
         planners=tuple(results),
     )
+
+
+def time_reference(kernel: FusedKernel, config: Config) -> Samples:
+    """The set that every collection times beside its sets: how fast the machine is just now."""
+    with processor_time() if config.processor_time else nullcontext():
+        return time_groups([kernel], repeats=3)[0]
 
 
 def print_table(result: Result, console: Console) -> None:
@@ -507,6 +569,16 @@ def print_table(result: Result, console: Console) -> None:
     base = next(entry for entry in result.planners if entry.name == result.base)
     slowest = max(f + b for f, b in zip(base.forward_ms, base.backward_ms, strict=True))
     console.print(f"Embedding kernels are {slowest / base.step_ms[1]:.0%} of {result.base}'s step on its slower rank.")
+    if result.speed is not None:
+        hour = ", ".join(
+            f"{entry.name} {_per_rank([ms * result.speed for ms in entry.predicted.rank_ms])}"
+            for entry in result.planners
+            if entry.predicted.rank_ms
+        )
+        console.print(
+            f"Speed of the hour: the reference set takes {result.reference_ms:.2f} ms, {result.speed:.2f} times what "
+            f"it took when the checkpoint's kernels were measured. Predicted per rank at that speed: {hour}."
+        )
     console.print(f"Same training: losses of the models differ by at most {result.loss_difference:.1e}.")
 
 
@@ -521,7 +593,8 @@ def main() -> None:
     for option in fields(Config):
         flag = f"--{option.name.replace('_', '-')}"
         text = f"{option.metadata['help']} (default: {option.default!r})"
-        parser.add_argument(flag, type=type(option.default), default=option.default, help=text)
+        kind = {"action": "store_true"} if option.default is False else {"type": type(option.default)}
+        parser.add_argument(flag, **kind, default=option.default, help=text)
     try:
         config = Config(**vars(parser.parse_args()))
         local_rank, local_world_size = local_ranks()

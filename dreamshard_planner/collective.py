@@ -101,7 +101,8 @@ class Together:
                 return told
             job, argument = told
             try:
-                job(self.ranks, self._kept, argument)
+                with neutral():
+                    job(self.ranks, self._kept, argument)
             except Exception:  # the first rank has it as well, and tells what comes of it
                 continue
 

@@ -60,12 +60,17 @@ from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topo
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
 from dreamshard_planner.plugin.planned import AnyPlan, Planned
 from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.plugin.refinement import CALL_SECONDS
 from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
 from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
 MAX_SHARE_OF_TIMEOUT = 0.75
 """Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
+
+
+PATIENCE_TO_MEASURE = 4
+"""Calls that ranks which measure together must be ready to wait for."""
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):
@@ -82,9 +87,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.
         search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so.
-        refine: ``"measure"`` to time the fused kernels of the best plans on this machine's device, learn from
-            them, search again, and choose by measurement. The plan then depends on what was measured.
-        refine_seconds: time for that.
+        refine: ``"measure"`` to time the fused kernels of the best plans on this machine, under
+            :meth:`collective_plan` on the devices of all ranks at once, learn from them, search again, and choose by
+            all evidence. Tables stay split as they were. The plan then depends on what was measured.
+        refine_seconds: time for that; one call to the kernels may end later. The report says what it sufficed for.
         sharding_types: TorchRec's names of the sharding types to use; all by default. ``("table_wise",)`` is the
             setting of the DreamShard paper, and implied by ``recipe="paper"``.
         exact_training: leave out sharding types that change how a table is trained (data-parallel takes its in-backward
@@ -353,15 +359,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0 and broadcast. As in TorchRec, what the other ranks were given does not matter. An error on
+        """Plan on rank 0 and broadcast; with ``refine`` all ranks measure. As in TorchRec, what the other ranks were
+        given does not matter. An error on
         rank 0 is raised on every rank, so that none waits for ever, as
         :func:`~dreamshard_planner.collective.plan_on_rank_0` says.
 
         Raises:
             DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
                 of it (in 2D parallelism every sharding group of ranks follows the same plan); or where the other ranks
-                would give up waiting before ``search_seconds`` and ``refine_seconds`` are over. How long they wait is
-                unknown for backends that don't say.
+                would give up waiting before ``search_seconds`` are over, or between two calls to measure. How long they
+                wait is unknown for backends that don't say.
         """
         if pg is None:
             if not dist.is_initialized():
@@ -390,12 +397,20 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
                 f"{self._topology.world_size} ranks that the planner's topology has"
             )
-        seconds = self._refine_seconds + (self._search_seconds or 0.0)
-        if ranks > 1 and patience_seconds is not None and seconds > MAX_SHARE_OF_TIMEOUT * patience_seconds:
+        if ranks == 1 or patience_seconds is None:
+            return
+        seconds, most = self._search_seconds or 0.0, MAX_SHARE_OF_TIMEOUT * patience_seconds
+        if seconds > most:
             raise DreamShardError(
-                f"rank 0 may plan for {seconds:g} s (refine_seconds and search_seconds), but the other ranks wait for "
-                f"{patience_seconds:g} s, the process group's timeout: give less than "
-                f"{MAX_SHARE_OF_TIMEOUT * patience_seconds:g} s, or init_process_group(timeout=...) more"
+                f"rank 0 may plan for {seconds:g} s (search_seconds), but the other ranks wait for "
+                f"{patience_seconds:g} s, the process group's timeout: give less than {most:g} s, or "
+                "init_process_group(timeout=...) more"
+            )
+        if self._refine_seconds and patience_seconds < PATIENCE_TO_MEASURE * CALL_SECONDS:
+            raise DreamShardError(
+                f"ranks that measure together (refine) talk every {CALL_SECONDS:g} s or so, but the process group "
+                f"gives up after {patience_seconds:g} s: init_process_group(timeout=...) "
+                f"{PATIENCE_TO_MEASURE * CALL_SECONDS:g} s or more"
             )
 
     @neutral()

@@ -233,7 +233,52 @@ def test_refine_chooses_by_measurement() -> None:
     assert report.measured.total_ms <= report.measured_before.total_ms
     assert len(report.measured.rank_ms) == 2 and all(ms > 0 for ms in report.measured.rank_ms)
     assert "Measured on this machine" in str(report)
-    assert any("chosen by measuring" in note for note in report.notes)
+    assert any("chosen by measuring" in note and "GiB of weights" in note for note in report.notes)
+
+
+def test_refine_measures_what_it_cannot_move_as_well() -> None:
+    """Blocks of rows and a replica beside column slices: all measured, none split otherwise; and in small calls."""
+    kinds = ["row_wise", "data_parallel", "column_wise", "table_wise"]
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=[kinds[1 + min(i, 2)]], min_partition=4) for i in range(10)
+    }
+    constraints["s"] = ParameterConstraints(sharding_types=["row_wise"])
+    sequences = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],
+    )
+    planner = DreamShardPlanner(
+        topology=Topology(2, "cpu", ddr_cap=2**33),
+        batch_size=32,
+        constraints=constraints,
+        refine="measure",
+        refine_seconds=1.0,
+    )
+    planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)
+    report = planner.report()
+    assert {table.sharding_type for table in report.tables} == set(kinds)
+    assert all(ms > 0 for ms in report.measured.rank_ms)
+    assert not any("not measured" in note or "nothing was measured" in note for note in report.notes)
+
+
+def test_what_cannot_be_measured_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per-sample weights of sequences have no kernel to measure; the tables beside them have."""
+    monkeypatch.setattr("dreamshard_planner.plugin.refinement.CALL_SECONDS", 0.0)  # then some sets at a time
+    sequences = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],
+    )
+    arguments = {"batch_size": 32, "refine": "measure", "refine_seconds": 1.0, "sharding_types": ("table_wise",)}
+    arguments["constraints"] = {"s": ParameterConstraints(is_weighted=True)}
+    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), **arguments)
+    planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)
+    assert any("not measured, but predicted: table '1.s': sequence" in note for note in planner.report().notes)
+    assert planner.report().measured is not None
+    planner.plan(nn.Sequential(sequences), SHARDERS)
+    assert any("nothing was measured: table '0.s': sequence" in note for note in planner.report().notes)
+    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), cost_source="torchrec", **arguments)
+    planner.plan(small_model(), SHARDERS)
+    assert any("nothing was measured: TorchRec's estimates" in note for note in planner.report().notes)
 
 
 def test_refine_needs_the_device_it_plans_for(monkeypatch: pytest.MonkeyPatch) -> None:

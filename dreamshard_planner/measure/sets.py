@@ -22,7 +22,7 @@ from dreamshard_planner.workload.tables import Workload
 MAX_BYTES_AT_ONCE = 4 << 30
 """Of indices, outputs and their gradients."""
 
-_FIRST_SETS = 4
+_FIRST_SETS = 1
 """Timed at once before it is known how long a set takes."""
 
 

@@ -32,6 +32,9 @@ MeasureSets = Callable[[Sequence[ShardSet], int, float], Tensor]
 """``(sets, repeats, seconds)`` -> forward and backward milliseconds [X, 2], double precision; NaN for sets that could
 not be measured in that time."""
 
+SEARCH_SECONDS = 2.0
+"""Of one search at most."""
+
 MAX_MEASUREMENTS = 1_500
 """The latest, that are learned from: time to learn grows with their third power."""
 
@@ -344,8 +347,8 @@ class _Refinement:
             measured.learn()
             best, found = self._best(config.finalists), []
             while len(found) < config.plans_at_once and (left := until - time.monotonic()) > 0:
-                drawn = measured.corrected(self._generator)
-                found.append(local_search(drawn, best[:1], self._search, self._generator, left).assignment_S)
+                drawn, seconds = measured.corrected(self._generator), min(left, SEARCH_SECONDS)
+                found.append(local_search(drawn, best[:1], self._search, self._generator, seconds).assignment_S)
             new = len(measured.wanted(found) - measured.set_ms.keys())
             if not found or not self.affordable(new or len(measured.wanted(best)), config.repeats, until):
                 break

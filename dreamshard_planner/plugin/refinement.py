@@ -35,8 +35,8 @@ SHARE_OF_MEMORY = 0.5
 kernels read and write at once the other."""
 ARENA_BYTES = 2 << 30
 """Of weights at most: they are cold by far then."""
-CALL_SECONDS = 10.0
-"""After which ranks that measure talk to each other at the latest, so that none takes the others for dead."""
+CALL_SECONDS = 5.0
+"""After which ranks that measure talk to each other, about, so that none takes the others for dead."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsErr
 from dreamshard_planner.collective import Failure
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
+from dreamshard_planner.plugin import refinement
 
 
 def _same_plan(rank: Rank) -> str:
@@ -215,15 +216,56 @@ def _asking_for(rank: Rank, requests: list[dict[str, Any]]) -> list[str]:
 
 def test_planning_as_long_as_the_others_wait_is_refused(launch: Callable[..., list[Any]]) -> None:
     # Groups of these tests wait for a minute.
-    measure = {"refine": "measure", "refine_seconds": 40.0}
-    results = launch(_asking_for, [measure | {"refine_seconds": 60.0}, measure | {"search_seconds": 6.0}])
-    assert all(result == results[0] for result in results)
-    for asked, error in zip((60, 46), results[0], strict=True):
-        assert f"rank 0 may plan for {asked} s" in error
-        assert "the other ranks wait for 60 s" in error and "give less than 45 s" in error
     results = launch(_asking_for, [{"search_seconds": 44.0}, {"search_seconds": 46.0}])
     assert [result[0] for result in results] == ["a plan"] * len(results)
-    assert all("rank 0 may plan for 46 s" in result[1] for result in results)
+    for result in results:
+        assert "rank 0 may plan for 46 s" in result[1]
+        assert "the other ranks wait for 60 s" in result[1] and "give less than 45 s" in result[1]
+
+
+def test_ranks_that_measure_need_only_wait_for_each_other() -> None:
+    planner = DreamShardPlanner(topology=Topology(2, "cpu"), refine="measure", refine_seconds=600.0)
+    planner._check_group(2, 60.0)
+    with pytest.raises(DreamShardError, match=r"gives up after 15 s: init_process_group\(timeout=...\) 20 s or more"):
+        planner._check_group(2, 15.0)
+
+
+def _refined(rank: Rank) -> tuple[str, list[str], list[float]]:
+    planner = DreamShardPlanner(
+        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=1.0
+    )
+    plan = str(planner.collective_plan(TinyModel(rank.device), list(SHARDERS)))
+    if rank.rank:
+        return plan, [], []
+    report = planner.report()
+    return plan, list(report.notes), list(report.measured.rank_ms)
+
+
+def test_all_ranks_measure_for_one_plan(launch: Callable[..., list[Any]]) -> None:
+    results = launch(_refined)
+    assert len({plan for plan, *_ in results}) == 1
+    _, notes, rank_ms = results[0]
+    assert any(f"on {len(results)} ranks at once" in note for note in notes), notes
+    assert len(rank_ms) == len(results) and min(rank_ms) > 0
+
+
+def _failing_elsewhere(rank: Rank) -> str:
+    """The second rank cannot measure."""
+    if rank.rank == 1:
+        refinement.SetClock = None
+    planner = DreamShardPlanner(
+        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=1.0
+    )
+    try:
+        planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+    except DreamShardError as error:
+        return str(error)
+    return "a plan"
+
+
+def test_a_rank_that_cannot_measure_is_an_error_on_all(launch: Callable[..., list[Any]]) -> None:
+    errors = launch(_failing_elsewhere)
+    assert len(set(errors)) == 1 and "rank 1 failed: TypeError" in errors[0]
 
 
 def _in_state(rank: Rank) -> list[str]:
