@@ -360,8 +360,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
         """Plan on rank 0 and broadcast; with ``refine`` all ranks measure. As in TorchRec, what the other ranks were
-        given does not matter. An error on
-        rank 0 is raised on every rank, so that none waits for ever, as
+        given does not matter. An error on rank 0 is raised on every rank, so that none waits for ever, as
         :func:`~dreamshard_planner.collective.plan_on_rank_0` says.
 
         Raises:

@@ -6,7 +6,7 @@
 
 Every term is Gaussian with mean zero. *Share* is a shard's part of what the set's shards would cost alone; its *factor*
 is common to all sets that hold it, so that sets never measured are predicted better as well. The *set's own* is what no
-shard explains. A *spell* is a call in which sets were measured side by side: what slowed all of them then, and says
+shard explains. A *spell* is a call in which one rank measured sets side by side: what slowed all of them then, and says
 nothing of any, is its. How large factors are is read off the measurements (type-II maximum likelihood).
 
 Shapes: N measurements, S shards, V sets asked for.
@@ -30,7 +30,8 @@ class ErrorModel:
     own_share: float = 0.25
     """Of the set's own term, as a share of that."""
     machine: float = 0.5
-    spell: float = 0.05
+    spell: float = 0.2
+    """Large: machines that others use as well slow down by that much for minutes."""
     run: float = 0.06
     """Of the noise of one timed run, and"""
     measurement: float = 0.02

@@ -29,8 +29,8 @@ ShardSet = tuple[int, ...]
 """Shards of one fused group on one device, ascending; those that lie there already are counted on from S."""
 
 MeasureSets = Callable[[Sequence[ShardSet], int, float], Tensor]
-"""``(sets, repeats, seconds)`` -> forward and backward milliseconds [X, 2], double precision; NaN for sets that could
-not be measured in that time."""
+"""``(sets, repeats, seconds)`` -> forward and backward milliseconds [X, 2], or [X, K, 2] by K ranks, double precision;
+NaN for sets that could not be measured in that time, or not there."""
 
 SEARCH_SECONDS = 2.0
 """Of one search at most."""
@@ -203,15 +203,19 @@ class MeasuredCosts:
         """Whether all sets of a plan that can be measured have been."""
         return self.wanted([assignment_S]) <= self.set_ms.keys()
 
-    def _note(self, sets: Sequence[ShardSet], repeats: int, kernel_ms_X2: Tensor) -> None:
+    def _note(self, sets: Sequence[ShardSet], repeats: int, kernel_ms: Tensor) -> None:
         self._predict(sets)
-        for group, kernel_ms_2 in zip(sets, kernel_ms_X2, strict=True):
-            if kernel_ms_2.isnan().any():
+        kernel_ms_XK2 = kernel_ms.view(len(sets), -1, 2)
+        for group, kernel_ms_K2 in zip(sets, kernel_ms_XK2, strict=True):
+            there = (~kernel_ms_K2.isnan().any(-1)).nonzero()[:, 0].tolist()
+            if not there:
                 continue
-            self.set_ms[group] = kernel_ms_2 + extra_ms(self.cost.compute, self._latent(group))
-            ratio = self.set_ms[group].sum().clamp_min(1e-9) / self._predicted_ms[group].sum().clamp_min(1e-9)
-            self._seen.append((group, self._spells, repeats, math.log(ratio)))
-        self._spells += 1
+            set_ms_K2 = kernel_ms_K2 + extra_ms(self.cost.compute, self._latent(group))
+            self.set_ms[group] = set_ms_K2[there].mean(0)
+            for rank in there:
+                ratio = set_ms_K2[rank].sum().clamp_min(1e-9) / self._predicted_ms[group].sum().clamp_min(1e-9)
+                self._seen.append((group, self._spells + rank, repeats, math.log(ratio)))
+        self._spells += kernel_ms_XK2.shape[1]
 
     def _latent(self, group: ShardSet) -> Tensor:
         return self._latent_ZH[list(group)].sum(0)

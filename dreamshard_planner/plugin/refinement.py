@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.collective import Together
+from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
 from dreamshard_planner.cost.sharding import Chosen, ShardingCost
 from dreamshard_planner.errors import DreamShardError, TaskError
 from dreamshard_planner.measure.hardware import available_bytes
@@ -35,6 +36,9 @@ SHARE_OF_MEMORY = 0.5
 kernels read and write at once the other."""
 ARENA_BYTES = 2 << 30
 """Of weights at most: they are cold by far then."""
+SETS_TO_COMPARE = 4
+"""That each of several ranks measures in one call, if there are so many: what all of them take says how fast the rank
+is just now."""
 CALL_SECONDS = 5.0
 """After which ranks that measure talk to each other, about, so that none takes the others for dead."""
 
@@ -53,23 +57,37 @@ class Request:
 
 
 def measure_together(ranks: Ranks, kept: dict[str, Any], request: Request) -> tuple[Tensor, int]:
-    """Milliseconds [X, 2] of the sets, NaN for those that the time does not suffice for, and the bytes that the rank
-    with most of them took; on every rank the same. Ranks are brought to one speed by what the reference set takes."""
+    """Milliseconds [X, K, 2] of the sets on each rank, NaN where a rank did not measure a set, and the bytes that the
+    rank with most of them took; on every rank the same. Who measures what is drawn anew each time: else a slow rank's
+    sets would be the slow ones."""
+    calls = kept["calls"] = kept.get("calls", 0) + 1
+    shares = shares_of_ranks(len(request.sets), ranks.size, torch.Generator().manual_seed(calls))
 
-    def share(sets: Sequence[ShardSet]) -> list[tuple[list[float], float, int]]:
+    def measure() -> tuple[list[list[float]], float, int]:
         if "clock" not in kept:
             kept["clock"] = _clock(request, ranks)
         clock: SetClock = kept["clock"]
         with pinned(request.threads):
-            times_X2 = clock(sets, request.repeats, request.seconds)
-        usual_ms = math.nan if clock.usual_ms is None else float(clock.usual_ms)
-        return [(times_2, usual_ms, clock.peak_bytes) for times_2 in times_X2.tolist()]
+            times_Y2 = clock([request.sets[index] for index in shares[ranks.rank]], request.repeats, request.seconds)
+        return times_Y2.tolist(), math.nan if clock.usual_ms is None else float(clock.usual_ms), clock.peak_bytes
 
-    measured = ranks.map(share, request.sets)
-    usual_ms_X = torch.tensor([usual_ms for _, usual_ms, _ in measured], dtype=torch.float64)
-    times_X2 = torch.tensor([times_2 for times_2, *_ in measured], dtype=torch.float64)
-    common_ms = usual_ms_X[~usual_ms_X.isnan()].mean()
-    return times_X2 * (common_ms / usual_ms_X)[:, None], max(held for *_, held in measured)
+    measured = ranks.gather(measure)
+    times_XK2 = torch.full((len(request.sets), ranks.size, 2), math.nan, dtype=torch.float64)
+    for rank, (share, (times_Y2, usual_ms, _)) in enumerate(zip(shares, measured, strict=True)):
+        if share:
+            # Clocks call usual what their rank took at first; here, what the first rank took.
+            same_speed = (measured[0][1] / usual_ms) ** REFERENCE_STRENGTH
+            times_XK2[share, rank] = torch.tensor(times_Y2, dtype=torch.float64) * same_speed
+    return times_XK2, max(held for *_, held in measured)
+
+
+def shares_of_ranks(sets: int, ranks: int, generator: torch.Generator) -> list[list[int]]:
+    """Indices of the sets that each rank measures, at random; several ranks measure the same one where there are few,
+    so that every rank has some to compare."""
+    wanted = -(-sets // ranks)
+    each = min(sets, max(wanted, SETS_TO_COMPARE)) if ranks > 1 else sets
+    order = torch.randperm(sets, generator=generator).tolist()
+    return [[order[(rank * wanted + place) % sets] for place in range(each)] for rank in range(ranks)]
 
 
 def _clock(request: Request, ranks: Ranks) -> SetClock:
@@ -160,16 +178,16 @@ class Refinement:
 
     def _measure(self, request: Request) -> Tensor:
         """In calls of no more than :data:`CALL_SECONDS`."""
-        times_X2 = torch.full((len(request.sets), 2), math.nan, dtype=torch.float64)
+        times_XK2 = torch.full((len(request.sets), self._together.ranks.size, 2), math.nan, dtype=torch.float64)
         deadline, first = time.monotonic() + request.seconds, True
         while True:
-            missing = times_X2[:, 0].isnan().nonzero()[:, 0].tolist()
+            missing = times_XK2[..., 0].isnan().all(-1).nonzero()[:, 0].tolist()
             left = deadline - time.monotonic()
             if not missing or (left <= 0 and not first):
-                return times_X2
+                return times_XK2
             sets = tuple(request.sets[row] for row in missing)
             asked = replace(request, sets=sets, seconds=min(left, CALL_SECONDS))
-            times_X2[missing], held_bytes = self._together.do(measure_together, asked)
+            times_XK2[missing], held_bytes = self._together.do(measure_together, asked)
             self._peak_bytes, first = max(self._peak_bytes, held_bytes), False
 
     def _note(self, result: RefineResult, seconds: float) -> str:
