@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.placement.refine import RefineConfig
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
 
@@ -225,9 +227,17 @@ def small_model() -> nn.Module:
     return nn.Sequential(EmbeddingBagCollection(device=torch.device("meta"), tables=tables))
 
 
-def test_refine_chooses_by_measurement() -> None:
+@pytest.fixture
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """To refine a little, on a machine however busy."""
+    short = partial(RefineConfig, rounds=1, repeats=1, final_repeats=1)
+    monkeypatch.setattr("dreamshard_planner.plugin.refinement.RefineConfig", short)
+    return {"batch_size": 32, "refine": "measure", "refine_seconds": 60.0}
+
+
+def test_refine_chooses_by_measurement(time_enough: dict) -> None:
     model, topology = small_model(), Topology(2, "cpu", ddr_cap=2**33)
-    planner = DreamShardPlanner(topology=topology, batch_size=32, refine="measure", refine_seconds=3.0)
+    planner = DreamShardPlanner(topology=topology, **time_enough)
     planner.plan(model, SHARDERS)
     report = planner.report()
     assert report.measured.total_ms <= report.measured_before.total_ms
@@ -236,8 +246,8 @@ def test_refine_chooses_by_measurement() -> None:
     assert any("chosen by measuring" in note and "GiB of weights" in note for note in report.notes)
 
 
-def test_refine_measures_what_it_cannot_move_as_well() -> None:
-    """Blocks of rows and a replica beside column slices: all measured, none split otherwise; and in small calls."""
+def test_refine_measures_what_it_cannot_move_as_well(time_enough: dict) -> None:
+    """Blocks of rows and a replica beside column slices: all measured, none split otherwise."""
     kinds = ["row_wise", "data_parallel", "column_wise", "table_wise"]
     constraints = {
         f"t{i}": ParameterConstraints(sharding_types=[kinds[1 + min(i, 2)]], min_partition=4) for i in range(10)
@@ -247,13 +257,7 @@ def test_refine_measures_what_it_cannot_move_as_well() -> None:
         device=torch.device("meta"),
         tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],
     )
-    planner = DreamShardPlanner(
-        topology=Topology(2, "cpu", ddr_cap=2**33),
-        batch_size=32,
-        constraints=constraints,
-        refine="measure",
-        refine_seconds=1.0,
-    )
+    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), constraints=constraints, **time_enough)
     planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)
     report = planner.report()
     assert {table.sharding_type for table in report.tables} == set(kinds)
@@ -261,14 +265,14 @@ def test_refine_measures_what_it_cannot_move_as_well() -> None:
     assert not any("not measured" in note or "nothing was measured" in note for note in report.notes)
 
 
-def test_what_cannot_be_measured_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_measured_is_a_note(time_enough: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per-sample weights of sequences have no kernel to measure; the tables beside them have."""
     monkeypatch.setattr("dreamshard_planner.plugin.refinement.CALL_SECONDS", 0.0)  # then some sets at a time
     sequences = EmbeddingCollection(
         device=torch.device("meta"),
         tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],
     )
-    arguments = {"batch_size": 32, "refine": "measure", "refine_seconds": 1.0, "sharding_types": ("table_wise",)}
+    arguments = time_enough | {"sharding_types": ("table_wise",)}
     arguments["constraints"] = {"s": ParameterConstraints(is_weighted=True)}
     planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), **arguments)
     planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)

@@ -88,20 +88,21 @@ class Evidence:
         return self._covariance(share_VS, set_V, self.factor) @ self._weight_N
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, float]:
-        """Factors [S] and the machine's from their posterior, by Matheron's rule."""
+        """Factors [S] from their posterior, by Matheron's rule; and the machine's expected one, which is common to all
+        sets: other draws of it would tell no plan from another."""
         seen, model = self._seen, self._model
 
         def normal(count: int) -> Tensor:
             return torch.randn(count, generator=generator, dtype=torch.float64)
 
-        factor_S, machine = self.factor * normal(seen.share_NS.shape[1]), model.machine * float(normal(1))
-        simulated_N = seen.share_NS @ factor_S + machine + self._noise_N * normal(len(seen.set_N))
+        factor_S = self.factor * normal(seen.share_NS.shape[1])
+        simulated_N = seen.share_NS @ factor_S + model.machine * normal(1) + self._noise_N * normal(len(seen.set_N))
         simulated_N += self.factor * model.own_share * normal(int(seen.set_N.max()) + 1)[seen.set_N]
         simulated_N += model.spell * normal(int(seen.spell_N.max()) + 1)[seen.spell_N]
         missed_N1 = (seen.log_ratio_N - simulated_N)[:, None]
         weight_N = torch.cholesky_solve(missed_N1, self._factor_NN)[:, 0]
         factor_S = factor_S + self.factor**2 * (seen.share_NS.T @ weight_N)
-        return factor_S, machine + model.machine**2 * float(weight_N.sum())
+        return factor_S, model.machine**2 * float(self._weight_N.sum())
 
 
 def shares(single_ms_S: Tensor, sets: list[tuple[int, ...]]) -> Tensor:

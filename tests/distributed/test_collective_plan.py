@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsErr
 from dreamshard_planner.collective import Failure
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
+from dreamshard_planner.placement.refine import RefineConfig
 from dreamshard_planner.plugin import refinement
 
 
@@ -231,8 +233,9 @@ def test_ranks_that_measure_need_only_wait_for_each_other() -> None:
 
 
 def _refined(rank: Rank) -> tuple[str, list[str], list[float]]:
+    refinement.RefineConfig = partial(RefineConfig, rounds=1, repeats=1, final_repeats=1)
     planner = DreamShardPlanner(
-        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=1.0
+        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=60.0
     )
     plan = str(planner.collective_plan(TinyModel(rank.device), list(SHARDERS)))
     if rank.rank:
@@ -254,7 +257,7 @@ def _failing_elsewhere(rank: Rank) -> str:
     if rank.rank == 1:
         refinement.SetClock = None
     planner = DreamShardPlanner(
-        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=1.0
+        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=60.0
     )
     try:
         planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
