@@ -7,13 +7,14 @@
 Every term is Gaussian with mean zero. *Share* is a shard's part of what the set's shards would cost alone; its *factor*
 is common to all sets that hold it, so that sets never measured are predicted better as well. The *set's own* is what no
 shard explains. A *spell* is a call in which one rank measured sets side by side: what slowed all of them then, and says
-nothing of any, is its. How large factors are is read off the measurements (type-II maximum likelihood).
+nothing of any, is its. How large factors and noise are is read off the measurements (type-II maximum likelihood).
 
 Shapes: N measurements, S shards, V sets asked for.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -25,8 +26,10 @@ from torch import Tensor
 class ErrorModel:
     """Standard deviations of the terms."""
 
-    factors: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
+    factors: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
     """Of a shard's factor: those to choose from. A measured cost network needs about 0.1, bandwidths 0.4."""
+    noises: tuple[float, ...] = (1.0, 2.0, 4.0)
+    """How many times the noise below there is: to choose from as well. Busy machines have more."""
     own_share: float = 0.25
     """Of the set's own term, as a share of that."""
     machine: float = 0.5
@@ -51,6 +54,15 @@ class Measurements:
     runs_N: Tensor
     log_ratio_N: Tensor
 
+    def latest(self, count: int) -> Measurements:
+        """The last ones."""
+        columns = (self.share_NS, self.set_N, self.spell_N, self.runs_N, self.log_ratio_N)
+        return Measurements(*(column[-count:] for column in columns))
+
+
+MAX_TO_CHOOSE = 300
+"""Measurements by which it is chosen how large the terms are."""
+
 
 class Evidence:
     """The posterior of factors, machine and sets.
@@ -61,11 +73,12 @@ class Evidence:
     """
 
     def __init__(self, seen: Measurements, model: ErrorModel) -> None:
-        self._seen, self._model = seen, model
-        self._noise_N = (model.measurement**2 + model.run**2 / seen.runs_N.double()).sqrt()
-        self._same_spell_NN = (seen.spell_N[:, None] == seen.spell_N).double()
-        fits = [(self._fitted(factor), factor) for factor in model.factors]
-        (_, self._factor_NN, self._weight_N), self.factor = max(fits, key=lambda fit: fit[0][0])
+        self._model = model
+        self._seen = seen.latest(MAX_TO_CHOOSE)
+        choices = itertools.product(model.factors, model.noises)
+        self.factor, self.noise = max(choices, key=lambda choice: self._fitted(*choice)[0])
+        self._seen = seen
+        _, self._factor_NN, self._weight_N = self._fitted(self.factor, self.noise)
 
     def _covariance(self, share_VS: Tensor, set_V: Tensor, factor: float) -> Tensor:
         """Between the log ratios of sets [V] and of the measured sets [N], spells and noise aside."""
@@ -73,11 +86,16 @@ class Evidence:
         own = (factor * self._model.own_share) ** 2
         return shared_VN + own * (set_V[:, None] == self._seen.set_N).double()
 
-    def _fitted(self, factor: float) -> tuple[float, Tensor, Tensor]:
+    def _noise_N(self, noise: float) -> Tensor:
+        model = self._model
+        return noise * (model.measurement**2 + model.run**2 / self._seen.runs_N.double()).sqrt()
+
+    def _fitted(self, factor: float, noise: float) -> tuple[float, Tensor, Tensor]:
         """Log likelihood, Cholesky factor of the covariance, and its inverse times the log ratios."""
         seen = self._seen
         covariance_NN = self._covariance(seen.share_NS, seen.set_N, factor)
-        covariance_NN += self._same_spell_NN * self._model.spell**2 + self._noise_N.square().diag()
+        same_spell_NN = (seen.spell_N[:, None] == seen.spell_N).double()
+        covariance_NN += same_spell_NN * self._model.spell**2 + self._noise_N(noise).square().diag()
         factor_NN = torch.linalg.cholesky(covariance_NN)
         weight_N = torch.cholesky_solve(seen.log_ratio_N[:, None], factor_NN)[:, 0]
         likelihood = -0.5 * float(seen.log_ratio_N @ weight_N) - float(factor_NN.diagonal().log().sum())
@@ -96,7 +114,8 @@ class Evidence:
             return torch.randn(count, generator=generator, dtype=torch.float64)
 
         factor_S = self.factor * normal(seen.share_NS.shape[1])
-        simulated_N = seen.share_NS @ factor_S + model.machine * normal(1) + self._noise_N * normal(len(seen.set_N))
+        simulated_N = seen.share_NS @ factor_S + model.machine * normal(1)
+        simulated_N += self._noise_N(self.noise) * normal(len(seen.set_N))
         simulated_N += self.factor * model.own_share * normal(int(seen.set_N.max()) + 1)[seen.set_N]
         simulated_N += model.spell * normal(int(seen.spell_N.max()) + 1)[seen.spell_N]
         missed_N1 = (seen.log_ratio_N - simulated_N)[:, None]
