@@ -472,9 +472,8 @@ def run(config: Config, node: Node) -> Result | None:
 
     order = random.Random(config.seed)
     now = time.thread_time if config.processor_time and node.device.type == "cpu" else time.perf_counter
-    reference = FusedKernel(
-        REFERENCE_SETS[node.device.type], node.device, config.seed, Arena(node.device, seed=config.seed)
-    )
+    arena = Arena(node.device, 2 << 30, seed=config.seed)
+    reference = FusedKernel(REFERENCE_SETS[node.device.type], node.device, config.seed, arena)
     reference_ms: list[float] = []
     trainees: dict[tuple[str, int], Trainee] = {}
     models = list(itertools.product(config.names, range(config.copies)))
