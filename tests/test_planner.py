@@ -280,7 +280,7 @@ def test_what_cannot_be_measured_is_a_note(time_enough: dict, monkeypatch: pytes
     assert planner.report().measured is not None
     planner.plan(nn.Sequential(sequences), SHARDERS)
     assert any("nothing was measured: table '0.s': sequence" in note for note in planner.report().notes)
-    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), cost_source="torchrec", **arguments)
+    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), cost_source="torchrec", **time_enough)
     planner.plan(small_model(), SHARDERS)
     assert any("nothing was measured: TorchRec's estimates" in note for note in planner.report().notes)
 
