@@ -36,6 +36,7 @@ SHARE_OF_MEMORY = 0.5
 kernels read and write at once the other."""
 ARENA_BYTES = 2 << 30
 """Of weights at most: they are cold by far then."""
+MAX_REASONS_SHOWN = 3
 SETS_TO_COMPARE = 4
 """That each of several ranks measures in one call, if there are so many: what all of them take says how fast the rank
 is just now."""
@@ -166,6 +167,8 @@ class Refinement:
         starts = placement.distinct()
         result = refine(measured, starts, seconds, search=self._search, config=self._config, seed=self._seed)
         not_measured = sorted({reason for reason in reasons.values() if reason is not None})
+        if len(not_measured) > MAX_REASONS_SHOWN:
+            not_measured = [*not_measured[:MAX_REASONS_SHOWN], "..."]
         if not result.wanted_sets:
             return _noted(placement, [f"nothing was measured: {'; '.join(not_measured)}"])
         notes = [self._note(result, seconds)]
@@ -207,6 +210,9 @@ class Refinement:
 
 def why_not(workloads: Sequence[Workload]) -> str | None:
     """Why a set of tables can't be measured; None where it can."""
+    elsewhere = next((workload.name for workload in workloads if workload.memory != "device"), None)
+    if elsewhere is not None:
+        return f"table {elsewhere!r} and what shares its kernel, outside of device memory"
     try:
         check_group(workloads)
     except TaskError as error:
