@@ -36,7 +36,7 @@ from cost_accuracy import STAGES, errors
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.roofline import FRESH_BYTES, OUTPUT_BYTES, dense_ms
-from dreamshard_planner.measure.collect import REFERENCE_SET, draw_sets
+from dreamshard_planner.measure.collect import REFERENCE_SETS, draw_sets
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.training import pool_tables
@@ -68,7 +68,7 @@ def measure(sets: Sequence[Sequence[Workload]], repeats: int) -> tuple[Tensor, T
     """Forward, and backward with optimizer, of each set, and the reference set's time beside it; medians, [X, 2] and
     [X] milliseconds of processor time."""
     arena = Arena("cpu")
-    reference = FusedKernel(REFERENCE_SET, "cpu", arena=arena)
+    reference = FusedKernel(REFERENCE_SETS["cpu"], "cpu", arena=arena)
     timed = [_runs(workloads, reference, arena, repeats) for workloads in sets]
     times_XR3 = torch.tensor(timed, dtype=torch.float64) / 1e6
     median_X3 = times_XR3[:, 1:].quantile(0.5, dim=1)
