@@ -1,6 +1,7 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table
 # make test         all tests
+# make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
 #                   it on two CPU ranks
@@ -22,8 +23,9 @@ export OMP_NUM_THREADS ?= 1
 
 DEVICE ?= cuda
 MINUTES ?= 25
+CASES ?= 1000
 
-.PHONY: venv demo test test-matrix gpu clean
+.PHONY: venv demo test fuzz test-matrix gpu clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -45,6 +47,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pytest tests/test_fuzz.py --cases $(CASES)
 
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py --device $(DEVICE) --minutes $(MINUTES) $(if $(OUT),--out $(OUT))

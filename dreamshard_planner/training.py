@@ -174,9 +174,9 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
 
     def saved() -> Checkpoint:
         checkpoint, _ = learned
+        checkpoint.save(out)  # first, since the journals still have all of the datasets
         CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
         test.save(out.with_suffix(".test.npz"))
-        checkpoint.save(out)
         for journal in journals:
             _finished(journal).unlink(missing_ok=True)
         return Checkpoint.load(out)

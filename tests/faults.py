@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 600
 """After which whatever is waited for hangs."""
 CAPABILITY_VERSION_3, DAC_OVERRIDE = 0x20080522, 1 << 1
 

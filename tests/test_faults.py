@@ -47,10 +47,11 @@ def arguments(command: str, folder: Path, given: Path) -> list[str]:
     """Of a run that takes minutes, or more."""
     sets = str(given / "sets.npz")
     return {
-        "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2"],
-        "train": ["--out", str(folder / "x.safetensors"), "--quick", "--seconds", "1000"],
+        "collect": ["--out", str(folder / "x.npz"), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2",
+                    "--sets", "400", "--max-tables", "9"],
+        "train": ["--out", str(folder / "x.safetensors"), "--quick", "--seconds", "90"],
         "calibrate": ["--out", str(folder / "x.safetensors"), "--checkpoint", str(given / "small.safetensors"),
-                      "--seconds", "1000"],
+                      "--seconds", "90"],
         "fit": ["--out", str(folder / "x.safetensors"), "--dataset", sets, "--test-dataset", sets,
                 "--updates", "100000"],
     }[command]  # fmt: skip

@@ -62,7 +62,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 SPARE_BYTES = 4 << 30
 """Memory that a hostile file may take: less than its claims, more than torch's threads."""
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 600
 """After which a case hangs."""
 
 
