@@ -52,7 +52,7 @@ def arguments(command: str, folder: Path, given: Path) -> list[str]:
         "calibrate": ["--out", str(folder / "x.safetensors"), "--checkpoint", str(given / "small.safetensors"),
                       "--seconds", "90"],
         "fit": ["--out", str(folder / "x.safetensors"), "--dataset", sets, "--test-dataset", sets,
-                "--updates", "100000"],
+                "--quick", "--updates", "100000"],
     }[command]  # fmt: skip
 
 
@@ -66,7 +66,12 @@ def test_what_is_stopped_loses_nothing(command: str, stop: int, given: Path, tmp
     folder.mkdir()
     process = start(dreamshard, [command, *arguments(command, folder, given)], said)
     journal = folder / JOURNALS.get(command, "none")
-    wait_for(lambda: whole_lines(journal) > 1 or command == "fit" and said.exists(), process)
+
+    def at_work() -> bool:
+        """A set was measured, or the cost network is fitted and the policy's turn has come."""
+        return whole_lines(journal) > 1 or said.exists() and "fitting" in said.read_text()
+
+    wait_for(at_work, process)
     held = whole_lines(journal) - 1
     os.kill(process.pid, stop)
     (status,) = ended(process)
