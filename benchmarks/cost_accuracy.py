@@ -122,12 +122,14 @@ def noise(clean: CostDataset) -> dict[str, Any]:
     """How far apart two halves of the rounds are (the median of all is about half as far from the truth), and what
     one round, or one run of the kernel without correction, is worth."""
     round_NR2 = torch.from_numpy(clean.corrected_ms).unflatten(1, (-1, REPEATS)).quantile(0.5, dim=2)
-    halves = [round_NR2[:, start::2].quantile(0.5, dim=1) for start in (0, 1)]
-    return {
-        "half_of_the_rounds": errors(halves[0], halves[1]),
+    known = {
         "one_round": errors(round_NR2[:, 0], clean.forward_backward_ms),
         "one_run": errors(torch.from_numpy(clean.samples_ms)[:, 0], clean.forward_backward_ms),
     }
+    if round_NR2.shape[1] == 1:
+        return known
+    halves = [round_NR2[:, start::2].quantile(0.5, dim=1) for start in (0, 1)]
+    return {"half_of_the_rounds": errors(halves[0], halves[1])} | known
 
 
 def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict[str, dict[str, list[float]]]:
