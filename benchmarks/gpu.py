@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from dreamshard_planner.checkpoint import measured_name, shipped
-from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.errors import CheckpointError, FileError
+from dreamshard_planner.files import check_writable, write_whole
 from provenance import ROOT, commit, provenance
 
 BENCHMARKS = Path(__file__).parent
@@ -204,9 +205,9 @@ class Record:
     def note(self, stage: Stage, outcome: Outcome) -> None:
         """Write it down."""
         self.outcomes[stage.name] = outcome
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps({name: asdict(each) for name, each in self.outcomes.items()}, indent=1) + "\n")
-        part.replace(self.path)
+        write_whole(
+            self.path, json.dumps({name: asdict(each) for name, each in self.outcomes.items()}, indent=1) + "\n"
+        )
 
 
 def run(stage: Stage, node: Node, seconds: float) -> Outcome:
@@ -231,8 +232,11 @@ def run(stage: Stage, node: Node, seconds: float) -> Outcome:
             status, state = None, "timed out"
         finally:
             _end(process)
+    took = time.monotonic() - begin
     note = "" if state == "done" else _last_line(log)
-    return Outcome(state, note, shlex.join(command), commit(), time.monotonic() - begin, status, log.name)
+    if state == "timed out":
+        note = f"ended after {took:.0f} s, with {seconds:.0f} s of its own"
+    return Outcome(state, note, shlex.join(command), commit(), took, status, log.name)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -343,14 +347,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = torch.cuda.device_count() if args.device == "cuda" else 2
     out = (args.out or BENCHMARKS / "results" / name).resolve()
     node = Node(args.device, name, ranks, out, args.minutes, args.grace_seconds, args.quick)
-    node.out.mkdir(parents=True, exist_ok=True)
-    (node.out / "environment.json").write_text(json.dumps(described, indent=1) + "\n")
+    try:
+        node.out.mkdir(parents=True, exist_ok=True)
+        check_writable(node.out / "stages.json")
+    except (OSError, FileError) as error:
+        parser.error(f"--out: {error}")
+    write_whole(node.out / "environment.json", json.dumps(described, indent=1) + "\n")
     record = Record.open(node.out / "stages.json")
     done = {name for name, outcome in record.outcomes.items() if outcome.state == "done"}
     chosen = [stage for stage in STAGES if stage.name in (wanted or set(names) - done)]
     console = Console()
     run_all(chosen, node, record, console)
-    (node.out / "report.md").write_text(report(node, record, described))
+    write_whole(node.out / "report.md", report(node, record, described))
     table = RichTable(title=f"{described['hardware']['name']}: {node.out}")
     for heading in ("stage", "outcome", "seconds"):
         table.add_column(heading)
