@@ -112,7 +112,8 @@ def kernels(node: Node, seconds: float) -> list[str]:
 def collectives(node: Node, seconds: float) -> list[str] | str:
     if node.ranks < 2:
         return "one GPU: nobody to exchange with"
-    return node.torchrun("-m", "dreamshard_planner.measure.collectives", "--out", node.out / "collectives.json")
+    options = [f"--out={node.out / 'collectives.json'}", f"--seconds={seconds:.0f}"]
+    return node.torchrun("-m", "dreamshard_planner.measure.collectives", *options)
 
 
 def checkpoint(node: Node, seconds: float) -> list[str]:
@@ -220,7 +221,7 @@ def run(stage: Stage, node: Node, seconds: float) -> Outcome:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     begin = time.monotonic()
     with log.open("a") as file:
-        file.write(f"$ {shlex.join(command)}\n")
+        file.write(f"$ {_told(command)}\n")
         file.flush()
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
@@ -236,7 +237,12 @@ def run(stage: Stage, node: Node, seconds: float) -> Outcome:
     note = "" if state == "done" else _last_line(log)
     if state == "timed out":
         note = f"ended after {took:.0f} s, with {seconds:.0f} s of its own"
-    return Outcome(state, note, shlex.join(command), commit(), took, status, log.name)
+    return Outcome(state, note, _told(command), commit(), took, status, log.name)
+
+
+def _told(command: Sequence[str]) -> str:
+    """To be typed in the project's folder."""
+    return shlex.join("python" if part == sys.executable else part.replace(f"{ROOT}{os.sep}", "") for part in command)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -307,10 +313,8 @@ def report(node: Node, record: Record, described: dict[str, Any]) -> str:
         made = shipped(node.out, node.device, "default", node.name if node.device == "cuda" else None)
         if made.name != node.checkpoint.name:
             raise CheckpointError(f"{node.checkpoint.name} is missing")
-        lines += [
-            "",
-            f"`cp {node.checkpoint} dreamshard_planner/checkpoints/` makes `auto` take it. It says of itself:",
-        ]
+        lines += ["", f"`cp {_told([str(node.checkpoint)])} dreamshard_planner/checkpoints/` makes `auto` take it."]
+        lines += ["It says of itself:"]
         lines += ["", "```json", json.dumps(made.metadata["validation"], indent=1), "```"]
     except CheckpointError as error:
         lines += ["", f"No checkpoint: {error}"]

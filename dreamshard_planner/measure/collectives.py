@@ -13,6 +13,7 @@ Shapes: P payloads, R repeats.
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,20 +93,31 @@ class Collectives:
             raise DreamShardError(f"{path}: not a measurement of collectives ({brief(error)})") from error
 
 
-def measure(device: torch.device, repeats: int = 31, local_world_size: int | None = None) -> Collectives:
+def measure(
+    device: torch.device, repeats: int = 31, local_world_size: int | None = None, seconds: float = math.inf
+) -> Collectives:
     """Time all payloads on the initialised process group, interleaved, and fit; on every rank the same result.
 
-    ``local_world_size`` is the number of ranks on a host. Default: all of them.
+    Args:
+        device: of this rank.
+        repeats: of each payload, at most.
+        local_world_size: ranks on a host. Default: all of them.
+        seconds: stop after the first repeat that ends later than this; the same on all ranks.
     """
+    deadline = time.monotonic() + seconds
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size < 2:
         raise ValueError("collectives need at least two ranks: torchrun --nproc_per_node=2")
-    times_RP = torch.zeros(repeats + WARMUP, len(PAYLOADS), dtype=torch.float64)
+    times: list[list[float]] = []
     generator = torch.Generator().manual_seed(0)
-    for repeat in range(len(times_RP)):
-        for index in torch.randperm(len(PAYLOADS), generator=generator).tolist():
-            times_RP[repeat, index] = _one(PAYLOADS[index], rank, world_size, device)
-    dist.all_reduce(times_RP := times_RP.to(device), op=dist.ReduceOp.MAX)
+    while len(times) < repeats + WARMUP:
+        order = torch.randperm(len(PAYLOADS), generator=generator).tolist()
+        timed = {index: _one(PAYLOADS[index], rank, world_size, device) for index in order}
+        times.append([timed[index] for index in range(len(PAYLOADS))])
+        if len(times) > WARMUP and math.isfinite(seconds) and _any_rank(time.monotonic() > deadline, device):
+            break
+    times_RP = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(times_RP, op=dist.ReduceOp.MAX)
     median_P = times_RP[WARMUP:].cpu().median(0).values
     fits = {}
     for operation in OPERATIONS:
@@ -127,6 +139,12 @@ def measure(device: torch.device, repeats: int = 31, local_world_size: int | Non
     results = [result]
     dist.broadcast_object_list(results, src=0, device=device)  # least squares may differ in its last bits between ranks
     return results[0]
+
+
+def _any_rank(flag: bool, device: torch.device) -> bool:
+    flag_1 = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(flag_1, op=dist.ReduceOp.MAX)
+    return bool(flag_1)
 
 
 # One collective, renamed in torch 2.13.
@@ -161,7 +179,10 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
     return (time.perf_counter_ns() - start) * 1e-6
 
 
-def main(out: Annotated[Path | None, typer.Option(help="Write the fit to this JSON file.")] = None) -> None:
+def main(
+    out: Annotated[Path | None, typer.Option(help="Write the fit to this JSON file.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Stop when they have passed; default: 31 repeats.")] = math.inf,
+) -> None:
     """Measure on the ranks that torchrun started; rank 0 prints."""
     try:
         local_rank, local_world_size = local_ranks()
@@ -176,7 +197,7 @@ def main(out: Annotated[Path | None, typer.Option(help="Write the fit to this JS
         torch.cuda.set_device(device)
     with pinned(1, None if cuda else rank_cores(local_rank, local_world_size)):
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-        result = measure(device, local_world_size=local_world_size)
+        result = measure(device, local_world_size=local_world_size, seconds=seconds)
     if dist.get_rank() == 0:
         typer.echo(json.dumps(result.metadata(), indent=1))
         if out is not None:
