@@ -17,7 +17,7 @@ class PlacementRules:
 
     Args:
         together: groups of tables, each group whole on one rank. Groups that share a table are one.
-        apart: groups of tables of which no rank holds shards of two.
+        apart: groups of tables of which no rank holds two shards, be they of two tables or of one.
         on_ranks: ranks that may hold shards of a table.
 
     Raises:

@@ -538,7 +538,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         space = getattr(self._enumerator, "last_stored_search_space", None)
         if self._context is None or not space:
             raise DreamShardError("there is nothing to predict with: plan first, on this rank")
-        return Planned(self._context, space, self._left, self._inputs(space), self._legal)
+        return Planned(self._context, space, self._left, partial(self._inputs, space), self._legal)
 
     def _or_last(self, plan: AnyPlan | None) -> AnyPlan:
         """A plan, or the last one."""

@@ -138,9 +138,12 @@ class LegalRanks:
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know."""
-        return tuple(
-            f"placement_rules: {', '.join(group)} are together on {ranks_in_words(self.allowed[group[0]])}"
-            for group in self.together
+        return (
+            "the plan keeps placement_rules; rivals that break them count as infeasible",
+            *(
+                f"placement_rules: {', '.join(group)} are together on {ranks_in_words(self.allowed[group[0]])}"
+                for group in self.together
+            ),
         )
 
     def _check_apart(self) -> None:

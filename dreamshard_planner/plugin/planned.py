@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +35,15 @@ class Planned:
     search_space: Sequence[ShardingOption]
     left: Topology
     """What the storage reservation leaves."""
-    inputs: PlanInputs
+    read_inputs: Callable[[], PlanInputs]
+    """What plans are made from: digests of statistics and networks, which rating alone does without."""
     legal: LegalRanks | None
     """Where placement rules let tables lie; None without rules."""
+
+    @cached_property
+    def inputs(self) -> PlanInputs:
+        """What plans are made from."""
+        return self.read_inputs()
 
     @cached_property
     def _given(self) -> GivenPlans:
