@@ -537,7 +537,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """The last planned module."""
         space = getattr(self._enumerator, "last_stored_search_space", None)
         if self._context is None or not space:
-            raise DreamShardError("there is nothing to predict with: plan first, on this rank")
+            raise DreamShardError(f"there is no plan: {self._report}")
         return Planned(self._context, space, self._left, partial(self._inputs, space), self._legal)
 
     def _or_last(self, plan: AnyPlan | None) -> AnyPlan:
