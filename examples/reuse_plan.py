@@ -1,12 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A job that starts again where it was, with its plan: torchrun --nproc_per_node=2 examples/reuse_plan.py [FOLDER]
-
-The plan lies beside the checkpoint: with the same plan every rank finds its own shards there."""
+"""A job that starts again from its checkpoint and its plan: torchrun --nproc_per_node=2 examples/reuse_plan.py"""
 
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -35,7 +32,7 @@ def job(folder: Path, data: RandomRecDataset) -> float:
     model = DistributedModelParallel(model, device=torch.device("cpu"), planner=planner)
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
     if restarted:
-        dcp.load(state, checkpoint_id=folder / "state")  # in place
+        dcp.load(state, checkpoint_id=folder / "state")  # in place; with the same plan each rank reads its own shards
     for _, batch in zip(range(STEPS), data, strict=False):
         loss = (model(batch.sparse_features).values() - 1).square().mean()
         loss.backward()  # and with it the optimizer
@@ -48,8 +45,10 @@ def job(folder: Path, data: RandomRecDataset) -> float:
 
 
 if __name__ == "__main__":
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("torchrun has to start this: torchrun --nproc_per_node=2 examples/reuse_plan.py")
     dist.init_process_group("gloo")
-    where = [sys.argv[1] if len(sys.argv) > 1 else mkdtemp()]
+    where = [mkdtemp()]  # a real job gives its own folder each time it starts
     dist.broadcast_object_list(where)
     data = RandomRecDataset(FEATURES, BATCH_SIZE, hash_sizes=ROWS, ids_per_features=LOOKUPS, manual_seed=0)
     before, after = [job(Path(where[0]), data) for _ in ("first", "restarted")]
