@@ -514,7 +514,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
-            PlanError: the file can't be written.
+            FileError: the file can't be written.
         """
         self.saved_plan(name=Path(path).name).save(path)
 
