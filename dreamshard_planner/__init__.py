@@ -1,28 +1,33 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A sharding planner for TorchRec that learned from measured kernels what sets of tables cost.
 
-Importing this package starts neither CUDA nor a process group.
+Importing this package starts neither CUDA nor a process group, and loads torch only when one of its names is used.
 """
 
-from dreamshard_planner.checkpoint import Checkpoint
-from dreamshard_planner.compare import Comparison, compare
-from dreamshard_planner.errors import (
-    CheckpointError,
-    DatasetError,
-    DreamShardError,
-    FileError,
-    PlanError,
-    StatisticsError,
-    TaskError,
-)
-from dreamshard_planner.explain import Explanation
-from dreamshard_planner.placement_rules import PlacementRules
-from dreamshard_planner.plan_file import SavedPlan
-from dreamshard_planner.planner import DistributedModelParallel, DreamShardPlanner
-from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
-from dreamshard_planner.report import Report
-from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dreamshard_planner.checkpoint import Checkpoint
+    from dreamshard_planner.comparison import Comparison, compare
+    from dreamshard_planner.errors import (
+        CheckpointError,
+        DatasetError,
+        DreamShardError,
+        FileError,
+        PlanError,
+        StatisticsError,
+        TaskError,
+    )
+    from dreamshard_planner.explain import Explanation
+    from dreamshard_planner.placement_rules import PlacementRules
+    from dreamshard_planner.plan_file import SavedPlan
+    from dreamshard_planner.planner import DistributedModelParallel, DreamShardPlanner
+    from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
+    from dreamshard_planner.report import Report
+    from dreamshard_planner.workload.statistics import TableStatistics
+    from dreamshard_planner.workload.tables import FeatureStatistics
 
 __all__ = [
     "Checkpoint",
@@ -47,3 +52,36 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = (
+    "errors",
+    "checkpoint",
+    "workload.statistics",
+    "workload.tables",
+    "report",
+    "plan_file",
+    "comparison",
+    "explain",
+    "placement_rules",
+    "planner",
+    "plugin.plan_loader",
+)
+"""Modules of these names, the quickest to load first; none is called as a name is."""
+
+if "torch" in sys.modules:  # scripts that train: before there is a process group, see planner.py
+    import torch.distributed.optim  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            found = module.__dict__.get(name)
+            if getattr(found, "__module__", None) == module.__name__:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

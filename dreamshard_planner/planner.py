@@ -342,7 +342,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return "the last plan was loaded by plan_loader"
         report = self._proposer.report(outcome)
         ruled = () if self._legal is None else self._legal.notes()
-        report = replace(report, notes=(*report.notes, *self._reader.notes(plan), *ruled))
+        report = replace(report, notes=(*report.notes, *self._context.notes(), *self._reader.notes(plan), *ruled))
         if ranks_by_choice(plan) == self._before_callbacks:
             return report
         try:

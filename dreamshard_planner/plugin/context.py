@@ -19,11 +19,13 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.ambient import neutral
+from dreamshard_planner.caveats import checkpoint_notes
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, fits_of
 from dreamshard_planner.cost.model import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
+from dreamshard_planner.devices import default_notes
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.reader import Links, OptionReader, ReadProblem
 from dreamshard_planner.plugin.slices import wider_slices
@@ -120,6 +122,15 @@ class PlanningContext:
         if self.cost_source == "roofline":
             return RooflineCost.of_topology(self.topology)
         return self.checkpoint.compute_cost(self.topology)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of any cost of this context should know of where it came from."""
+        ours = self.cost_source != "torchrec"
+        measured = ours and _measured(self.topology, self.checkpoint, "all_to_all") is not None
+        return (
+            *checkpoint_notes(self.checkpoint, self.topology, uses_network=self.cost_source == "auto"),
+            *default_notes(self.topology, links_measured=measured),
+        )
 
     def read(
         self, options: Sequence[ShardingOption], topology: Topology | None = None, with_storage: bool = True

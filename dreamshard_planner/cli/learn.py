@@ -1,66 +1,52 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The ``dreamshard`` command. Data goes to stdout, progress and errors to stderr."""
+"""``train``, ``collect``, ``fit`` and ``calibrate``: what makes datasets and checkpoints."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dreamshard_planner.checkpoint import RECIPES
-from dreamshard_planner.errors import DreamShardError, FileError
-from dreamshard_planner.files import check_writable
+from dreamshard_planner.cli.app import command
+from dreamshard_planner.cli.options import (
+    CollectivesOption,
+    Device,
+    DeviceOption,
+    QuickOption,
+    Recipe,
+    RecipeOption,
+    ThreadsOption,
+    UpdatesOption,
+    output,
+)
+from dreamshard_planner.cli.output import Format, FormatOption, facts, show
 
 if TYPE_CHECKING:
+    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import TrainingConfig
 
 
-class Device(str, Enum):
-    """Where kernels run."""
+@contextmanager
+def _measuring(device: Device) -> Iterator[Ranks]:
+    """The ranks that measure, all that torchrun starts; an interruption says how to go on."""
+    from dreamshard_planner.measure.ranks import Ranks
 
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-Recipe = Enum("Recipe", {name: name for name in RECIPES}, type=str)
-
-
-def _writable(path: Path) -> Path:
-    """Before minutes of measuring, not after."""
-    try:
-        check_writable(path)
-    except FileError as error:
-        raise typer.BadParameter(str(error)) from error
-    return path
+    with Ranks.joined(device.value) as ranks:
+        try:
+            yield ranks
+        except KeyboardInterrupt:
+            if ranks.leads:
+                typer.echo("interrupted: the same command goes on with what is measured already", err=True)
+            raise
 
 
-def _present(device: Device) -> Device:
-    import torch
-
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("cuda: no GPU that this torch can use")
-    return device
-
-
-DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]
-ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).")]
-RecipeOption = Annotated[Recipe, typer.Option(help="paper: the networks as published; autoshard: its policy.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
-CollectivesOption = Annotated[
-    Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")
-]
-UpdatesOption = Annotated[int | None, typer.Option(min=1, help="Policy updates; by default what a few minutes allow.")]
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Learned placement of embedding tables.")
-
-
-@app.command()
+@command("dreamshard train --out my.safetensors")
 def train(
-    out: Annotated[Path, typer.Option(help="Checkpoint to write; its dataset is kept beside it.", callback=_writable)],
+    out: Annotated[Path, output("Checkpoint to write; its dataset is kept beside it.")],
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Time for measuring kernels; 300, or 8 with --quick.")
     ] = None,
@@ -72,33 +58,32 @@ def train(
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
     quick: QuickOption = False,
+    format: FormatOption = Format.table,
 ) -> None:
     """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
     measure.
     """
-    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import QUICK, TrainingConfig, train, train_on_roofline
 
-    config = _with_updates(QUICK if quick else TrainingConfig(), updates)
+    config = with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives))
     config = replace(config, device=device.value, threads=threads, seed=seed, recipe=recipe.value)
     config = config if seconds is None else replace(config, seconds=seconds)
-    with Ranks.joined(device.value) as ranks:
+    with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, out))
         else:
             checkpoint = train(config, out, ranks=ranks)
         if ranks.leads:
-            typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
+            validation = checkpoint.metadata["validation"]
+            show(validation, format, facts(validation, str(out)))
 
 
-@app.command()
+@command("dreamshard collect --seconds 60 --out sets.npz")
 def collect(
-    out: Annotated[
-        Path, typer.Option(help="Dataset to write, .npz; its journal is kept beside it.", callback=_writable)
-    ],
+    out: Annotated[Path, output("Dataset to write, .npz; its journal is kept beside it.")],
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
     sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.")] = 5000,
@@ -111,6 +96,7 @@ def collect(
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     seed: Annotated[int, typer.Option(help="Of sets, indices and order.")] = 0,
+    format: FormatOption = Format.table,
 ) -> None:
     """Measure random sets of tables as fused kernels; the same command continues what was interrupted.
 
@@ -118,7 +104,6 @@ def collect(
     cores, of its own.
     """
     from dreamshard_planner.measure.collect import collect, draw_sets
-    from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import pool_tables
 
     journal = out.with_suffix(".journal")
@@ -131,59 +116,76 @@ def collect(
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
     drawn = draw_sets(tables, sets, seed, batches, max_tables, device=device.value)
-    with Ranks.joined(device.value) as ranks:
+    with _measuring(device) as ranks:
         own = ranks.device(device.value)
         dataset = collect(drawn, journal, own, threads, repeats, seed, seconds, ranks=ranks)
-        if ranks.leads:
-            dataset.save(out)
-            typer.echo(f"{out}: {len(dataset)} of {sets} sets, noise floor {dataset.spread.mean():.1%}")
+        if not ranks.leads:
+            return
+        dataset.save(out)
+    told = {
+        "dataset": str(out),
+        "journal": str(journal),
+        "sets": len(dataset),
+        "sets_drawn": sets,
+        "spread_of_repeats": float(dataset.spread.mean()),
+    }
+    spread = told["spread_of_repeats"]
+    show(told, format, f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; journal {journal}")
 
 
-@app.command()
+@command("dreamshard fit --dataset sets.npz --test-dataset held_out.npz --out my.safetensors")
 def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_writable)],
+    out: Annotated[Path, output("Checkpoint to write.")],
     recipe: RecipeOption = Recipe.default,
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
     quick: QuickOption = False,
+    format: FormatOption = Format.table,
 ) -> None:
     """Make a checkpoint from measured sets; needs no hardware."""
     from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.training import QUICK, TrainingConfig, learn
 
-    config = _with_updates(QUICK if quick else TrainingConfig(), updates)
+    config = with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives), recipe=recipe.value, seed=seed)
     train_data, test_data = (
         CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
     )
     checkpoint, _ = learn(config, train_data, test_data)
     checkpoint.save(out)
-    typer.echo(json.dumps(checkpoint.metadata["validation"], indent=2))
+    validation = checkpoint.metadata["validation"]
+    show(validation, format, facts(validation, str(out)))
 
 
-@app.command()
+@command("dreamshard calibrate --seconds 60 --out my.safetensors")
 def calibrate(
-    out: Annotated[Path, typer.Option(help="Checkpoint to write.", callback=_writable)],
+    out: Annotated[Path, output("Checkpoint to write.")],
     checkpoint: Annotated[str, typer.Option(help="Checkpoint to start from; auto: what ships.")] = "auto",
     seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     collectives: CollectivesOption = None,
     seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
+    format: FormatOption = Format.table,
 ) -> None:
-    """Fit a checkpoint's cost network on to this machine; prints its error before and after.
+    """Fit a checkpoint's cost network on to this machine; tells its error before and after.
 
     Under torchrun all ranks measure.
     """
     from dreamshard_planner.checkpoint import resolve
-    from dreamshard_planner.measure.ranks import Ranks
+    from dreamshard_planner.errors import CheckpointError
     from dreamshard_planner.training import calibrate
 
     start = resolve(checkpoint, device.value)
-    with Ranks.joined(device.value) as ranks:
+    if start.cost is None:
+        raise CheckpointError(
+            f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
+            f"like this: make one with dreamshard train --device {device.value} --out {out}"
+        )
+    with _measuring(device) as ranks:
         made = calibrate(
             start,
             out,
@@ -194,25 +196,23 @@ def calibrate(
             seed=seed,
             ranks=ranks,
         )
-        if ranks.leads:
-            typer.echo(json.dumps(made.metadata["calibration"], indent=2))
-
-
-@app.command()
-def info(checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file.")]) -> None:
-    """Print what a checkpoint was made from, as JSON."""
-    from dreamshard_planner.checkpoint import Checkpoint
-
-    typer.echo(json.dumps(Checkpoint.load(checkpoint).metadata, indent=2))
+        if not ranks.leads:
+            return
+    told = made.metadata["calibration"]
+    typer.echo(f'plan with it: DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}', err=True)
+    show(told, format, facts(told, str(out)))
 
 
 def _read_collectives(path: Path | None) -> dict | None:
+    if path is None:
+        return None
     from dreamshard_planner.measure.collectives import Collectives
 
-    return None if path is None else Collectives.load(path).metadata()
+    return Collectives.load(path).metadata()
 
 
-def _with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig:
+def with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig:
+    """Where a number of policy updates is given, in every recipe."""
     if updates is None:
         return config
     return replace(
@@ -220,12 +220,3 @@ def _with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig
         reinforce=replace(config.reinforce, updates=updates),
         paper_reinforce=replace(config.paper_reinforce, updates=updates),
     )
-
-
-def main() -> None:
-    """Entry point: the package's own errors, and the system's, become one line and exit status 1."""
-    try:
-        app()
-    except (DreamShardError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(1) from error

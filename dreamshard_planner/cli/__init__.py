@@ -1,0 +1,15 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The ``dreamshard`` command. Data goes to stdout, progress and errors to stderr.
+
+Commands import what they work with when they run: ``--help``, ``--version`` and completion load no torch.
+"""
+
+from dreamshard_planner.cli import learn, look, place
+from dreamshard_planner.cli.app import app
+
+__all__ = ["app", "learn", "look", "main", "place"]
+
+
+def main() -> None:
+    """Entry point."""
+    app()

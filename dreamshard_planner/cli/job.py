@@ -1,0 +1,131 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The options that say what to plan, on which devices, and by which costs."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, listed, size_bytes
+from dreamshard_planner.devices import GPUS, Machine
+
+if TYPE_CHECKING:
+    from dreamshard_planner.offline import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Of every command that plans."""
+
+    tables: Annotated[
+        str,
+        typer.Option(
+            help="What to plan: a .json list of tables, a function that returns the model (module:function), or a "
+            "shipped collection (mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
+            metavar="SOURCE",
+        ),
+    ]
+    gpus: Annotated[int, typer.Option("--gpus", "--ranks", min=1, help="Ranks of each node.")]
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in the batch of one rank.")]
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1
+    gpu: Annotated[
+        str | None, typer.Option(help=f"Model of GPU, for its memory and bandwidths: {', '.join(GPUS)}.")
+    ] = None
+    device: Annotated[Device, typer.Option(help="What trains.")] = Device.cuda
+    hbm: Annotated[
+        int | None,
+        typer.Option("--hbm", "--memory", parser=size_bytes, metavar="SIZE", help="Memory of one rank, as 80GB."),
+    ] = None
+    hbm_bandwidth: Annotated[
+        float | None, typer.Option(parser=bytes_per_s, metavar="RATE", help="To that memory, as 2039GB/s.")
+    ] = None
+    host_memory: Annotated[
+        int | None, typer.Option(parser=size_bytes, metavar="SIZE", help="A GPU's part of its host's memory.")
+    ] = None
+    intra_bandwidth: Annotated[
+        float | None,
+        typer.Option(parser=bytes_per_s, metavar="RATE", help="Of a rank to those of its host, one direction."),
+    ] = None
+    inter_bandwidth: Annotated[
+        float | None, typer.Option(parser=bytes_per_s, metavar="RATE", help="Of a rank to other hosts, one direction.")
+    ] = None
+    reserve: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.99, help="Share of the memory kept for all else; default: TorchRec's estimate."),
+    ] = None
+    statistics: Annotated[Path | None, typer.Option(help="How features read their tables, of dreamshard stats.")] = None
+    checkpoint: Annotated[str, typer.Option(help="auto: what ships for the device.")] = "auto"
+    cost_source: Annotated[CostSource, typer.Option(help="Whose costs.")] = CostSource.auto
+    sharding_types: Annotated[
+        str | None, typer.Option(help="TorchRec's names of the types to use, separated by commas; default: all.")
+    ] = None
+    exact_training: Annotated[
+        bool, typer.Option(help="Leave out sharding types that change what is trained.")
+    ] = True
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0
+    search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None
+
+    def machine(self) -> Machine:
+        """What is to train."""
+        return Machine(
+            ranks_per_host=self.gpus,
+            hosts=self.nodes,
+            device=self.device.value,
+            gpu=None if self.gpu is None else self.gpu.lower(),
+            memory_bytes=self.hbm,
+            memory_bytes_per_s=self.hbm_bandwidth,
+            host_memory_bytes=self.host_memory,
+            intra_bytes_per_s=self.intra_bandwidth,
+            inter_bytes_per_s=self.inter_bandwidth,
+        )
+
+    def job(self) -> Job:
+        """Read; mistakes in it are found before anything is planned."""
+        machine = self.machine()
+        with quiet():
+            from dreamshard_planner.offline import Job, read_model
+            from dreamshard_planner.workload.statistics import TableStatistics
+
+        model = read_model(self.tables)
+        if self.statistics is not None:
+            model = model.with_statistics(TableStatistics.from_json(self.statistics))
+        settings = {
+            "checkpoint": self.checkpoint,
+            "cost_source": self.cost_source.value,
+            "sharding_types": None if self.sharding_types is None else self.sharding_types_named(),
+            "exact_training": self.exact_training,
+            "seed": self.seed,
+            "search_seconds": self.search_seconds,
+        }
+        return Job(
+            model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings
+        )
+
+    def sharding_types_named(self) -> tuple[str, ...]:
+        """Those asked for."""
+        from dreamshard_planner.table_list import SHARDING_TYPES
+
+        types = listed(self.sharding_types or "")
+        unknown = [kind for kind in types if kind not in SHARDING_TYPES]
+        if unknown or not types:
+            raise typer.BadParameter(
+                f"--sharding-types: {unknown[0] if unknown else self.sharding_types!r} is none of "
+                f"{', '.join(SHARDING_TYPES)}"
+            )
+        return types
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what TorchRec and FBGEMM tell of themselves at import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.getLogger("torchrec").setLevel(logging.ERROR)

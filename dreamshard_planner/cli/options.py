@@ -1,0 +1,125 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from enum import Enum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+
+class Device(str, Enum):
+    """Where kernels run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Recipe(str, Enum):
+    """Of :data:`dreamshard_planner.checkpoint.RECIPES`, which this need not load."""
+
+    default = "default"
+    paper = "paper"
+    autoshard = "autoshard"
+
+
+def _output(path: Path | None) -> Path | None:
+    """Before minutes of measuring, not after."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: name the file to write in it")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    return path
+
+
+def _present(device: Device) -> Device:
+    if device is Device.cuda:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise typer.BadParameter("cuda: no GPU that this torch can use")
+    return device
+
+
+def output(help: str) -> typer.models.OptionInfo:
+    """A file to write, checked before any work."""
+    return typer.Option(help=help, callback=_output)
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).")]
+RecipeOption = Annotated[Recipe, typer.Option(help="paper: the networks as published; autoshard: its policy.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
+CollectivesOption = Annotated[
+    Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")
+]
+UpdatesOption = Annotated[int | None, typer.Option(min=1, help="Policy updates; by default what a few minutes allow.")]
+
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def size_bytes(text: str) -> int:
+    """``80GB``, ``80GiB`` in bytes."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)b\s*", text, re.IGNORECASE)
+    if match is None or match[1].count(".") > 1:
+        raise typer.BadParameter(f"{text!r} is no size: give one as 80GB or 80GiB")
+    return round(float(match[1]) * UNITS[match[2].lower()])
+
+
+def bytes_per_s(text: str) -> float:
+    """``25GB/s`` (bytes) or ``200Gb/s`` (bits) in bytes per second."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kKmMgGtT]i?)([bB])(?:/s|ps)\s*", text)
+    if match is None or match[1].count(".") > 1:
+        raise typer.BadParameter(f"{text!r} is no bandwidth: give one as 25GB/s (bytes) or 200Gb/s (bits)")
+    return float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+class CostSource(str, Enum):
+    """Of :data:`dreamshard_planner.plugin.context.COST_SOURCES`."""
+
+    auto = "auto"
+    roofline = "roofline"
+    torchrec = "torchrec"
+
+
+def takes(options: type) -> Callable[[Callable], Callable]:
+    """A command whose first argument is an instance of this dataclass: its fields become options of their own."""
+
+    def decorate(function: Callable) -> Callable:
+        hints = get_type_hints(options, include_extras=True)
+        shared = [
+            inspect.Parameter(
+                entry.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if entry.default is MISSING else entry.default,
+                annotation=hints[entry.name],
+            )
+            for entry in fields(options)
+        ]
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+
+        @wraps(function)
+        def command(**given: Any) -> Any:
+            mine = {entry.name: given.pop(entry.name) for entry in fields(options)}
+            return function(options(**mine), **given)
+
+        command.__signature__ = inspect.Signature(parameters)
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del command.__wrapped__
+        return command
+
+    return decorate

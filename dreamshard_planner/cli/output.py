@@ -1,0 +1,95 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Data on stdout: a table for people, or JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+PIPE_COLUMNS = 200
+"""Width of tables where stdout is no terminal."""
+
+
+class Format(str, Enum):
+    """How data is shown."""
+
+    table = "table"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="A table for people, or JSON for programs.")]
+
+
+def show(document: Any, format: Format, *tables: RenderableType) -> None:
+    """The document as JSON, or the tables (texts as they are)."""
+    if format is Format.json:
+        typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+        return
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    for table in tables:
+        if isinstance(table, str):
+            typer.echo(table)
+        else:
+            console.print(table)
+
+
+def grid(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> Table:
+    """Rows under names of columns; columns of numbers are flush right."""
+    rows = [list(row) for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for index, name in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[index], (int, float, type(None))) for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    return table
+
+
+def facts(document: dict[str, Any], title: str | None = None) -> Table:
+    """Names and values, nested ones behind their names."""
+    table = Table(box=None, show_header=False, title=title, title_justify="left", pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _flat(document):
+        table.add_row(name, _cell(value))
+    return table
+
+
+def _flat(document: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return "-" if not math.isfinite(value) else f"{value:.4g}" if abs(value) < 1 else f"{value:,.3f}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_cell, value))
+    return str(value).replace("[", r"\[")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(part) for name, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,220 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Named GPUs and machines made of them, as TorchRec topologies; and which of a topology's figures nobody gave.
+
+Figures are the vendor's, in decimal units (1 GB is 10^9 bytes; what driver and context take is about the difference to
+binary ones). Links count one direction, half of what is advertised for both together: an all-to-all sends as much as
+it receives, at the same time.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dreamshard_planner.errors import TaskError
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import Topology
+
+GB = 10**9
+MAX_RANKS_OF_A_HOST = 16
+"""More on one host are taken for a forgotten ``local_world_size``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One model of GPU, and the network of the vendor's own machine with eight of them."""
+
+    title: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link: str
+    """Between GPUs of one host."""
+    link_bytes_per_s: float
+    """One direction, to all peers together."""
+    host_bytes_per_s: float
+    """To the host's memory, one direction."""
+    network_bytes_per_s: float | None
+    """To other hosts, one direction, per GPU; None where the vendor sells no such machine."""
+    source: str
+
+
+GPUS = {
+    "a100-40": Gpu(
+        title="NVIDIA A100 40GB SXM",
+        memory_bytes=40 * GB,
+        memory_bytes_per_s=1555 * GB,
+        link="NVLink 3",
+        link_bytes_per_s=300 * GB,
+        host_bytes_per_s=32 * GB,
+        network_bytes_per_s=25 * GB,
+        source="NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU",
+    ),
+    "a100-80": Gpu(
+        title="NVIDIA A100 80GB SXM",
+        memory_bytes=80 * GB,
+        memory_bytes_per_s=2039 * GB,
+        link="NVLink 3",
+        link_bytes_per_s=300 * GB,
+        host_bytes_per_s=32 * GB,
+        network_bytes_per_s=25 * GB,
+        source="NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU",
+    ),
+    "h100": Gpu(
+        title="NVIDIA H100 SXM",
+        memory_bytes=80 * GB,
+        memory_bytes_per_s=3350 * GB,
+        link="NVLink 4",
+        link_bytes_per_s=450 * GB,
+        host_bytes_per_s=64 * GB,
+        network_bytes_per_s=50 * GB,
+        source="NVIDIA H100 data sheet; DGX H100: one 400 Gb/s adapter per GPU",
+    ),
+    "h200": Gpu(
+        title="NVIDIA H200 SXM",
+        memory_bytes=141 * GB,
+        memory_bytes_per_s=4800 * GB,
+        link="NVLink 4",
+        link_bytes_per_s=450 * GB,
+        host_bytes_per_s=64 * GB,
+        network_bytes_per_s=50 * GB,
+        source="NVIDIA H200 data sheet; DGX H200: one 400 Gb/s adapter per GPU",
+    ),
+    "b200": Gpu(
+        title="NVIDIA B200 SXM",
+        memory_bytes=180 * GB,
+        memory_bytes_per_s=8000 * GB,
+        link="NVLink 5",
+        link_bytes_per_s=900 * GB,
+        host_bytes_per_s=64 * GB,
+        network_bytes_per_s=50 * GB,
+        source="NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
+    ),
+    "l4": Gpu(
+        title="NVIDIA L4",
+        memory_bytes=24 * GB,
+        memory_bytes_per_s=300 * GB,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32 * GB,
+        host_bytes_per_s=32 * GB,
+        network_bytes_per_s=None,
+        source="NVIDIA L4 data sheet",
+    ),
+}
+"""By name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Ranks, their memory and what connects them; None for what TorchRec has a default for."""
+
+    ranks_per_host: int
+    hosts: int = 1
+    device: str = "cuda"
+    """``cuda`` or ``cpu``."""
+    gpu: str | None = None
+    """A name of :data:`GPUS`, for what is not given below."""
+    memory_bytes: int | None = None
+    """Device memory of a rank; on CPUs the rank's part of the host's."""
+    memory_bytes_per_s: float | None = None
+    host_memory_bytes: int | None = None
+    """The rank's part of the host's memory, on GPUs: for unified memory."""
+    intra_bytes_per_s: float | None = None
+    """Between ranks of one host."""
+    inter_bytes_per_s: float | None = None
+    """Between hosts."""
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.gpu not in GPUS:
+            near = difflib.get_close_matches(self.gpu, GPUS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise TaskError(f"unknown GPU {self.gpu!r}: {hint}known are {', '.join(GPUS)}")
+        if self.gpu is not None and self.device != "cuda":
+            raise TaskError(f"a machine of {self.gpu} GPUs has device 'cuda', not {self.device!r}")
+        for name in ("ranks_per_host", "hosts"):
+            if getattr(self, name) < 1:
+                raise TaskError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("memory_bytes", "memory_bytes_per_s", "host_memory_bytes"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise TaskError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise TaskError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.gpu is not None and self.hosts > 1 and self.inter_bytes_per_s is None:
+            if GPUS[self.gpu].network_bytes_per_s is None:
+                raise TaskError(f"no network is published for {self.gpu}: give the bandwidth between hosts")
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.ranks_per_host * self.hosts
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        what = "CPU ranks" if self.device == "cpu" else GPUS[self.gpu].title if self.gpu else "GPUs"
+        return f"{self.ranks_per_host} {what}" + (f" on each of {self.hosts} hosts" if self.hosts > 1 else "")
+
+    def topology(self) -> Topology:
+        """As TorchRec's planner takes it, with its own defaults for what is not known."""
+        from torchrec.distributed.planner.types import Topology
+
+        gpu = GPUS[self.gpu] if self.gpu else None
+        memory = self.memory_bytes or (gpu.memory_bytes if gpu else None)
+        speed = _per_ms(self.memory_bytes_per_s or (gpu.memory_bytes_per_s if gpu else None))
+        on_cpu = self.device == "cpu"
+        given = {
+            "hbm_cap": None if on_cpu else memory,
+            "ddr_cap": memory if on_cpu else self.host_memory_bytes,
+            "ddr_mem_bw" if on_cpu else "hbm_mem_bw": speed,
+            "hbm_to_ddr_mem_bw": _per_ms(gpu.host_bytes_per_s if gpu else None),
+            "intra_host_bw": _per_ms(self.intra_bytes_per_s or (gpu.link_bytes_per_s if gpu else None)),
+            "inter_host_bw": _per_ms(self.inter_bytes_per_s or (gpu.network_bytes_per_s if gpu else None)),
+        }
+        return Topology(
+            world_size=self.ranks,
+            compute_device=self.device,
+            local_world_size=self.ranks_per_host,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str, ...]:
+    """What of a topology is as TorchRec has it where nobody says otherwise, and so perhaps not this machine's.
+
+    Args:
+        topology: before any reservation.
+        links_measured: whether collectives were measured, so that no bandwidth between ranks is read.
+    """
+    from torchrec.distributed.planner import constants
+
+    defaults = []
+    ranks, per_host = topology.world_size, topology.local_world_size
+    if topology.compute_device == "cuda":
+        if all(device.storage.hbm == constants.HBM_CAP for device in topology.devices):
+            defaults.append(f"{constants.HBM_CAP / GB:.1f} GB of memory (hbm_cap)")
+        if topology.hbm_mem_bw == constants.HBM_MEM_BW:
+            defaults.append(f"{_gb_per_s(topology.hbm_mem_bw)} to it (hbm_mem_bw)")
+    if not links_measured:
+        inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
+        if min(ranks, per_host) > 1 and inside == constants.INTRA_NODE_BANDWIDTH:
+            defaults.append(f"{_gb_per_s(inside)} between ranks of a host (intra_host_bw)")
+        if ranks > per_host and between == constants.CROSS_NODE_BANDWIDTH:
+            defaults.append(f"{_gb_per_s(between)} between hosts (inter_host_bw)")
+    notes = []
+    if defaults:
+        notes.append(f"the topology has TorchRec's defaults, perhaps not this hardware's: {', '.join(defaults)}")
+    if per_host >= ranks > MAX_RANKS_OF_A_HOST:
+        notes.append(
+            f"all {ranks} ranks are taken to be on one host, as TorchRec does where local_world_size is not given"
+        )
+    return tuple(notes)
+
+
+def _per_ms(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else bytes_per_s / 1e3
+
+
+def _gb_per_s(bytes_per_ms: float) -> str:
+    return f"{bytes_per_ms * 1e3 / GB:,.0f} GB/s"
