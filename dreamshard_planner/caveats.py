@@ -59,7 +59,7 @@ def _other_hardware(checkpoint: Checkpoint, compute_device: str) -> list[str]:
     device, name = measured.get("device"), measured.get("name")
     if device is not None and device != compute_device:
         return [
-            f"these costs were measured on {device} ({name}), and the plan is for {compute_device}: they say little of it"
+            f"these costs were measured on {device} ({name}) and say little of {compute_device}, which the plan is for"
         ]
     if device != "cpu":
         return []
@@ -67,6 +67,6 @@ def _other_hardware(checkpoint: Checkpoint, compute_device: str) -> list[str]:
     if name is None or name == here:
         return []
     return [
-        f"these costs were measured on {name}, and this machine is {here}: if it is to train, dreamshard calibrate fits "
-        "them to it"
+        f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
+        "fits them to it"
     ]

@@ -112,15 +112,15 @@ def _cuda() -> list[Finding]:
     if installed("fbgemm-gpu-cpu"):
         found.append(Finding("CUDA kernels", "none: fbgemm-gpu-cpu", "note", "training on GPUs needs fbgemm-gpu"))
     if not dist.is_nccl_available():
-        found.append(Finding("NCCL", "none", "note", "ranks on GPUs exchange with NCCL, which CUDA builds of torch have"))
+        found.append(Finding("NCCL", "none", "note", "ranks on GPUs exchange with NCCL; CUDA builds of torch have it"))
     return found
 
 
 def _checkpoint(device: str) -> Finding:
     """What ``checkpoint="auto"`` would take there, and why."""
+    from dreamshard_planner.caveats import checkpoint_notes
     from dreamshard_planner.checkpoint import resolve
     from dreamshard_planner.devices import Machine
-    from dreamshard_planner.caveats import checkpoint_notes
     from dreamshard_planner.errors import CheckpointError
 
     subject = f"costs on {device}"

@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress_bar(what: str, total: int, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, ``done`` of ``total`` at first; call what it yields with a note, and the steps made (1)."""
+def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, ``done`` of ``total`` at first, which may be unknown; call what it yields with a note, and the
+    steps made (1)."""
     bar = Progress(
         TextColumn(what),
         BarColumn(),

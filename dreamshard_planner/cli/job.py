@@ -66,9 +66,7 @@ class JobOptions:
     sharding_types: Annotated[
         str | None, typer.Option(help="TorchRec's names of the types to use, separated by commas; default: all.")
     ] = None
-    exact_training: Annotated[
-        bool, typer.Option(help="Leave out sharding types that change what is trained.")
-    ] = True
+    exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0
     search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None
 
@@ -104,9 +102,7 @@ class JobOptions:
             "seed": self.seed,
             "search_seconds": self.search_seconds,
         }
-        return Job(
-            model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings
-        )
+        return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
 
     def sharding_types_named(self) -> tuple[str, ...]:
         """Those asked for."""

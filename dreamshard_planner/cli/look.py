@@ -35,7 +35,7 @@ def doctor(format: FormatOption = Format.table) -> None:
 
 @command("dreamshard info auto")
 def info(
-    source: Annotated[str, typer.Argument(help="A checkpoint, dataset, journal, statistics, list of tables, plan; or auto.")],
+    source: Annotated[str, typer.Argument(help="Checkpoint, dataset, statistics, list of tables or plan; or auto.")],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
     recipe: RecipeOption = Recipe.default,
     format: FormatOption = Format.table,

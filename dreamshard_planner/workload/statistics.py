@@ -1,23 +1,24 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Workload statistics per feature, taken from batches or kept in a file."""
+"""Workload statistics per feature, taken from data or kept in a file."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.files import brief, read_json, write_whole
-from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts
-from dreamshard_planner.workload.sketch import IdSketch, merge
+from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.workload.counting import count_batches, count_lengths, merge_features
+from dreamshard_planner.workload.drift import Drift, drift
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
@@ -61,17 +62,22 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
 
     @classmethod
     def from_batches(
-        cls, batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch, keys: Sequence[str] | None = None
+        cls,
+        batches: Iterable[KeyedJaggedTensor | Batch] | KeyedJaggedTensor | Batch,
+        keys: Sequence[str] | None = None,
+        progress: bool = False,
     ) -> TableStatistics:
         """Statistics over batches, each of about the local batch size.
 
         Pooling factors are lookups over samples, distinct rows are averaged over batches, and so are histograms,
-        weighted by these. Features whose ids are hashes (negative, or 2^53 and more) have no sketch of ids.
+        weighted by these. Features whose ids are hashes (negative, or 2^53 and more) have no sketch of ids. Memory
+        does not grow with the number of batches.
 
         Args:
             batches: ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``, or what holds one in ``sparse_features`` as
                 ``torchrec.datasets.utils.Batch`` does; all with the same keys. A single one counts as one batch.
             keys: features to look at; the others belong to modules that are not planned. Default: all.
+            progress: a bar on stderr.
 
         Raises:
             StatisticsError: where there is no batch, the keys differ between batches, ``keys`` has others, or a batch
@@ -79,55 +85,85 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         """
         if isinstance(keys, str):
             raise StatisticsError(f"keys must be a list of feature names, got the string {keys!r}")
-        given, wanted = None, keys
-        lookups: dict[str, int] = {}
-        samples: dict[str, int] = {}
-        counts: dict[str, torch.Tensor] = {}
-        sketches: dict[str, list[tuple[IdSketch | None, int, float]]] = {}
-        num_batches = 0
-        for element in _elements(batches):
-            # Not around the loop: the batches are made in the caller's state, random numbers and all.
-            with neutral():
-                batch = _sparse_features(element, num_batches)
-                if given is None:
-                    given = set(batch.keys())
-                    keys = list(batch.keys()) if wanted is None else list(wanted)
-                    missing = [key for key in keys if key not in given]
-                    if missing:
-                        raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
-                    lookups, samples = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)
-                    counts = {key: torch.zeros(NUM_REUSE_BINS, dtype=torch.float64) for key in keys}
-                    sketches = {key: [] for key in keys}
-                elif set(batch.keys()) != given:
-                    changed = sorted(set(batch.keys()) ^ given)
-                    raise StatisticsError(f"batch {num_batches} has other keys than the first one: {changed}")
-                for key in keys:
-                    jagged = batch[key]
-                    id_R, count_R = torch.unique(jagged.values().cpu(), return_counts=True)
-                    histogram, distinct = histogram_of_counts(count_R)
-                    if len(id_R):
-                        sketches[key].append((IdSketch.of_counts(id_R, count_R), jagged.values().numel(), distinct))
-                    lookups[key] += jagged.values().numel()
-                    samples[key] += jagged.lengths().numel()
-                    counts[key] += histogram * distinct
-            num_batches += 1
-        if given is None:
-            raise StatisticsError("no batches: cannot take statistics of nothing")
-        features = {}
-        for key in keys:
-            if samples[key] == 0:
-                raise StatisticsError(f"feature {key!r}: all batches are without samples")
-            with neutral():
-                distinct = float(counts[key].sum())
-                shares = tuple((counts[key] / distinct).tolist()) if lookups[key] else None
-            features[key] = FeatureStatistics(
-                pooling_factor=lookups[key] / samples[key],
-                reuse_histogram=shares,
-                batch_size=max(1, round(samples[key] / num_batches)),
-                distinct_rows=distinct / num_batches if lookups[key] else None,
-                ids=_merged(sketches[key]),
-            )
-        return cls(features)
+        elements = _elements(batches)
+        total = len(elements) if isinstance(elements, Sized) else None
+        with progress_bar("counting batches", total, progress) as advance:
+            return cls(count_batches(_each(elements, advance), keys))
+
+    @classmethod
+    def from_counts(cls, counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> TableStatistics:
+        """Statistics of data at hand: the lengths [samples] and ids [sum of lengths] of each feature.
+
+        Args:
+            counts: lengths and ids by feature name; tensors, arrays or lists of whole numbers.
+            batch_size: samples of a local batch: the data is cut into such batches in its order. What fills none at
+                the end is left out, unless it is all there is.
+
+        Raises:
+            StatisticsError: names the feature, where lengths and ids contradict each other or are no whole numbers.
+        """
+        return cls(count_lengths(counts, batch_size))
+
+    @classmethod
+    def from_parquet(
+        cls,
+        paths: str | Path | Sequence[str | Path],
+        batch_size: int,
+        features: Sequence[str] | Mapping[str, str] | None = None,
+        max_batches: int | None = None,
+        progress: bool = False,
+    ) -> TableStatistics:
+        """Statistics of parquet files, of which one batch is in memory at a time; needs pyarrow
+        (``pip install dreamshard_planner[parquet]``).
+
+        Args:
+            paths: files, or folders of ``.parquet`` files; taken in this order as one.
+            batch_size: samples (rows of a file) of a local batch. What fills none at the end is left out, unless it is
+                all there is.
+            features: columns to count, or columns by feature name where these differ: lists of whole numbers, or whole
+                numbers for one lookup per sample. Default: all that are lists of whole numbers.
+            max_batches: stop after so many.
+            progress: a bar on stderr.
+
+        Raises:
+            StatisticsError: names the file, or the column, that can't be read as such.
+        """
+        from dreamshard_planner.workload.parquet import count_parquet
+
+        return cls(count_parquet(paths, batch_size, features, max_batches, progress))
+
+    @classmethod
+    def merge(cls, statistics: Iterable[TableStatistics]) -> TableStatistics:
+        """One of several, of other days or other ranks. Each feature is averaged over those that have it, by the
+        batches that each has counted.
+
+        Raises:
+            StatisticsError: where batch sizes differ by more than a quarter, since reuse belongs to one.
+        """
+        parts: dict[str, list[FeatureStatistics]] = {}
+        for one in statistics:
+            for name, feature in one.items():
+                parts.setdefault(name, []).append(feature)
+        return cls({name: merge_features(name, features) for name, features in parts.items()})
+
+    def all_gather(self, group: dist.ProcessGroup | None = None) -> TableStatistics:
+        """The statistics of all ranks merged, the same on each; a collective call. Ranks without data give
+        ``TableStatistics({})``.
+
+        Args:
+            group: default: all ranks.
+
+        Raises:
+            StatisticsError: on every rank, where they do not merge.
+        """
+        gathered: list[TableStatistics | None] = [None] * dist.get_world_size(group)
+        with neutral():
+            dist.all_gather_object(gathered, self, group=group)
+        return TableStatistics.merge(gathered)
+
+    def diff(self, after: TableStatistics) -> Drift:
+        """What changed since these statistics were taken."""
+        return drift(self, after)
 
     def check_features(self, known: Iterable[str]) -> None:
         """Raise StatisticsError naming every feature that is not among ``known``, with close matches."""
@@ -149,6 +185,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                 "batch_size": feature.batch_size,
                 "distinct_rows": feature.distinct_rows,
                 "ids": None if feature.ids is None else asdict(feature.ids),
+                "batches": feature.batches,
             }
             for name, feature in self.items()
         }
@@ -181,18 +218,19 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
                     batch_size=entry["batch_size"],
                     distinct_rows=entry.get("distinct_rows"),
                     ids=entry.get("ids"),
+                    batches=entry.get("batches", 1),
                 )
             except (TypeError, ValueError) as error:
                 raise StatisticsError(f"{path}: feature {brief(name)}: {brief(error)}") from error
         return cls(features)
 
 
-@neutral()
-def _merged(sketches: Sequence[tuple[IdSketch | None, int, float]]) -> IdSketch | None:
-    """Of all batches, from each one's sketch, lookups and distinct rows."""
-    if not sketches or any(sketch is None for sketch, _, _ in sketches):
-        return None
-    return merge(*zip(*sketches, strict=True))
+def _each(elements: Iterable[Any], advance: Callable[[str], None]) -> Iterator[KeyedJaggedTensor]:
+    for position, element in enumerate(elements):
+        with neutral():
+            batch = _sparse_features(element, position)
+        yield batch
+        advance("")
 
 
 def _elements(batches: Any) -> Iterable[Any]:

@@ -26,6 +26,7 @@ or an SSD of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching
 
 CACHE_LOAD_FACTOR = 0.2
 """Default of FBGEMM and of TorchRec."""
+MAX_BATCHES = 2**53
 MAX_BATCH_SIZE = 2**40
 """Beyond any; lookups of a batch stay whole numbers."""
 
@@ -51,6 +52,9 @@ class FeatureStatistics:
     """Where in the table's range of ids the lookups of such batches fall, and their distinct rows; a mapping with the
     fields of :class:`IdSketch` is taken as one. None: evenly."""
 
+    batches: int = field(default=1, compare=False)
+    """How many such batches were counted: what merging weighs them by."""
+
     def __post_init__(self) -> None:
         if isinstance(self.ids, Mapping):
             object.__setattr__(self, "ids", IdSketch(**self.ids))
@@ -68,6 +72,9 @@ class FeatureStatistics:
             raise StatisticsError(f"pooling factor must be a finite number >= 0, got {self.pooling_factor}")
         if self.batch_size is not None and not 1 <= self.batch_size <= MAX_BATCH_SIZE:
             raise StatisticsError(f"batch size must be from 1 to {MAX_BATCH_SIZE}, got {brief(self.batch_size)}")
+        whole = isinstance(self.batches, int) and not isinstance(self.batches, bool)
+        if not whole or not 1 <= self.batches <= MAX_BATCHES:
+            raise StatisticsError(f"batches must be a whole number from 1 to {MAX_BATCHES}, got {brief(self.batches)}")
         if self.reuse_histogram is None:
             if self.distinct_rows is not None:
                 raise StatisticsError(f"distinct rows ({self.distinct_rows}) tell nothing without a reuse histogram")

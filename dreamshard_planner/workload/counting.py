@@ -1,0 +1,223 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Counting how features read their tables, batch by batch, in memory that does not grow with the batches.
+
+Shapes: N lookups, B samples, K = 17 reuse bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.ambient import neutral
+from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
+from dreamshard_planner.workload.sketch import IdSketch, merge
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+SKETCHES_AT_ONCE = 16
+"""Sketches of ids that are merged into one, of which again as many are merged: a merge costs some accuracy, so that
+each batch goes through few of them, and few sketches are kept."""
+SAME_BATCH = 1.25
+"""How far batch sizes may be apart, as a ratio, for statistics to be merged."""
+
+
+class Sketches:
+    """One sketch of ids of any number of batches."""
+
+    def __init__(self) -> None:
+        self._levels: list[list[tuple[IdSketch, float, float]]] = []
+        """Sketches with their lookups and distinct rows; one of a level is of 16 of the level below."""
+        self._known = True
+
+    def add(self, sketch: IdSketch | None, lookups: float, distinct: float) -> None:
+        """Of one batch; None where its ids are no rows, and then there is none of all."""
+        if sketch is None:
+            self._known, self._levels = False, []
+        if self._known:
+            self._push(0, (sketch, lookups, distinct))
+
+    def _push(self, level: int, entry: tuple[IdSketch, float, float]) -> None:
+        if level == len(self._levels):
+            self._levels.append([])
+        self._levels[level].append(entry)
+        if len(self._levels[level]) == SKETCHES_AT_ONCE:
+            full, self._levels[level] = self._levels[level], []
+            self._push(level + 1, _merged(full))
+
+    def all(self) -> IdSketch | None:
+        """Of all batches so far."""
+        entries = [entry for level in self._levels for entry in level]
+        return _merged(entries)[0] if entries else None
+
+
+def _merged(entries: Sequence[tuple[IdSketch, float, float]]) -> tuple[IdSketch, float, float]:
+    if len(entries) == 1:
+        return entries[0]
+    sketches, lookups, distinct = zip(*entries, strict=True)
+    return merge(sketches, lookups, distinct), sum(lookups), sum(distinct)
+
+
+class FeatureCounts:
+    """Running sums of one feature."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._batches, self._samples, self._lookups = 0, 0, 0
+        self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
+        self._sketches = Sketches()
+
+    def add(self, id_N: Tensor, samples: int) -> None:
+        """One batch of so many samples, with all ids that they look up."""
+        self._batches += 1
+        self._samples += samples
+        self._lookups += len(id_N)
+        if not len(id_N):
+            return
+        id_R, count_R = torch.unique(id_N.cpu(), return_counts=True)
+        histogram_K, distinct = histogram_of_counts(count_R)
+        self._count_K += histogram_K * distinct
+        self._sketches.add(IdSketch.of_counts(id_R, count_R), len(id_N), distinct)
+
+    def statistics(self) -> FeatureStatistics:
+        """Of all batches so far; StatisticsError where they have no sample."""
+        if not self._samples:
+            raise StatisticsError(f"feature {self.name!r}: all batches are without samples")
+        distinct = float(self._count_K.sum())
+        return FeatureStatistics(
+            pooling_factor=self._lookups / self._samples,
+            reuse_histogram=tuple((self._count_K / distinct).tolist()) if self._lookups else None,
+            batch_size=max(1, round(self._samples / self._batches)),
+            distinct_rows=distinct / self._batches if self._lookups else None,
+            ids=self._sketches.all(),
+            batches=self._batches,
+        )
+
+
+def count_batches(
+    batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None
+) -> dict[str, FeatureStatistics]:
+    """Of batches of ``KeyedJaggedTensor``, see ``TableStatistics.from_batches``."""
+    given: set[str] | None = None
+    counts: dict[str, FeatureCounts] = {}
+    for position, batch in enumerate(batches):
+        # Not around the loop: the batches are made in the caller's state, random numbers and all.
+        with neutral():
+            if given is None:
+                given = set(batch.keys())
+                wanted = list(batch.keys()) if keys is None else list(keys)
+                missing = [key for key in wanted if key not in given]
+                if missing:
+                    raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
+                counts = {key: FeatureCounts(key) for key in wanted}
+            elif set(batch.keys()) != given:
+                changed = sorted(set(batch.keys()) ^ given)
+                raise StatisticsError(f"batch {position} has other keys than the first one: {changed}")
+            for key, count in counts.items():
+                jagged = batch[key]
+                count.add(jagged.values(), jagged.lengths().numel())
+    if given is None:
+        raise StatisticsError("no batches: cannot take statistics of nothing")
+    with neutral():
+        return {key: count.statistics() for key, count in counts.items()}
+
+
+@neutral()
+def count_lengths(counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> dict[str, FeatureStatistics]:
+    """Of lengths [B] and ids [N] per feature, see ``TableStatistics.from_counts``."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise StatisticsError(f"batch_size must be a whole number from 1, got {batch_size!r}")
+    features = {}
+    for name, pair in counts.items():
+        length_B, id_N = _checked_counts(name, pair)
+        end_B = length_B.cumsum(0)
+        count, start = FeatureCounts(name), 0
+        for first, last in whole_batches(len(length_B), batch_size):
+            end = int(end_B[last - 1])
+            count.add(id_N[start:end], last - first)
+            start = end
+        features[name] = count.statistics()
+    return features
+
+
+def whole_batches(samples: int, batch_size: int) -> Iterator[tuple[int, int]]:
+    """First and last of each batch; samples that fill none are left out, unless there are no others."""
+    for first in range(0, samples, batch_size):
+        if first == 0 or first + batch_size <= samples:
+            yield first, min(first + batch_size, samples)
+
+
+def _checked_counts(name: str, pair: Any) -> tuple[Tensor, Tensor]:
+    try:
+        length_B, id_N = (torch.as_tensor(values).flatten() for values in pair)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StatisticsError(f"feature {name!r}: lengths and ids must be two arrays of whole numbers") from error
+    for what, values in (("lengths", length_B), ("ids", id_N)):
+        if len(values) and (values.is_floating_point() or values.dtype == torch.bool):
+            raise StatisticsError(f"feature {name!r}: {what} must be whole numbers, got {values.dtype}")
+    length_B = length_B.long()
+    if len(length_B) and int(length_B.min()) < 0:
+        raise StatisticsError(f"feature {name!r}: lengths must be 0 or more, got {int(length_B.min())}")
+    if int(length_B.sum()) != len(id_N):
+        raise StatisticsError(
+            f"feature {name!r}: lengths add up to {int(length_B.sum())}, and there are {len(id_N)} ids"
+        )
+    return length_B, id_N
+
+
+@neutral()
+def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStatistics:
+    """One feature's statistics of several sources, each counting by its batches.
+
+    Raises:
+        StatisticsError: where their batch sizes differ: reuse belongs to one.
+    """
+    sizes = sorted({part.batch_size for part in parts})
+    if sizes[-1] > SAME_BATCH * sizes[0]:
+        raise StatisticsError(
+            f"feature {name!r}: statistics of batches of {sizes[0]:,} and of {sizes[-1]:,} samples do not merge, since "
+            "reuse belongs to a batch size; take all with the same"
+        )
+    if len(parts) == 1:
+        return parts[0]
+    samples = [part.batches * part.batch_size for part in parts]
+    lookups = [part.pooling_factor * count for part, count in zip(parts, samples, strict=True)]
+    counted = [
+        (part, read, part.batches * _distinct(part))
+        for part, read in zip(parts, lookups, strict=True)
+        if part.reuse_histogram is not None and read > 0
+    ]
+    histogram = distinct = None
+    if counted:
+        total = sum(rows for _, _, rows in counted)
+        histogram = tuple(
+            sum(part.reuse_histogram[k] * rows for part, _, rows in counted) / total for k in range(NUM_REUSE_BINS)
+        )
+        # Batches without a lookup have no distinct row; those that nothing is known of are like the others.
+        known = sum(part.batches for part, read in zip(parts, lookups, strict=True) if part.reuse_histogram or not read)
+        distinct = total / known
+    sketches = Sketches()
+    for part, read in zip(parts, lookups, strict=True):
+        if read:
+            sketches.add(part.ids, read, part.batches * _distinct(part))
+    batches = sum(part.batches for part in parts)
+    pooling_factor, batch_size = sum(lookups) / sum(samples), max(1, round(sum(samples) / batches))
+    if distinct is not None:
+        distinct = min(distinct, pooling_factor * batch_size)
+    return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, sketches.all(), batches)
+
+
+def _distinct(part: FeatureStatistics) -> float:
+    """Distinct rows of one batch."""
+    lookups = part.pooling_factor * part.batch_size
+    if part.distinct_rows is not None:
+        return part.distinct_rows
+    if part.reuse_histogram is None or not lookups:
+        return lookups
+    return lookups / float(mean_reuse(torch.tensor([part.reuse_histogram])).clamp_min(1.0))

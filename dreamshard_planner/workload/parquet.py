@@ -1,0 +1,131 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Statistics of parquet files, streamed; the only module that needs pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dreamshard_planner.ambient import neutral
+from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.workload.counting import FeatureCounts
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as missing:
+    raise StatisticsError(
+        f"reading parquet files needs pyarrow ({missing}): pip install 'dreamshard_planner[parquet]'"
+    ) from missing
+
+LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def count_parquet(
+    paths: str | Path | Sequence[str | Path],
+    batch_size: int,
+    features: Sequence[str] | Mapping[str, str] | None = None,
+    max_batches: int | None = None,
+    progress: bool = False,
+) -> dict[str, FeatureStatistics]:
+    """See ``TableStatistics.from_parquet``."""
+    if batch_size < 1 or (max_batches is not None and max_batches < 1):
+        raise StatisticsError(f"batch_size and max_batches must be at least 1, got {batch_size} and {max_batches}")
+    files = [_opened(path) for path in _files(paths)]
+    names = _columns(*files[0], features)
+    for path, file in files:
+        _columns(path, file, names)
+    rows = sum(file.metadata.num_rows for _, file in files)
+    total = max(1, rows // batch_size)
+    total = total if max_batches is None else min(total, max_batches)
+    counts = {name: FeatureCounts(name) for name in names}
+    with progress_bar("counting batches", total, progress) as advance:
+        for table in islice(_batches(files, sorted(set(names.values())), batch_size), max_batches):
+            with neutral():
+                for name, column in names.items():
+                    counts[name].add(_ids(table.column(column)), table.num_rows)
+            advance("")
+    with neutral():
+        return {name: count.statistics() for name, count in counts.items()}
+
+
+def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    found = [file for path in given for file in (sorted(path.glob("*.parquet")) if path.is_dir() else [path])]
+    if not found:
+        raise StatisticsError(f"no .parquet file in {', '.join(map(str, given)) or 'an empty list'}")
+    return found
+
+
+def _opened(path: Path) -> tuple[Path, pq.ParquetFile]:
+    try:
+        return path, pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise StatisticsError(f"{path}: no parquet file that can be read ({str(error).splitlines()[0]})") from error
+
+
+def _columns(path: Path, file: pq.ParquetFile, features: Sequence[str] | Mapping[str, str] | None) -> dict[str, str]:
+    """Columns of features, by feature name, checked."""
+    schema = file.schema_arrow
+    types = dict(zip(schema.names, schema.types, strict=True))
+    if features is None:
+        found = {name: name for name, kind in types.items() if _is_ids(kind, lists_only=True)}
+        if not found:
+            raise StatisticsError(f"{path}: no column is a list of whole numbers; name some of {list(types)}")
+        return found
+    if isinstance(features, str) or not features:
+        raise StatisticsError(f"features must be some names of columns, got {features!r}")
+    names = dict(features) if isinstance(features, Mapping) else {name: name for name in features}
+    for name, column in names.items():
+        if column not in types:
+            raise StatisticsError(f"{path}: has no column {column!r} of feature {name!r}; there are {list(types)}")
+        if not _is_ids(types[column]):
+            raise StatisticsError(f"{path}: column {column!r} holds {types[column]}, and ids are whole numbers")
+    return names
+
+
+def _is_ids(kind: pa.DataType, lists_only: bool = False) -> bool:
+    if any(is_list(kind) for is_list in LISTS):
+        return pa.types.is_integer(kind.value_type)
+    return not lists_only and pa.types.is_integer(kind)
+
+
+def _batches(
+    files: Sequence[tuple[Path, pq.ParquetFile]], columns: Sequence[str], batch_size: int
+) -> Iterator[pa.Table]:
+    """Batches of exactly this many rows, across row groups and files; a smaller one only where there is no other."""
+    pending: list[pa.RecordBatch] = []
+    rows = made = 0
+    for path, file in files:
+        try:
+            for part in file.iter_batches(batch_size=batch_size, columns=list(columns)):
+                while part.num_rows:
+                    taken = part.slice(0, batch_size - rows)
+                    part = part.slice(taken.num_rows)
+                    pending.append(taken)
+                    rows += taken.num_rows
+                    if rows == batch_size:
+                        yield pa.Table.from_batches(pending)
+                        pending, rows, made = [], 0, made + 1
+        except (OSError, pa.ArrowException) as error:
+            raise StatisticsError(f"{path}: cannot be read to its end ({str(error).splitlines()[0]})") from error
+    if pending and not made:
+        yield pa.Table.from_batches(pending)
+
+
+def _ids(column: pa.ChunkedArray) -> torch.Tensor:
+    """All ids of a column, int64; null samples and null ids look nothing up."""
+    parts = []
+    for chunk in column.chunks:
+        values = chunk.flatten() if any(is_list(chunk.type) for is_list in LISTS) else chunk
+        parts.append(values.drop_null().to_numpy(zero_copy_only=False))
+    flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    if flat.dtype == np.uint64:
+        flat = flat.view(np.int64)  # hashes: what is 2^63 and more becomes negative, and is no row either way
+    return torch.from_numpy(np.ascontiguousarray(flat, dtype=np.int64))
