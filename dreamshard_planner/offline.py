@@ -132,6 +132,11 @@ class Planned:
         """On the plan, and what it was chosen from."""
         return self.planner.report()
 
+    @property
+    def outline(self) -> Report:
+        """The same without what takes as long as planning."""
+        return self.planner.report(beyond=False)
+
 
 def read_model(source: str) -> OfflineModel:
     """The model that ``source`` names: a list of tables (``tables.json``), a function that returns the model

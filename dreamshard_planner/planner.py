@@ -461,9 +461,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return int(self.hash_planner_context_inputs_str(), 16)
 
     @neutral()
-    def report(self) -> Report:
-        """What the last plan is, and what it was chosen from; on the rank that planned (rank 0). On first asking it
-        works out what sharding types that train differently would gain, which takes about as long as planning.
+    def report(self, beyond: bool = True) -> Report:
+        """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
+
+        Args:
+            beyond: also tell what sharding types that train differently would gain; working it out, on first asking,
+                takes about as long as planning.
 
         Raises:
             DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
@@ -472,11 +475,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         if isinstance(self._report, str):
             raise DreamShardError(f"there is no report: {self._report}")
-        if self._beyond is not None and isinstance(self._partitioner, DreamShardPartitioner):
-            beyond = self._beyond(self._partitioner.outcome(self._before_callbacks))
+        if beyond and self._beyond is not None and isinstance(self._partitioner, DreamShardPartitioner):
+            found = self._beyond(self._partitioner.outcome(self._before_callbacks))
             self._beyond = None
-            note = beyond.note(self._report.chosen.total_ms)
-            self._report = replace(self._report, beyond=beyond, notes=(*self._report.notes, note))
+            note = found.note(self._report.chosen.total_ms)
+            self._report = replace(self._report, beyond=found, notes=(*self._report.notes, note))
         return self._report
 
     @neutral()

@@ -4,10 +4,10 @@
 Commands import what they work with when they run: ``--help``, ``--version`` and completion load no torch.
 """
 
-from dreamshard_planner.cli import learn, look, place
+from dreamshard_planner.cli import learn, look, place, stats, whatif
 from dreamshard_planner.cli.app import app
 
-__all__ = ["app", "learn", "look", "main", "place"]
+__all__ = ["app", "learn", "look", "main", "place", "stats", "whatif"]
 
 
 def main() -> None:

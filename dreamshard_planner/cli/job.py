@@ -121,7 +121,7 @@ class JobOptions:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what TorchRec and FBGEMM tell of themselves at import."""
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
