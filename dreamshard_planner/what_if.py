@@ -347,5 +347,5 @@ def replanning(job: Job, before: TableStatistics, after: TableStatistics) -> Rep
     """What a plan made with the statistics ``before`` costs by those ``after``, and what a new one would."""
     kept = replace(job, model=job.model.with_statistics(before)).plan()
     again = replace(job, model=job.model.with_statistics(after)).plan()
-    keep_ms = again.planner.predict(kept.planner._best_plan or []).total_ms
+    keep_ms = again.planner.predict(kept.plan).total_ms
     return Replanning(keep_ms, again.outline.chosen.total_ms)

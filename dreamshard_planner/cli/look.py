@@ -81,14 +81,27 @@ def _dataset(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
-    from dreamshard_planner import table_list
+    from dreamshard_planner import plan_file, table_list
     from dreamshard_planner.workload import pools, statistics
 
     try:
         document = json.loads(path.read_text())
+    except OSError as error:
+        raise DreamShardError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DreamShardError(f"{path}: no JSON: {error}") from error
-    schema = document.get("schema") if isinstance(document, dict) else None
+    document = document if isinstance(document, dict) else {}
+    if document.get("format") == plan_file.FORMAT:
+        saved = plan_file.SavedPlan.load(path)
+        return "plan", {
+            "tables": len(saved.inputs.tables),
+            "ranks": saved.inputs.topology.world_size,
+            "total_ms": saved.predicted.total_ms,
+            "cost_source": saved.predicted.cost_source,
+            "libraries": saved.libraries,
+            "settings": saved.inputs.settings,
+        }
+    schema = document.get("schema")
     if schema == statistics.SCHEMA:
         found = statistics.TableStatistics.from_json(path)
         factors = {name: feature.pooling_factor for name, feature in found.items()}

@@ -1,38 +1,70 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""``plan``: offline, for devices that need not be here."""
+"""``plan``, ``report`` and ``compare``: plans made offline, and plans in files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import JobOptions
-from dreamshard_planner.cli.options import takes
+from dreamshard_planner.cli.job import JobOptions, quiet
+from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline import Planned
+    from dreamshard_planner.plan_file import SavedPlan
+    from dreamshard_planner.report import MemoryEntry
 
 TABLES_SHOWN = 20
+PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
 
 
 @command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus 8 --hbm 80GB --batch-size 8192")
 @takes(JobOptions)
 def plan(
     options: JobOptions,
+    out: Annotated[Path | None, output("Plan to write, .json: JsonPlanLoader reads it in training.")] = None,
     every_table: Annotated[bool, typer.Option("--all", help="Show all tables, not only the costliest.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
     planned = options.job().plan()
+    if out is not None:
+        planned.planner.save_plan(out)
+        typer.echo(f"written to {out}", err=True)
     report = planned.report
-    show(planned_document(planned), format, str(report), "", costliest(planned, None if every_table else TABLES_SHOWN))
+    show(_document(planned), format, str(report), "", _costliest(planned, None if every_table else TABLES_SHOWN))
 
 
-def planned_document(planned: Planned) -> dict[str, Any]:
+@command("dreamshard report plan.json")
+def report(plan: PlanArgument, format: FormatOption = Format.table) -> None:
+    """What a plan in a file costs, as it was predicted when it was made, and where its tables are."""
+    saved = _saved(plan)
+    show(saved.to_dict(), format, *_saved_tables(saved))
+
+
+@command("dreamshard compare before.json after.json")
+def compare(before: PlanArgument, after: PlanArgument, format: FormatOption = Format.table) -> None:
+    """Tables that moved or changed how they are sharded, bytes to move, and costs before and after."""
+    with quiet():
+        from dreamshard_planner.comparison import compare
+
+        found = compare(before, after)
+    show(found.to_dict(), format, str(found))
+
+
+def _saved(path: Path) -> SavedPlan:
+    with quiet():
+        from dreamshard_planner.plan_file import SavedPlan
+
+        return SavedPlan.load(path)
+
+
+def _document(planned: Planned) -> dict[str, Any]:
     """What was planned, for programs."""
     job = planned.job
     return {
@@ -42,20 +74,44 @@ def planned_document(planned: Planned) -> dict[str, Any]:
         "batch_size": job.batch_size,
         "seconds": planned.seconds,
         "report": planned.report.to_dict(),
+        "plan": planned.planner.saved_plan().to_dict(),
     }
 
 
-def costliest(planned: Planned, limit: int | None) -> Table:
+def _costliest(planned: Planned, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
+    from dreamshard_planner.plan_file import ranges
+
     tables = sorted(planned.report.tables, key=lambda table: -table.alone_ms)
     shown = tables[:limit]
-    rows = [(table.name, table.label, _ranks(table.ranks), table.alone_ms) for table in shown]
+    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), table.alone_ms) for table in shown]
     more = f", the {len(shown)} costliest of {len(tables)}" if len(shown) < len(tables) else ""
     return grid(("table", "sharding", "ranks", "alone ms"), rows, f"Tables{more}")
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    """``0-7``, where they follow each other, else ``3, 0, 5``."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks))
+def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
+    predicted, topology = saved.predicted, saved.inputs.topology
+    memory = {entry.kind: entry for entry in predicted.memory}
+    per_rank = [
+        (
+            rank,
+            forward,
+            backward,
+            *(f"{_gib(e.used_bytes[rank])} of {_gib(e.limit_bytes[rank])}" for e in memory.values()),
+        )
+        for rank, (forward, backward) in enumerate(zip(predicted.forward_ms, predicted.backward_ms, strict=True))
+    ]
+    libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
+    return [
+        f"{saved.name}: {len(saved.inputs.tables)} tables on {topology.world_size} {topology.compute_device} ranks, "
+        f"{topology.local_world_size} on a host, {saved.inputs.batch_size:,} samples each; {libraries}.",
+        f"Predicted: {predicted.total_ms:.3f} ms of embedding work per training step, of which collectives "
+        f"{predicted.collectives_ms:.3f}. Compute: {predicted.cost_source}. "
+        f"Collectives: {predicted.collectives_source}.",
+        grid(("rank", "forward ms", "backward ms", *(f"{kind} GiB" for kind in memory)), per_rank),
+        grid(("table", "sharding"), [(name, sharding.label) for name, sharding in saved.tables()]),
+    ]
+
+
+def _filled(entry: MemoryEntry, rank: int) -> str:
+    return f"{entry.used_bytes[rank] / 2**30:.2f} of {entry.limit_bytes[rank] / 2**30:.2f}"
