@@ -127,8 +127,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.gpu not in GPUS:
-            near = difflib.get_close_matches(self.gpu, GPUS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = [name for name in GPUS if name.startswith(self.gpu)]
+            near = near or difflib.get_close_matches(self.gpu, GPUS, n=1)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
             raise TaskError(f"unknown GPU {self.gpu!r}: {hint}known are {', '.join(GPUS)}")
         if self.gpu is not None and self.device != "cuda":
             raise TaskError(f"a machine of {self.gpu} GPUs has device 'cuda', not {self.device!r}")

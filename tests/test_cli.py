@@ -1,11 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The ``dreamshard`` command, run as users run it."""
+"""The commands that measure and learn, on real kernels; the others are in test_commands.py."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,58 +11,29 @@ import pytest
 from typer.testing import CliRunner
 
 from dreamshard_planner import training
+from dreamshard_planner.caveats import checkpoint_notes
 from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
-from dreamshard_planner.cli import _with_updates, app
+from dreamshard_planner.cli import app
+from dreamshard_planner.cli.learn import with_updates
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.training import QUICK, TrainingConfig, calibrate
 
 
-def dreamshard(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from dreamshard_planner.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_info_prints_json() -> None:
-    result = dreamshard("info", str(SHIPPED / "cpu.safetensors"))
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["hardware"]["device"] == "cpu"
-
-
-def test_errors_are_one_line_and_a_status(tmp_path: Path) -> None:
-    result = dreamshard("info", str(tmp_path / "gone.safetensors"))
-    assert result.returncode == 1
-    assert result.stdout == "" and "gone.safetensors: no such checkpoint" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
-        (("train", "--out", "x.safetensors", "--recipe", "foo"), "foo"),
-        (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
-        (("train", "--out", "x.safetensors", "--updates", "0"), "--updates"),
-        (("collect", "--out", "x.npz", "--device", "tpu"), "tpu"),
-        (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
-    ],
-)
-def test_wrong_options_are_named_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2 and reason in result.output
-    assert not list(tmp_path.iterdir())
+def dreamshard(*arguments: str, status: int = 0):
+    """In this process, which has torch already."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    return result
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A tiny training from nothing on real kernels."""
     out = tmp_path_factory.mktemp("trained") / "tiny.safetensors"
-    result = dreamshard("train", "--out", str(out), "--quick")
-    assert result.returncode == 0, result.stderr
+    result = dreamshard("train", "--out", str(out), "--quick", "--format", "json")
     assert set(json.loads(result.stdout)) >= {"network_mape", "linear_mape", "policy_over_rule"}
     return out
 
@@ -102,25 +71,24 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_updates_are_those_asked_for_in_every_recipe() -> None:
-    config = _with_updates(TrainingConfig(), 3)
+    config = with_updates(TrainingConfig(), 3)
     assert config.reinforce.updates == config.paper_reinforce.updates == 3
 
 
 def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:
     for recipe in ("default", "paper", "autoshard"):
         out = tmp_path / f"{recipe}.safetensors"
-        result = dreamshard(
+        dreamshard(
             "fit", "--dataset", str(trained.with_suffix(".dataset.npz")), "--test-dataset",
             str(trained.with_suffix(".test.npz")), "--out", str(out), "--recipe", recipe, "--quick",
         )  # fmt: skip
-        assert result.returncode == 0, result.stderr
         assert Checkpoint.load(out).recipe == recipe
 
 
 def test_calibrate_fits_a_checkpoint_on(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "here.safetensors"
-    result = dreamshard("calibrate", "--checkpoint", str(trained), "--out", str(out), "--seconds", "6")
-    assert result.returncode == 0, result.stderr
+    command = ("calibrate", "--checkpoint", str(trained), "--out", str(out), "--seconds", "6", "--format", "json")
+    result = dreamshard(*command)
     told = json.loads(result.stdout)
     assert told["from"] == trained.name and told["sets"] >= 8 and len(told["after_mape"]) == 2
     made = Checkpoint.load(out).metadata
@@ -146,8 +114,29 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
     out = tmp_path / "sets.npz"
     command = ["collect", "--out", str(out), "--pools", "merlin_tiny", "--batch-sizes", "64", "--repeats", "2"]
     first = dreamshard(*command, "--sets", "16", "--seconds", "0.01")
-    assert first.returncode == 0 and "8 of 16 sets" in first.stdout, first.stderr
-    second = dreamshard(*command, "--sets", "16")
-    assert second.returncode == 0 and "16 of 16 sets" in second.stdout, second.stderr
-    other = dreamshard(*command, "--sets", "16", "--held-out")
-    assert other.returncode == 1 and "sets.journal" in other.stderr and "Traceback" not in other.stderr
+    assert "8 of 16 sets" in first.stdout
+    second = json.loads(dreamshard(*command, "--sets", "16", "--format", "json").stdout)
+    assert second["sets"] == 16 and second["spread_of_repeats"] > 0
+    other = dreamshard(*command, "--sets", "16", "--held-out", status=1)
+    assert "sets.journal" in other.stderr and other.stdout == ""
+    assert json.loads(dreamshard("info", str(out), "--format", "json").stdout)["kind"] == "dataset"
+
+
+def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:
+    command = ("calibrate", "--checkpoint", str(SHIPPED / "roofline.safetensors"), "--out", str(tmp_path / "x"))
+    assert "dreamshard train --device cpu" in dreamshard(*command, status=1).stderr
+
+
+def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dreamshard_planner.measure.collect.collect", interrupted)
+    command = ("collect", "--out", str(tmp_path / "x.npz"), "--sets", "1", "--pools", "merlin_tiny")
+    assert "the same command goes on" in dreamshard(*command, status=130).stderr
+
+
+def test_reports_mark_a_checkpoint_that_was_made_in_a_hurry(trained: Path) -> None:
+    topology = Machine(ranks_per_host=1, device="cpu").topology()
+    quick, few = checkpoint_notes(Checkpoint.load(trained), topology)
+    assert "--quick" in quick and "too few to rely on" in few

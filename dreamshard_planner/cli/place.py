@@ -93,12 +93,7 @@ def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
     predicted, topology = saved.predicted, saved.inputs.topology
     memory = {entry.kind: entry for entry in predicted.memory}
     per_rank = [
-        (
-            rank,
-            forward,
-            backward,
-            *(f"{_gib(e.used_bytes[rank])} of {_gib(e.limit_bytes[rank])}" for e in memory.values()),
-        )
+        (rank, forward, backward, *(_filled(entry, rank) for entry in memory.values()))
         for rank, (forward, backward) in enumerate(zip(predicted.forward_ms, predicted.backward_ms, strict=True))
     ]
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())

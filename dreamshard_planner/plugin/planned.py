@@ -96,6 +96,7 @@ class Planned:
         notes = [
             f"the plan was loaded from {saved.name}, where its cost is {saved.predicted.total_ms:.3f} ms",
             *(f"since the plan was made: {text}" for text in changed),
+            *self.context.notes(),
             *self.context.reader.notes(plan),
         ]
         placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)

@@ -1,0 +1,263 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The ``dreamshard`` command: every command in every format, in this process where that is the same."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
+from dreamshard_planner.checkpoint import RECIPES, SHIPPED
+from dreamshard_planner.cli import app
+from dreamshard_planner.cli.options import CostSource, Recipe, bytes_per_s, size_bytes
+from dreamshard_planner.plugin.context import COST_SOURCES
+from dreamshard_planner.plugin.legal import SHARDING_TYPES
+from dreamshard_planner.table_list import SHARDING_TYPES as LISTED_TYPES
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tables.json")
+SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
+TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
+MEASURING = ("train", "collect", "fit", "calibrate")
+"""Commands that test_cli.py runs."""
+
+
+def run(*arguments: str, status: int = 0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def commands(of: typer.Typer = app) -> Iterator[typer.models.CommandInfo]:
+    yield from of.registered_commands
+    for group in of.registered_groups:
+        yield from commands(group.typer_instance)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that the examples of the help texts name, and others."""
+    folder = tmp_path_factory.mktemp("files")
+    ones = (1.0,) + (0.0,) * 16
+    names = ("user_id", "item_id", "brand")
+    monday = {name: FeatureStatistics(4.0, ones, 256, 1024.0) for name in names}
+    TableStatistics(monday).to_json(folder / "monday.json")
+    tuesday = TableStatistics({**monday, "user_id": FeatureStatistics(8.0, ones, 256, 2048.0)})
+    tuesday.to_json(folder / "tuesday.json")
+    tuesday.to_json(folder / "statistics.json")
+    for name in ("before", "plan"):
+        run("plan", *SMALL, "--out", str(folder / f"{name}.json"))
+    run("plan", *SMALL, "--sharding-types", "table_wise", "--out", str(folder / "after.json"))
+    return folder
+
+
+def test_help_and_version_load_no_torch_and_every_other_import_is_late() -> None:
+    """In a process of its own, as users run it."""
+    code = "import sys; from dreamshard_planner.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    for arguments in (("--version",), ("plan", "--help")):
+        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == "False"
+        assert f"dreamshard {__version__}" in result.stdout or "--batch-size" in result.stdout
+
+
+def test_choices_that_the_help_lists_are_those_of_the_library() -> None:
+    assert [recipe.value for recipe in Recipe] == list(RECIPES)
+    assert tuple(source.value for source in CostSource) == COST_SOURCES
+    assert sorted(LISTED_TYPES) == sorted(SHARDING_TYPES)
+
+
+@pytest.mark.parametrize("info", list(commands()), ids=lambda info: info.name or info.callback.__name__)
+def test_every_command_has_help_with_an_example_that_works(
+    info: typer.models.CommandInfo, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    program, *arguments = shlex.split(info.epilog.removeprefix("Example: "))
+    assert program == "dreamshard" and info.epilog.startswith("Example: ")
+    words = arguments[:2] if arguments[0] == "stats" else arguments[:1]
+    assert "Example:" in run(*words, "--help").stdout
+    if words[0] in MEASURING:
+        assert set(arguments[1::2]) <= {f"--{name}" for name in ("out", "seconds", "dataset", "test-dataset")}
+        return
+    if words == ["stats", "parquet"]:
+        pytest.importorskip("pyarrow")
+        _parquet(folder / "day0.parquet")
+    if words == ["what-if"]:
+        arguments += ["--no-smallest", "--no-worst", "--search-seconds", "0.2"]
+    assert run(*arguments).stdout
+    if words[0] not in ("plan", "what-if"):  # below, of fewer tables
+        assert json.loads(run(*arguments, "--format", "json").stdout)
+
+
+def _parquet(path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"clicks": [[1, 2, 2]] * 9000, "label": [0.5] * 9000}), path)
+
+
+def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
+    document = json.loads(
+        run("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "256", "--format", "json").stdout
+    )
+    (note,) = [note for note in document["report"]["notes"] if "TorchRec's defaults" in note]
+    assert "hbm_cap" in note and "hbm_mem_bw" in note and "644 GB/s" in note
+    named = json.loads(run("plan", *SMALL, "--format", "json").stdout)
+    assert not [note for note in named["report"]["notes"] if "defaults" in note]
+    assert "3350 GB/s" in named["report"]["cost_source"] and named["ranks"] == 2
+    assert named["plan"]["format"] == "dreamshard_planner plan"
+
+
+def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = run("plan", *SMALL, "--statistics", str(folder / "tuesday.json"), "--all").stdout
+    assert "sequences_64.history" in shown and "TorchRec" in shown
+    (tmp_path / "my_model.py").write_text(
+        "from dreamshard_planner.offline import read_model\n"
+        f"def make():\n    return read_model({EXAMPLE!r}).module\n\ndef broken():\n    raise RuntimeError('no data')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    job = ("--ranks", "2", "--device", "cpu", "--memory", "16GiB", "--batch-size", "64", "--search-seconds", "0.2")
+    document = json.loads(run("plan", "--tables", "my_model:make", *job, "--format", "json").stdout)
+    assert len(document["report"]["tables"]) == 8 and document["machine"] == "2 CPU ranks"
+    for source, reason in (
+        ("my_model:broken", "RuntimeError: no data"),
+        ("my_model:absent", "AttributeError"),
+        ("no_such_module:make", "ModuleNotFoundError"),
+        ("os:getcwd", "must return the model, a torch.nn.Module, got str"),
+    ):
+        assert f"{source}" in (told := run("plan", "--tables", source, *job, status=1).stderr) and reason in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("plan", "--tables", "mlperf_dlrm", "--gpus", "2", "--batch-size", "8"), "did you mean 'mlperf_dlrm_dcnv2'"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8"), "did you mean 'h100'"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"), "network"),
+        (("plan", *SMALL, "--statistics", "gone.json"), "gone.json"),
+        (("plan", *SMALL, "--checkpoint", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (("info", "gone.json"), "gone.json: cannot be read"),
+        (("report", "gone.json"), "gone.json"),
+        (("stats", "show", "gone.json"), "gone.json"),
+        (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_1(
+    arguments: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments, status=1)
+    assert result.stdout == "" and len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("error: ") and reason in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
+        (("train", "--out", "."), "folder"),
+        (("train", "--out", "x.safetensors", "--recipe", "foo"), "foo"),
+        (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
+        (("train", "--out", "x.safetensors", "--updates", "0"), "--updates"),
+        (("collect", "--out", "x.npz", "--device", "tpu"), "tpu"),
+        (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
+        (("plan", *SMALL, "--hbm", "80"), "80GiB"),
+        (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
+        (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
+        (("plan", *SMALL, "--out", "nowhere/x.json"), "nowhere"),
+        (("what-if", *SMALL, "--vary", "colour=1"), "colour"),
+        (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
+        (("plan", *SMALL, "--format", "xml"), "xml"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(*arguments, status=2)
+    assert reason in result.stderr and result.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_and_rates_have_units() -> None:
+    assert (size_bytes("80GB"), size_bytes("80 GiB"), size_bytes("1.5tb")) == (80 * 10**9, 80 * 2**30, 1.5 * 10**12)
+    assert (bytes_per_s("25GB/s"), bytes_per_s("200Gb/s"), bytes_per_s("200Gbps")) == (25e9, 25e9, 25e9)
+    for text in ("80", "GB", "8..0GB", "80 sheep"):
+        with pytest.raises(typer.BadParameter, match="80GiB"):
+            size_bytes(text)
+
+
+def test_info_tells_the_kind_of_each_file(folder: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "x.json"
+    foreign.write_text("[1]")
+    kinds = {
+        "auto": "checkpoint",
+        str(SHIPPED / "cpu.safetensors"): "checkpoint",
+        str(folder / "plan.json"): "plan",
+        str(folder / "monday.json"): "statistics",
+        EXAMPLE: "tables",
+    }
+    for source, kind in kinds.items():
+        assert json.loads(run("info", source, "--format", "json").stdout)["kind"] == kind
+        assert kind in run("info", source).stdout
+    assert json.loads(run("info", "auto", "--device", "cpu", "--format", "json").stdout)["hardware"]["device"] == "cpu"
+    assert "no kind" in run("info", str(foreign), status=1).stderr
+
+
+def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
+    import torch
+
+    found = {finding["subject"]: finding for finding in json.loads(run("doctor", "--format", "json").stdout)}
+    assert found["torch"]["found"] == torch.__version__ and found["torchrec"]["verdict"] == "ok"
+    assert "cpu.safetensors" in found["costs on cpu"]["found"]
+    if not torch.cuda.is_available():
+        assert found["CUDA"]["verdict"] == "note" and "roofline" in found["costs on cuda"]["found"]
+
+
+def test_what_if_varies_what_is_asked(folder: Path) -> None:
+    arguments = ("what-if", *SMALL, "--host-memory", "1GB", "--vary", "hbm=1GB", "--no-worst", "--no-smallest")
+    document = json.loads(run(*arguments, "--vary", "gpus=1,4", "--format", "json").stdout)
+    assert [point["ranks"] for point in document["sweeps"]["ranks"]] == [1, 4]
+    (tight,) = document["sweeps"]["memory_bytes"]
+    assert tight["total_ms"] is None and "do not fit" in tight["reason"]
+    shown = run(*arguments)
+    assert "does not fit" in shown.stdout and "hbm 1.0 GB" in shown.stdout
+
+
+def test_drift_and_what_planning_again_gains(folder: Path) -> None:
+    files = (str(folder / "monday.json"), str(folder / "tuesday.json"))
+    shown = run("stats", "diff", *files).stdout
+    assert "1 of 3 features drifted" in shown and "user_id" in shown and "item_id" not in shown
+    job = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--search-seconds", "0.2", "--format", "json")
+    document = json.loads(run("stats", "diff", *files, *job).stdout)
+    assert document["replanning"]["again_ms"] <= document["replanning"]["keep_ms"] * 1.001
+    merged = str(folder / "merged.json")
+    run("stats", "merge", *files, "--out", merged)
+    assert TableStatistics.from_json(merged)["user_id"].pooling_factor == 6.0
+
+
+def test_errors_of_the_shell_are_one_line_too() -> None:
+    """In a process of its own, as users run it."""
+    command = [sys.executable, "-c", "from dreamshard_planner.cli import main; main()"]
+    job = ("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8")
+    result = subprocess.run([*command, *job], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "error: unknown GPU 'h10': did you mean 'h100'? known are a100-40, a100-80, h100, h200, b200, l4\n"
+    )

@@ -1,0 +1,190 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Statistics of data at hand, of parquet files, of several sources; what drifted between two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.workload.counting import SKETCHES_AT_ONCE, Sketches
+from dreamshard_planner.workload.sketch import IdSketch
+
+ONES = (1.0,) + (0.0,) * 16
+
+
+def drawn(samples: int, seed: int = 0, rows: int = 1000) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and ids, the low ids more often."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.poisson(3, samples)
+    return lengths, (rows * rng.random(lengths.sum()) ** 2).astype(np.int64)
+
+
+def batches_of(lengths: np.ndarray, ids: np.ndarray, size: int) -> list[KeyedJaggedTensor]:
+    ends = np.concatenate([[0], lengths.cumsum()])
+    return [
+        KeyedJaggedTensor(
+            ["f"],
+            torch.from_numpy(ids[ends[first] : ends[first + size]]),
+            lengths=torch.from_numpy(lengths[first : first + size]),
+        )
+        for first in range(0, len(lengths) - size + 1, size)
+    ]
+
+
+def test_lengths_and_ids_give_what_their_batches_give() -> None:
+    lengths, ids = drawn(1050)
+    counted = TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=100)
+    expected = TableStatistics.from_batches(batches_of(lengths, ids, 100))
+    assert dict(counted) == dict(expected)
+    assert (counted["f"].batch_size, counted["f"].batches) == (100, 10)  # 50 samples fill no batch
+    assert TableStatistics.from_counts({"f": ([2, 0], [7, 7])}, batch_size=8)["f"].pooling_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        (([1, 2], [5, 5]), "lengths add up to 3, and there are 2 ids"),
+        (([-1, 3], [5, 5]), "lengths must be 0 or more, got -1"),
+        (([1.5, 0.5], [5, 5]), "lengths must be whole numbers"),
+        (([1, 1], [0.5, 5]), "ids must be whole numbers"),
+        (([1, 1],), "must be two arrays"),
+        (([1, "a"], [5, 5]), "must be two arrays"),
+        (([], []), "all batches are without samples"),
+    ],
+)
+def test_lengths_and_ids_that_contradict_each_other_are_refused(pair: tuple, reason: str) -> None:
+    with pytest.raises(StatisticsError, match=f"feature 'f': .*{reason}"):
+        TableStatistics.from_counts({"f": pair}, batch_size=2)
+
+
+def test_sketches_of_many_batches_take_little_memory_and_stay_true() -> None:
+    sketches, generator = Sketches(), torch.Generator().manual_seed(0)
+    for _ in range(300):
+        ids = (10_000 * torch.rand(2000, generator=generator) ** 3).long()
+        id_R, count_R = torch.unique(ids, return_counts=True)
+        sketches.add(IdSketch.of_counts(id_R, count_R), len(ids), len(id_R))
+    assert sum(map(len, sketches._levels)) < 3 * SKETCHES_AT_ONCE
+    whole = sketches.all()
+    for point in (10, 100, 1000, 5000):  # of ids 10,000 u^3, (point / 10,000)^(1/3) are below
+        assert whole.shares(0, point)[0] == pytest.approx((point / 10_000) ** (1 / 3), abs=0.01)
+    sketches.add(None, 1, 1)
+    assert sketches.all() is None
+
+
+def test_parts_merge_to_the_whole() -> None:
+    lengths, ids = drawn(1600)
+    whole = TableStatistics.from_batches(batches_of(lengths, ids, 100))["f"]
+    cut = int(lengths[:1200].sum())
+    parts = [
+        TableStatistics.from_batches(batches_of(lengths[:1200], ids[:cut], 100)),
+        TableStatistics.from_batches(batches_of(lengths[1200:], ids[cut:], 100)),
+    ]
+    merged = TableStatistics.merge(parts)["f"]
+    assert merged.pooling_factor == pytest.approx(whole.pooling_factor)
+    assert merged.distinct_rows == pytest.approx(whole.distinct_rows)
+    assert merged.reuse_histogram == pytest.approx(whole.reuse_histogram)
+    assert (merged.batch_size, merged.batches) == (100, 16)
+    for point in (10, 100, 500):
+        assert merged.ids.shares(0, point) == pytest.approx(whole.ids.shares(0, point), abs=0.01)
+
+
+def test_features_merge_over_those_that_have_them() -> None:
+    one = TableStatistics({"a": FeatureStatistics(2.0, ONES, 8, 16.0), "b": FeatureStatistics(0.0, None, 8)})
+    other = TableStatistics({"a": FeatureStatistics(0.0, None, 8), "c": FeatureStatistics(1.0, ONES, 8, 8.0)})
+    merged = TableStatistics.merge([one, other])
+    assert merged["a"].pooling_factor == 1.0 and merged["a"].distinct_rows == 8.0
+    assert merged["b"] == one["b"] and merged["c"] == other["c"]
+    with pytest.raises(StatisticsError, match="'a': statistics of batches of 8 and of 4,096 samples do not merge"):
+        TableStatistics.merge([one, TableStatistics({"a": FeatureStatistics(1.0, ONES, 4096, 4096.0)})])
+
+
+def test_files_keep_how_many_batches_were_counted(tmp_path: Path) -> None:
+    lengths, ids = drawn(500)
+    counted = TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=100)
+    counted.to_json(tmp_path / "s.json")
+    assert TableStatistics.from_json(tmp_path / "s.json")["f"].batches == counted["f"].batches == 5
+
+
+def test_a_bar_tells_how_far_the_counting_is(capsys: pytest.CaptureFixture) -> None:
+    lengths, ids = drawn(300)
+    TableStatistics.from_batches(batches_of(lengths, ids, 100), progress=True)
+    captured = capsys.readouterr()
+    assert "3/3" in captured.err and captured.out == ""
+    TableStatistics.from_batches(iter(batches_of(lengths, ids, 100)), progress=True)
+    assert "3/?" in capsys.readouterr().err
+
+
+def parquet(path: Path, lengths: np.ndarray, ids: np.ndarray, row_group_size: int = 130) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    offsets = pa.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+    columns = {
+        "f": pa.ListArray.from_arrays(offsets, pa.array(ids)),
+        "user": pa.array(np.arange(len(lengths)) % 7),
+        "name": pa.array(["x"] * len(lengths)),
+        "score": pa.array(np.zeros(len(lengths))),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def test_parquet_gives_what_its_batches_give_across_row_groups_and_files(tmp_path: Path) -> None:
+    lengths, ids = drawn(1050)
+    expected = dict(TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=100))
+    assert dict(TableStatistics.from_parquet(parquet(tmp_path / "all.parquet", lengths, ids), 100)) == expected
+    cut = int(lengths[:333].sum())
+    (tmp_path / "days").mkdir()
+    parquet(tmp_path / "days" / "0.parquet", lengths[:333], ids[:cut])
+    parquet(tmp_path / "days" / "1.parquet", lengths[333:], ids[cut:])
+    assert dict(TableStatistics.from_parquet(tmp_path / "days", 100)) == expected
+    few = TableStatistics.from_parquet(tmp_path / "days", 100, features={"g": "f", "user": "user"}, max_batches=2)
+    assert few["g"].batches == 2 and few["user"].pooling_factor == 1.0 and few["user"].distinct_rows == 7
+    assert TableStatistics.from_parquet(tmp_path / "days", 5000)["f"].batch_size == 1050
+
+
+def test_missing_values_look_nothing_up_and_hashes_are_no_rows(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    hashes = pa.array([[2**64 - 1]] * 3, type=pa.list_(pa.uint64()))
+    table = {"l": pa.array([[1, None, 1], None, []]), "n": pa.array([4, None, 4]), "h": hashes}
+    pq.write_table(pa.table(table), tmp_path / "x.parquet")
+    counted = TableStatistics.from_parquet(tmp_path / "x.parquet", 3, features=["l", "n", "h"])
+    assert counted["l"].pooling_factor == counted["n"].pooling_factor == pytest.approx(2 / 3)
+    assert counted["l"].distinct_rows == counted["n"].distinct_rows == 1
+    assert counted["h"].pooling_factor == 1.0 and counted["h"].ids is None
+
+
+def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "x.parquet", *drawn(10))
+    for features, reason in (
+        (["g"], "x.parquet: has no column 'g'"),
+        (["name"], "column 'name' holds string"),
+        ("f", "some names of columns, got 'f'"),
+    ):
+        with pytest.raises(StatisticsError, match=reason):
+            TableStatistics.from_parquet(path, 5, features=features)
+    with pytest.raises(StatisticsError, match="no .parquet file in"):
+        TableStatistics.from_parquet([], 5)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StatisticsError, match="x.parquet: no parquet file that can be read"):
+        TableStatistics.from_parquet(path, 5)
+
+
+def test_drift_is_told_by_feature() -> None:
+    lengths, ids = drawn(1000)
+    before = TableStatistics.from_counts({"f": (lengths, ids), "g": (lengths, ids), "h": (lengths, ids)}, 100)
+    after = TableStatistics.from_counts({"f": (lengths, 999 - ids), "g": (lengths, ids), "i": (lengths, ids)}, 100)
+    found = before.diff(after)
+    assert [feature.name for feature in found.drifted] == ["f"] and found.features[1].largest == 0.0
+    drifted = found.features[0]
+    # Ids 1000 u^2 and what is left of 999: shares sqrt(x) and 1 - sqrt(1 - x) differ most in the middle.
+    assert drifted.ids_change == pytest.approx(2**0.5 - 1, abs=0.02) and drifted.pooling_change == 0
+    assert drifted.reuse_change == 0
+    assert (found.only_before, found.only_after) == (("h",), ("i",))
+    assert "1 of 2 features drifted" in str(found) and "f:" in str(found)
+    doubled = TableStatistics({"f": FeatureStatistics(2 * before["f"].pooling_factor)})
+    (change,) = before.diff(doubled).features
+    assert change.pooling_change == pytest.approx(1.0) and change.reuse_change is None and change.ids_change is None

@@ -1,0 +1,91 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Named GPUs as topologies, and what reports say of figures that nobody gave and of costs from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torchrec.distributed.planner.types import Topology
+
+from dreamshard_planner import Checkpoint, TaskError
+from dreamshard_planner.caveats import checkpoint_notes
+from dreamshard_planner.checkpoint import SHIPPED
+from dreamshard_planner.devices import GB, GPUS, Machine, default_notes
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.offline import Job, read_model
+
+
+def test_a_named_gpu_gives_memory_and_bandwidths() -> None:
+    topology = Machine(ranks_per_host=8, hosts=2, gpu="h100").topology()
+    assert (topology.world_size, topology.local_world_size, topology.compute_device) == (16, 8, "cuda")
+    assert topology.devices[0].storage.hbm == 80 * GB and topology.hbm_mem_bw == 3350e6
+    bandwidths = topology.comms_bandwidths
+    assert (bandwidths.intra_host_bw, bandwidths.inter_host_bw) == (450e6, 50e6)  # bytes per millisecond
+    assert default_notes(topology) == ()
+    other = replace(Machine(ranks_per_host=8, gpu="h100"), memory_bytes=GB, intra_bytes_per_s=1e9).topology()
+    assert other.devices[3].storage.hbm == GB and other.comms_bandwidths.intra_host_bw == 1e6
+
+
+def test_every_gpu_has_figures_of_its_own_and_a_source() -> None:
+    assert set(GPUS) == {"a100-40", "a100-80", "h100", "h200", "b200", "l4"}
+    for name, gpu in GPUS.items():
+        assert "NVIDIA" in gpu.source and gpu.memory_bytes_per_s > gpu.link_bytes_per_s > 0
+        assert default_notes(Machine(ranks_per_host=2, gpu=name).topology()) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"gpu": "A100"}, "unknown GPU 'A100'"),
+        ({"gpu": "a100"}, "did you mean 'a100-40' or 'a100-80'"),
+        ({"gpu": "l4", "hosts": 2}, "no network is published for l4"),
+        ({"gpu": "l4", "device": "cpu"}, "has device 'cuda'"),
+        ({"hosts": 0}, "hosts must be at least 1"),
+        ({"memory_bytes": -1}, "memory_bytes must be above 0"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(arguments: dict, reason: str) -> None:
+    with pytest.raises(TaskError, match=reason):
+        Machine(ranks_per_host=2, **arguments)
+
+
+def test_figures_that_nobody_gave_are_pointed_out() -> None:
+    defaults, one_host = default_notes(Topology(world_size=64, compute_device="cuda"))
+    for what in ("hbm_cap", "hbm_mem_bw", "644 GB/s between ranks of a host (intra_host_bw)"):
+        assert what in defaults
+    assert "all 64 ranks are taken to be on one host" in one_host
+    (hosts,) = default_notes(Topology(world_size=64, compute_device="cuda", local_world_size=8))
+    assert "13 GB/s between hosts" in hosts
+    # Where ranks were measured, or there is one, no bandwidth between them is read.
+    assert default_notes(Topology(world_size=2, compute_device="cpu"), links_measured=True) == ()
+    assert default_notes(Topology(world_size=1, compute_device="cpu")) == ()
+
+
+def test_costs_of_one_device_used_on_another_are_noted() -> None:
+    measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
+    cuda, cpu = (Machine(ranks_per_host=2, device=device).topology() for device in ("cuda", "cpu"))
+    (note,) = checkpoint_notes(measured, cuda)
+    assert "measured on cpu" in note and "cuda" in note
+    assert checkpoint_notes(measured, cuda, uses_network=False) == ()
+    here = describe_hardware("cpu", 1)["name"]
+    at_home = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": here}})
+    assert checkpoint_notes(at_home, cpu) == ()
+    elsewhere = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": "abacus"}})
+    (note,) = checkpoint_notes(elsewhere, cpu)
+    assert "measured on abacus" in note and here in note and "dreamshard calibrate" in note
+    few = replace(at_home, metadata={**at_home.metadata, "dataset": {"sets": 80}, "calibration": {"sets": 8}})
+    assert [("80" in note, "too few" in note) for note in checkpoint_notes(few, cpu)] == [(True, True), (False, True)]
+
+
+def test_reports_say_so() -> None:
+    """All the way: the shipped CPU checkpoint, told to plan for GPUs that nobody described."""
+    job = Job(
+        model=read_model("mlperf_dlrm_dcnv2"),
+        machine=Machine(ranks_per_host=2, hosts=1, memory_bytes=80 * GB),
+        batch_size=64,
+        settings={"checkpoint": SHIPPED / "cpu.safetensors", "search_seconds": 0.2, "sharding_types": ["table_wise"]},
+    )
+    notes = job.plan().outline.notes
+    assert any("measured on cpu" in note for note in notes)
+    assert any("TorchRec's defaults" in note and "intra_host_bw" in note for note in notes)
