@@ -87,7 +87,7 @@ def _around(job: Job) -> dict[str, list[Any]]:
         "batch_size": sorted({max(1, job.batch_size // 2), 2 * job.batch_size}),
         "memory_bytes": [memory // 2, 2 * memory],
     }
-    if job.machine.ranks > 1:
+    if job.machine.ranks > 1 and job.machine.device == "cuda":  # those of CPU ranks are measured
         name, rate = ("inter_bytes_per_s", between) if hosts > 1 else ("intra_bytes_per_s", inside)
         around[name] = [rate * 1e3 / 2, rate * 1e3 * 2]
     return around
