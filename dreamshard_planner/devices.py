@@ -8,11 +8,11 @@ it receives, at the same time.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.words import nearest
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
@@ -127,10 +127,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.gpu not in GPUS:
-            near = [name for name in GPUS if name.startswith(self.gpu)]
-            near = near or difflib.get_close_matches(self.gpu, GPUS, n=1)
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-            raise TaskError(f"unknown GPU {self.gpu!r}: {hint}known are {', '.join(GPUS)}")
+            alike = " or ".join(repr(name) for name in GPUS if name.startswith(self.gpu))
+            hint = f" (did you mean {alike}?)" if alike else nearest(self.gpu, GPUS)
+            raise TaskError(f"unknown GPU {self.gpu!r}{hint}: known are {', '.join(GPUS)}")
         if self.gpu is not None and self.device != "cuda":
             raise TaskError(f"a machine of {self.gpu} GPUs has device 'cuda', not {self.device!r}")
         for name in ("ranks_per_host", "hosts"):

@@ -4,7 +4,6 @@ jobs that name all that their plan depends on."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -32,6 +31,7 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.report import Report
 from dreamshard_planner.table_list import TableSpec, read_table_list
+from dreamshard_planner.words import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -151,11 +151,9 @@ def read_model(source: str) -> OfflineModel:
         return OfflineModel.of_specs(read_table_list(source), source)
     if source in POOLS or source.endswith((".pt", ".pt.gz")):
         return OfflineModel.of_specs([TableSpec.of_table(table) for table in named_pool(source)], source)
-    near = difflib.get_close_matches(source, POOLS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise TaskError(
-        f"unknown tables {source!r}: {hint}give a .json list, a function as module:function, or one of "
-        f"{', '.join(POOLS)}"
+        f"unknown tables {source!r}{nearest(source, POOLS)}: give a .json list, a function as module:function, or one "
+        f"of {', '.join(POOLS)}"
     )
 
 

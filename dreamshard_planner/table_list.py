@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.words import nearest
 from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
@@ -146,9 +146,8 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None:
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            raise TaskError(f"{where}: unknown key {key!r}, {hint}")
+            hint = nearest(key, known) or f" (known are {', '.join(sorted(known))})"
+            raise TaskError(f"{where}: unknown key {key!r}{hint}")
 
 
 def _text(value: Any) -> str:

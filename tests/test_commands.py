@@ -103,7 +103,7 @@ def test_every_command_has_help_with_an_example_that_works(
     if words == ["what-if"]:
         arguments += ["--no-smallest", "--no-worst", "--search-seconds", "0.2"]
     assert run(*arguments).stdout
-    if words[0] not in ("plan", "what-if"):  # below, of fewer tables
+    if words[0] not in ("plan", "explain", "what-if"):  # below, of fewer tables
         assert json.loads(run(*arguments, "--format", "json").stdout)
 
 
@@ -249,6 +249,16 @@ def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
         assert found["CUDA"]["verdict"] == "note" and "roofline" in found["costs on cuda"]["found"]
 
 
+def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) -> None:
+    document = json.loads(run("explain", *SMALL, "--format", "json").stdout)
+    assert document["rank"] == max(range(2), key=lambda rank: document["rank_ms"][rank]) and document["tables"]
+    other = run("explain", *SMALL, "--plan", str(folder / "after.json"), "--rank", "1").stdout
+    assert "Rank 1 of 2" in other and "leaving:" in other
+    assert "rank 7" in run("explain", *SMALL, "--rank", "7", status=1).stderr.lower()
+    foreign = run("explain", *SMALL, "--plan", str(folder / "foreign.json"), status=1).stderr
+    assert "foreign.json" in foreign
+
+
 def test_what_if_varies_what_is_asked(folder: Path) -> None:
     arguments = ("what-if", *SMALL, "--host-memory", "1GB", "--vary", "hbm=1GB", "--no-worst", "--no-smallest")
     document = json.loads(run(*arguments, "--vary", "gpus=1,4", "--format", "json").stdout)
@@ -278,5 +288,5 @@ def test_errors_of_the_shell_are_one_line_too() -> None:
     result = subprocess.run([*command, *job], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        "error: unknown GPU 'h10': did you mean 'h100'? known are a100-40, a100-80, h100, h200, b200, l4\n"
+        "error: unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80, h100, h200, b200, l4\n"
     )

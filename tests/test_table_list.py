@@ -69,7 +69,7 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
     [
         (
             {**GOOD, "num_embedings": 3},
-            r"tables\[1\] 'a': unknown key 'num_embedings', did you mean 'num_embeddings'",
+            r"tables\[1\] 'a': unknown key 'num_embedings' .did you mean 'num_embeddings'",
         ),
         ({"name": "a", "embedding_dim": 8}, r"tables\[1\] 'a' lacks 'num_embeddings'"),
         ({**GOOD, "embedding_dim": "8"}, r"embedding_dim must be a whole number from 1, got '8'"),
@@ -105,7 +105,7 @@ def test_one_mistake_is_named_with_its_place(tmp_path: Path, entry: Any, mistake
         ('{"tables": []}', "no list of tables"),
         ("[]", "no list of tables"),
         ('{"schema": "dreamshard_planner.table_list/1", "tables": []}', "at least one table"),
-        ('{"schema": "dreamshard_planner.table_list/1", "table": []}', "unknown key 'table', did you mean 'tables'"),
+        ('{"schema": "dreamshard_planner.table_list/1", "table": []}', "unknown key 'table' .did you mean 'tables'"),
         ('{"schema": "dreamshard_planner.table_list/1", "tables": 1, "tables": 2}', "the key 'tables' twice"),
         ('{"schema": "dreamshard_planner.table_list/1", "defaults": {"name": "x"}, "tables": [{}]}', "key 'name'"),
         (

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""``plan``, ``report`` and ``compare``: plans made offline, and plans in files."""
+"""``plan``, ``explain``, ``report`` and ``compare``: plans made offline, and plans in files."""
 
 from __future__ import annotations
 
@@ -38,6 +38,21 @@ def plan(
         typer.echo(f"written to {out}", err=True)
     report = planned.report
     show(_document(planned), format, str(report), "", _costliest(planned, None if every_table else TABLES_SHOWN))
+
+
+@command("dreamshard explain --tables mlperf_dlrm_dcnv2 --gpus 8 --gpu h100 --batch-size 8192 --rank 3")
+@takes(JobOptions)
+def explain(
+    options: JobOptions,
+    rank: Annotated[int | None, typer.Option(min=0, help="Default: the slowest.")] = None,
+    given: Annotated[Path | None, typer.Option("--plan", help="In a file, for the same tables and ranks.")] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Why a rank is slow: its fused kernels and costliest tables, and what leaving, splitting or caching them gains."""
+    job = options.job()
+    saved = None if given is None else _saved(given)
+    found = job.plan().planner.explain(rank, saved)
+    show(found.to_dict(), format, str(found))
 
 
 @command("dreamshard report plan.json")
@@ -80,7 +95,7 @@ def _document(planned: Planned) -> dict[str, Any]:
 
 def _costliest(planned: Planned, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
-    from dreamshard_planner.plan_file import ranges
+    from dreamshard_planner.words import ranges
 
     tables = sorted(planned.report.tables, key=lambda table: -table.alone_ms)
     shown = tables[:limit]
