@@ -103,7 +103,7 @@ class Job:
             **self.settings,
         )
 
-    def plan(self) -> Planned:
+    def plan(self) -> PlannedJob:
         """Plan it.
 
         Raises:
@@ -114,11 +114,11 @@ class Job:
             warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
             planner = self.planner()
             plan = planner.plan(self.model.module, get_default_sharders())
-        return Planned(self, planner, plan, time.perf_counter() - start)
+        return PlannedJob(self, planner, plan, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedJob:
     """A job with its plan."""
 
     job: Job

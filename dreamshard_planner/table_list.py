@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.files import brief, check_readable
 from dreamshard_planner.words import nearest
 from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
@@ -76,14 +77,13 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
     Raises:
         TaskError: names the file, the table and the mistake.
     """
+    check_readable(path, TaskError, "list of tables")
     try:
-        document = json.loads(Path(path).read_text(), object_pairs_hook=_unique)
-    except OSError as error:
-        raise TaskError(f"{path}: cannot be read: {error.strerror}") from error
+        document = json.loads(Path(path).read_bytes(), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise TaskError(f"{path}: line {error.lineno}, column {error.colno}: no JSON, {error.msg}") from error
-    except ValueError as error:
-        raise TaskError(f"{path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskError(f"{path}: cannot be read: {brief(error)}") from error
     if isinstance(document, dict) and document.get("schema") == TABLES_SCHEMA:
         return [TableSpec.of_table(table) for table in load_tables(path)]
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -106,7 +106,7 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
 def _spec(entry: Any, defaults: dict[str, Any], path: str | Path, index: int) -> TableSpec:
     where = f"{path}: tables[{index}]"
     if not isinstance(entry, dict):
-        raise TaskError(f"{where} must be an object, got {entry!r}")
+        raise TaskError(f"{where} must be an object, got {brief(entry)}")
     if isinstance(entry.get("name"), str):
         where = f"{where} {entry['name']!r}"
     _check_keys(entry, tuple(_FIELDS), where)
@@ -119,7 +119,7 @@ def _spec(entry: Any, defaults: dict[str, Any], path: str | Path, index: int) ->
         try:
             values[name] = _FIELDS[name].read(value)
         except ValueError as error:
-            raise TaskError(f"{where}: {name} {error}, got {value!r}") from error
+            raise TaskError(f"{where}: {name} {error}, got {brief(value)}") from error
     names = values.pop("feature_names", (values["name"],))
     factors = values.pop("pooling_factor", 1.0)
     factors = factors if isinstance(factors, tuple) else (factors,) * len(names)
@@ -147,7 +147,7 @@ def _check_keys(entry: dict[str, Any], known: Sequence[str], where: str) -> None
     for key in entry:
         if key not in known:
             hint = nearest(key, known) or f" (known are {', '.join(sorted(known))})"
-            raise TaskError(f"{where}: unknown key {key!r}{hint}")
+            raise TaskError(f"{where}: unknown key {brief(key)}{hint}")
 
 
 def _text(value: Any) -> str:

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType
 
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.offline import Job, Planned
+from dreamshard_planner.offline import Job, PlannedJob
 from dreamshard_planner.report import Report
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -248,7 +248,7 @@ def _machines(machine: Machine) -> list[Machine]:
         return made
 
 
-def worst_table(planned: Planned, step: Step = lambda what: None) -> WorstTable | None:
+def worst_table(planned: PlannedJob, step: Step = lambda what: None) -> WorstTable | None:
     """The table without which the plan would cost least, and what splitting, caching or shrinking it would gain."""
     options, context = planned.planner._best_plan or [], planned.planner._context
     by_cost = sorted(planned.outline.tables, key=lambda entry: -entry.alone_ms)[:CANDIDATES]
@@ -266,7 +266,7 @@ def worst_table(planned: Planned, step: Step = lambda what: None) -> WorstTable 
     return WorstTable(entry.name, entry.label, entry.ranks, least_ms, tuple(remedies))
 
 
-def _remedies(planned: Planned, table: str, step: Step) -> Iterator[Remedy]:
+def _remedies(planned: PlannedJob, table: str, step: Step) -> Iterator[Remedy]:
     """Of the table with this fully qualified name."""
     job, base_ms = planned.job, planned.outline.chosen.total_ms
     name = table.rpartition(".")[2]

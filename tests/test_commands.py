@@ -169,7 +169,7 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
         (("plan", *SMALL, "--statistics", "gone.json"), "gone.json"),
         (("plan", *SMALL, "--checkpoint", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
-        (("info", "gone.json"), "gone.json: cannot be read"),
+        (("info", "gone.json"), "gone.json: no such file"),
         (("report", "gone.json"), "gone.json"),
         (("stats", "show", "gone.json"), "gone.json"),
         (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),

@@ -119,5 +119,5 @@ def test_a_list_that_is_none_says_why(tmp_path: Path, text: str, mistake: str) -
     path.write_text(text)
     with pytest.raises(TaskError, match=f"tables.json: .*{mistake}"):
         read_table_list(path)
-    with pytest.raises(TaskError, match=r"gone.json: cannot be read"):
+    with pytest.raises(TaskError, match=r"gone.json: no such list of tables"):
         read_table_list(tmp_path / "gone.json")

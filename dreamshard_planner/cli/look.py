@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from dreamshard_planner.cli.job import quiet
 from dreamshard_planner.cli.options import Device, Recipe, RecipeOption
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.files import read_json
 
 
 @command("dreamshard doctor")
@@ -84,12 +84,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner import plan_file, table_list
     from dreamshard_planner.workload import pools, statistics
 
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise DreamShardError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DreamShardError(f"{path}: no JSON: {error}") from error
+    document = read_json(path, DreamShardError)
     document = document if isinstance(document, dict) else {}
     if document.get("format") == plan_file.FORMAT:
         saved = plan_file.SavedPlan.load(path)

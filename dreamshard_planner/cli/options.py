@@ -14,6 +14,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from dreamshard_planner.errors import FileError
+from dreamshard_planner.files import check_writable
+
 
 class Device(str, Enum):
     """Where kernels run."""
@@ -32,10 +35,11 @@ class Recipe(str, Enum):
 
 def _output(path: Path | None) -> Path | None:
     """Before minutes of measuring, not after."""
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder: name the file to write in it")
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    try:
+        if path is not None:
+            check_writable(path)
+    except FileError as error:
+        raise typer.BadParameter(str(error)) from error
     return path
 
 

@@ -15,7 +15,7 @@ from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline import Planned
+    from dreamshard_planner.offline import PlannedJob
     from dreamshard_planner.plan_file import SavedPlan
     from dreamshard_planner.report import MemoryEntry
 
@@ -79,7 +79,7 @@ def _saved(path: Path) -> SavedPlan:
         return SavedPlan.load(path)
 
 
-def _document(planned: Planned) -> dict[str, Any]:
+def _document(planned: PlannedJob) -> dict[str, Any]:
     """What was planned, for programs."""
     job = planned.job
     return {
@@ -93,7 +93,7 @@ def _document(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _costliest(planned: Planned, limit: int | None) -> RenderableType:
+def _costliest(planned: PlannedJob, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     from dreamshard_planner.words import ranges
 
