@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -101,7 +102,9 @@ def test_every_command_has_help_with_an_example_that_works(
         pytest.importorskip("pyarrow")
         _parquet(folder / "day0.parquet")
     if words == ["what-if"]:
-        arguments += ["--no-smallest", "--no-worst", "--search-seconds", "0.2"]
+        arguments += ["--no-smallest", "--no-worst"]
+    if words[0] in ("explain", "what-if"):
+        arguments += ["--search-seconds", "0.2"]
     assert run(*arguments).stdout
     if words[0] not in ("plan", "explain", "what-if"):  # below, of fewer tables
         assert json.loads(run(*arguments, "--format", "json").stdout)
@@ -247,6 +250,21 @@ def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
     assert "cpu.safetensors" in found["costs on cpu"]["found"]
     if not torch.cuda.is_available():
         assert found["CUDA"]["verdict"] == "note" and "roofline" in found["costs on cuda"]["found"]
+
+
+def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dreamshard_planner import doctor
+
+    def broken(name: str):
+        if name.startswith("torchrec"):
+            raise ImportError("libc10.so: cannot open shared object file")
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(doctor, "import_module", broken)
+    found = json.loads(run("doctor", "--format", "json", status=1).stdout)
+    (torchrec,) = [finding for finding in found if finding["subject"] == "torchrec"]
+    assert torchrec["verdict"] == "missing" and "libc10.so" in torchrec["found"]
+    assert torchrec["advice"] == "pip install --no-deps torchrec"
 
 
 def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) -> None:

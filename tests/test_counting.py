@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,13 @@ def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StatisticsError, match="x.parquet: no parquet file that can be read"):
         TableStatistics.from_parquet(path, 5)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "dreamshard_planner.workload.parquet", raising=False)
+    with pytest.raises(StatisticsError, match=r"pip install 'dreamshard_planner\[parquet\]'"):
+        TableStatistics.from_parquet("x.parquet", 5)
 
 
 def test_drift_is_told_by_feature() -> None:
