@@ -6,7 +6,8 @@ communication; *max* over devices; a head 32-64-1 for the overall cost (sections
 Two things differ from the paper: features are normalised once, with constants of the training tables,
 and targets by their mean, so that one network serves tasks of any size.
 
-Shapes: B placements, S shards, D devices, G fused groups, X groups, H = 1 + 32 latent channels, F features.
+Shapes: B placements, S shards, D devices, G fused groups, X groups, N measured placements,
+R = 32 representation channels, H = 1 + R latent channels, F features.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, 
 
 OUTPUT_BYTES = 4
 MIN_SHARE = 1e-3
+LOSSES = ("mean", "raw", "relative")
 HEADS = ("forward_compute", "backward_compute", "communication", "overall")
 
 
@@ -47,11 +49,20 @@ class PaperFitConfig:
     """Devices of the placements composed from measured sets."""
     bytes_per_ms: float = 1e7
     """All-to-all bandwidth in their labels."""
+    loss: str = "mean"
+    """What squared errors are relative to: the ``mean`` of the target, nothing (``raw``, as published), or each target
+    itself (``relative``)."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
 
 
 class PaperCostNetwork(nn.Module):
     """A :class:`~dreamshard_planner.cost.model.ComputeCost` with a learned overall head beside it."""
+
+    FEATURES = PAPER_FEATURES
 
     def __init__(self, config: PaperCostConfig, seed: int = 0) -> None:
         super().__init__()
@@ -61,7 +72,7 @@ class PaperCostNetwork(nn.Module):
             torch.manual_seed(seed)
             representation, hidden = config.representation, config.head_hidden
             self.table = nn.Sequential(
-                nn.Linear(len(PAPER_FEATURES), config.table_hidden),
+                nn.Linear(len(self.FEATURES), config.table_hidden),
                 nn.ReLU(),
                 nn.Linear(config.table_hidden, representation),
             )
@@ -71,22 +82,23 @@ class PaperCostNetwork(nn.Module):
                     for name in HEADS
                 }
             )
-        self.register_buffer("feature_mean", torch.zeros(len(PAPER_FEATURES)))
-        self.register_buffer("feature_scale", torch.ones(len(PAPER_FEATURES)))
+        self.register_buffer("feature_mean", torch.zeros(len(self.FEATURES)))
+        self.register_buffer("feature_scale", torch.ones(len(self.FEATURES)))
         self.register_buffer("target_ms", torch.ones(4))
         self.eval()
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`: a count, then the table's representation."""
-        scaled = (features_SF[:, columns(PAPER_FEATURES)] - self.feature_mean) / self.feature_scale
+        scaled = (features_SF[:, columns(self.FEATURES)] - self.feature_mean) / self.feature_scale
         return torch.cat([torch.ones(len(scaled), 1), self.table(scaled)], dim=-1)
 
-    def _head(self, name: str, representation_XR: Tensor) -> Tensor:
+    def head_ms(self, name: str, representation_XR: Tensor) -> Tensor:
+        """One of :data:`HEADS` on summed representations, [...]; of ``overall``, on those of placements."""
         return self.heads[name](representation_XR.float())[..., 0] * self.target_ms[HEADS.index(name)]
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`."""
-        cost_X2 = torch.stack([self._head(name, latent_XH[..., 1:]) for name in HEADS[:2]], dim=-1)
+        cost_X2 = torch.stack([self.head_ms(name, latent_XH[..., 1:]) for name in HEADS[:2]], dim=-1)
         # Nothing keeps a linear head positive; a thousandth of the mean cost is the least it may say.
         cost_X2 = torch.maximum(cost_X2, MIN_SHARE * self.target_ms[:2])
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0).to(latent_XH.dtype)
@@ -94,13 +106,99 @@ class PaperCostNetwork(nn.Module):
     glance_ms = group_cost_ms
     glance_channels = None
 
+    def pool(self, sets: LabelledSets) -> Tensor:
+        """Representations of sets, [X, R]: the sum over their shards."""
+        return sets.sum(self.encode(sets.features_SF))[:, 1:]
+
+    def pool_devices(self, pooled_BDR: Tensor) -> Tensor:
+        """Representations of placements, [B, R]: the maximum over their devices."""
+        return pooled_BDR.amax(-2)
+
     def overall_ms(self, latent_BDGH: Tensor) -> Tensor:
-        """Predicted overall cost of placements, [B], from the maximum over their devices."""
-        return self._head("overall", latent_BDGH.sum(-2)[..., 1:].amax(-2))
+        """Predicted overall cost of placements, [B]."""
+        return self.head_ms("overall", self.pool_devices(latent_BDGH.sum(-2)[..., 1:]))
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """That this is the recipe for ablation."""
         return ("recipe 'paper': the method as published, for comparison",)
+
+
+class PaperFit:
+    """The published fit, piece by piece: between pieces more placements may be measured.
+
+    Args:
+        config: settings; the rate falls to zero over ``config.updates`` in all.
+        features_SF: of the training tables, [S, F]; what the inputs are normalised with.
+        network: to be trained; a new one by default.
+    """
+
+    def __init__(self, config: PaperFitConfig, features_SF: Tensor, network: PaperCostNetwork | None = None) -> None:
+        self.config = config
+        self.network = network or PaperCostNetwork(PaperCostConfig(), seed=config.seed)
+        scaler = Scaler.fit(features_SF[:, columns(self.network.FEATURES)])
+        self.network.feature_mean.copy_(scaler.mean_F)
+        self.network.feature_scale.copy_(scaler.scale_F)
+        self._collectives = CollectiveModel(config.devices, config.bytes_per_ms)
+        self._generator = torch.Generator().manual_seed(config.seed)
+        self._optimizer = torch.optim.Adam(self.network.parameters(), lr=config.learning_rate)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, total_iters=config.updates)
+        self._fresh = True
+
+    def descend(
+        self,
+        train: LabelledSets,
+        updates: int,
+        placements_ND: Tensor | None = None,
+        on_update: Callable[[int, float], None] | None = None,
+    ) -> PaperCostNetwork:
+        """So many updates.
+
+        Args:
+            train: measured sets; one without shards stands for a device that nothing was placed on.
+            updates: of one batch each.
+            placements_ND: measured placements as sets of ``train``, int64; None: composed of random sets.
+            on_update: called with the update and its loss.
+
+        Returns:
+            The network, ready to use.
+        """
+        config, network = self.config, self.network
+        bytes_X = sent_bytes(train, config.devices)
+        if self._fresh and config.loss != "raw":
+            targets = placement_labels(train, self._draw(train, placements_ND, 4096), bytes_X, self._collectives)
+            network.target_ms.copy_(torch.stack([target.mean() for target in targets]))
+        self._fresh = False
+        network.train()
+        for update in range(updates):
+            index_BD = self._draw(train, placements_ND, config.batch_placements)
+            sets = train.select(index_BD.flatten())
+            pooled_BDR = network.pool(sets).view(*index_BD.shape, -1)
+            targets = placement_labels(train, index_BD, bytes_X, self._collectives)
+            predictions = (
+                *(network.head_ms(name, pooled_BDR) for name in HEADS[:3]),
+                network.head_ms("overall", network.pool_devices(pooled_BDR)),
+            )
+            loss = sum(
+                ((prediction - target) / self._scale(target, mean)).square().mean()
+                for prediction, target, mean in zip(predictions, targets, network.target_ms, strict=True)
+            )
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self._schedule.step()
+            if on_update is not None:
+                on_update(update, float(loss))
+        return network.eval()
+
+    def _draw(self, train: LabelledSets, placements_ND: Tensor | None, count: int) -> Tensor:
+        """Placements as sets, [count, D]."""
+        if placements_ND is None:
+            return torch.randint(len(train), (count, self.config.devices), generator=self._generator)
+        return placements_ND[torch.randint(len(placements_ND), (count,), generator=self._generator)]
+
+    def _scale(self, target: Tensor, mean: Tensor) -> Tensor:
+        """What an error is divided by."""
+        return target.clamp_min(MIN_SHARE * mean) if self.config.loss == "relative" else mean
 
 
 def fit_paper_network(
@@ -110,44 +208,16 @@ def fit_paper_network(
 ) -> PaperCostNetwork:
     """Fit on placements composed of measured sets, one per device, with squared errors of equal weight."""
     config = config or PaperFitConfig()
-    network = PaperCostNetwork(PaperCostConfig(), seed=config.seed)
-    scaler = Scaler.fit(train.features_SF[:, columns(PAPER_FEATURES)])
-    network.feature_mean.copy_(scaler.mean_F)
-    network.feature_scale.copy_(scaler.scale_F)
-    elements_SX = train.features_SF[:, [FEATURE_INDEX["output_elements"]]].double()
-    bytes_X = train.sum(elements_SX)[:, 0] * OUTPUT_BYTES / config.devices
-    collectives = CollectiveModel(config.devices, config.bytes_per_ms)
-
-    generator = torch.Generator().manual_seed(config.seed)
-    optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=config.updates)
-    sample_BD = torch.randint(len(train), (4096, config.devices), generator=generator)
-    targets = _labels(train, sample_BD, bytes_X, collectives)
-    network.target_ms.copy_(torch.stack([target.mean() for target in targets]))
-    network.train()
-    for update in range(config.updates):
-        index_BD = torch.randint(len(train), (config.batch_placements, config.devices), generator=generator)
-        sets = train.select(index_BD.flatten())
-        latent_BDH = sets.sum(network.encode(sets.features_SF)).view(*index_BD.shape, -1)
-        targets = _labels(train, index_BD, bytes_X, collectives)
-        predictions = (
-            *(network._head(name, latent_BDH[..., 1:]) for name in HEADS[:3]),
-            network.overall_ms(latent_BDH[:, :, None]),
-        )
-        loss = sum(
-            ((prediction - target) / scale).square().mean()
-            for prediction, target, scale in zip(predictions, targets, network.target_ms, strict=True)
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if on_update is not None:
-            on_update(update, float(loss))
-    return network.eval()
+    return PaperFit(config, train.features_SF).descend(train, config.updates, on_update=on_update)
 
 
-def _labels(
+def sent_bytes(sets: LabelledSets, devices: int) -> Tensor:
+    """What a device with each set sends to each peer, [X]."""
+    elements_S1 = sets.features_SF[:, [FEATURE_INDEX["output_elements"]]].double()
+    return sets.sum(elements_S1)[:, 0] * OUTPUT_BYTES / devices
+
+
+def placement_labels(
     train: LabelledSets, index_BD: Tensor, bytes_X: Tensor, collectives: CollectiveModel
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward, backward and communication per device [B, D], and overall [B], by the formula of cost.model."""

@@ -1,0 +1,254 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The DreamShard paper's own experiment on this machine's kernels: train and test tasks of one pool, one dim, one batch
+size and one optimizer; the published method beside its baselines, ours, the measured oracle, and its own ablations.
+
+    python benchmarks/paper_experiment.py --work paper-experiment.work --processor-time \\
+        --record benchmarks/results/2026-11-22-paper-experiment.jsonl
+
+Half of the Meta-like tables train, half test; tasks of T tables on D devices, each drawn from one half. Training
+repeats ten times: measure ten placements that the policy samples, fit the cost network, improve the policy on it.
+Placements are measured as the referee (``compare_placements.py``) measures them, collectives are modelled. All that is
+learned and measured for learning is kept in ``--work``; each test task appends one line to the record. The same command
+continues where it ends, and summarizes; ``--minutes`` ends it in between. ``--steps`` picks some of
+
+    collect    train as published, in every setting and with every seed, and at home until convergence; measures
+    learn      everything that is fitted to the same measurements; measures nothing
+    held-out   measure random placements of test tasks: what errors of cost networks are told on
+    test       all placers on the test tasks, measured
+    report     tables, and a chart beside the record
+
+``--quick`` is a toy that runs through all of it in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from compare_placements import play
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.timing import pinned, processor_time
+from dreamshard_planner.placement.rules import RULES
+from dreamshard_planner.progress import progress_bar
+from paper_experiment_models import FITS, MEASURED_REWARDS, Models, Scale, rows
+from paper_experiment_results import held_out_errors, held_out_placements, print_results
+from paper_experiment_setting import Setting, halves
+from paper_experiment_training import measure_placements
+from placers import Contest, Field
+from provenance import commit, provenance
+
+SETTINGS = "20x4,40x4,60x4,80x4,100x4,40x8,80x8"
+STEPS = ("collect", "learn", "held-out", "test", "report")
+SHIPPED = {"dreamshard": "default_shipped", "paper": "published_shipped"}
+"""The referee's names of placers with checkpoints that ship, and theirs here."""
+BASELINES = ("random", *RULES, "torchrec")
+QUICK = {
+    "settings": "6x2,8x2", "home": "6x2", "seeds": 1, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
+    "batch_size": 32, "rounds": 1, "held_out": 2,
+}  # fmt: skip
+QUICK_SCALE = Scale(
+    train_tasks=2, iterations=1, converged=2, prefixes=(10,), fit_updates=3, policy_updates=2, repeats=1
+)
+
+
+class OutOfTimeError(Exception):
+    """The minutes are over; what was done is kept."""
+
+
+class PaperField(Field):
+    """The baselines of the referee, what ships, and what was trained here for one setting."""
+
+    def __init__(self, models: Models, setting: Setting, seeds: range, device: str) -> None:
+        super().__init__(device=device)
+        self._trained = rows(models, setting, seeds)
+        known = self.placers
+        self.placers = {name: known[name] for name in BASELINES}
+        self.placers |= {ours: known[theirs] for theirs, ours in SHIPPED.items()}
+        self.placers |= self._trained
+
+    def predicted_ms(self, task: Contest) -> dict[str, float]:
+        """What each trained model says of the compute of its own placement."""
+        predicted = {}
+        for name, model in self._trained.items():
+            plan = model(task)
+            if plan is not None:
+                predicted[name] = float(self.cost(task, model.compute).rate(plan[None]).device_ms_BD.max())
+        return predicted
+
+
+def main() -> None:
+    """The command."""
+    args = parse()
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="torchrec")
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+
+    def tick() -> None:
+        if time.monotonic() > deadline:
+            raise OutOfTimeError
+
+    settings, home = [Setting.parse(text) for text in args.settings.split(",")], Setting.parse(args.home)
+    scale = QUICK_SCALE if args.quick else Scale()
+    train_half, test_half = halves(args.batch_size)
+    arena = Arena(args.device)
+    models = Models(args.work, train_half, scale, home, arena, tick)
+    seeds = range(args.seeds)
+    clock = processor_time() if args.processor_time else nullcontext()
+    with pinned(1), clock:
+        try:
+            if "collect" in args.steps:
+                collect(models, settings, seeds)
+            if "learn" in args.steps:
+                learn(models, settings, seeds)
+            if "held-out" in args.steps:
+                held_out(models, settings, test_half, args, tick)
+            if "test" in args.steps:
+                test(models, settings, test_half, seeds, args, tick)
+        except OutOfTimeError:
+            Console(stderr=True).print("The minutes are over; the same command goes on from here.")
+            return
+        if "report" in args.steps:
+            report(models, settings, test_half, seeds, args)
+
+
+def parse() -> argparse.Namespace:
+    """Command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", default=SETTINGS, help="TABLESxDEVICES, separated by commas")
+    parser.add_argument("--home", default="40x4", help="setting of ablations, and the one that is transferred from")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of everything")
+    parser.add_argument("--tasks", type=int, default=50, help="test tasks of each setting")
+    parser.add_argument("--held-out", type=int, default=50, help="random placements of test tasks, by setting")
+    parser.add_argument("--oracle-tasks", type=int, default=2, help="of each setting, with a measured oracle")
+    parser.add_argument("--oracle-seconds", type=float, default=60.0)
+    parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each placement is measured")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--processor-time", action="store_true", help="see compare_placements.py")
+    parser.add_argument("--work", type=Path, required=True, help="folder for what is learned; continued")
+    parser.add_argument("--record", type=Path, required=True, help="a JSON line per test task; continued")
+    parser.add_argument("--steps", default=",".join(STEPS), help="some of them, separated by commas")
+    parser.add_argument("--minutes", type=float, help="end after so many, to be continued")
+    parser.add_argument("--quick", action="store_true", help="a toy, in seconds")
+    args = parser.parse_args()
+    if args.quick:
+        vars(args).update(QUICK)
+    args.steps = args.steps.split(",")
+    args.seed, args.refine_seconds = 0, 0.0  # of the referee
+    if unknown := sorted(set(args.steps) - set(STEPS)):
+        parser.error(f"--steps must be some of {', '.join(STEPS)}; got {', '.join(unknown)}")
+    if args.home not in args.settings.split(","):
+        parser.error(f"--home must be one of --settings; got {args.home}")
+    return args
+
+
+def collect(models: Models, settings: list[Setting], seeds: range) -> None:
+    """Everything that measures in order to learn."""
+    runs = [(setting, models.scale.iterations) for setting in settings] + [(models.home, models.scale.converged)]
+    with progress_bar("training as published", len(seeds) * (len(runs) + 1), True) as advance:
+        for seed in seeds:
+            for setting, iterations in runs:
+                models.published(setting, seed, iterations)
+                advance(f"{setting}, seed {seed}")
+            models.model(f"{MEASURED_REWARDS}@{models.looks[-1]}", models.home, seed)
+            advance(f"measured rewards, seed {seed}")
+
+
+def learn(models: Models, settings: list[Setting], seeds: range) -> None:
+    """Everything that is learned from these measurements; what is not measured yet is left out."""
+    kinds = [(kind, setting, seed) for seed in seeds for setting in settings for kind in models.kinds(setting)]
+    fits = [(fit, seed) for seed in seeds for fit in FITS]
+    with progress_bar("learning", len(kinds) + len(fits), True) as advance:
+        for kind, setting, seed in kinds:
+            if models.is_measured(kind, setting, seed):
+                models.model(kind, setting, seed)
+            advance(f"{kind}, {setting}, seed {seed}")
+        for fit, seed in fits:
+            if models.is_measured("published", models.home, seed):
+                models.fitted(fit, models.home, seed)
+            advance(f"fit: {fit}, seed {seed}")
+
+
+def held_out(models: Models, settings: list[Setting], half, args: argparse.Namespace, tick) -> None:  # noqa: ANN001
+    """Measure random placements of test tasks."""
+    with progress_bar("held-out placements", len(settings), True) as advance:
+        for setting in settings:
+            placements = held_out_placements(half, setting, args.held_out)
+            journal = args.work / f"held-out-{setting}.journal"
+            for count in range(5, len(placements) + 5, 5):
+                measure_placements(half, placements[:count], journal, models.arena, 5, seed=0)
+                tick()
+            advance(str(setting))
+
+
+def test(models: Models, settings: list[Setting], half, seeds: range, args, tick) -> None:  # noqa: ANN001
+    """All placers on the test tasks."""
+    records = read(args)
+    played = {record["task"] for record in records[1:]}
+    total = len(settings) * args.tasks
+    args.record.parent.mkdir(parents=True, exist_ok=True)
+    oracle_seconds = args.oracle_seconds
+    with args.record.open("a") as file, progress_bar("test tasks", total, True, len(played)) as advance:
+        if not records:
+            head = {"settings": settings_of(args), "scale": asdict(models.scale)} | provenance(models.arena.device)
+            file.write(json.dumps(head) + "\n")
+        fields: dict[Setting, PaperField] = {}
+        for index in range(args.tasks):
+            for setting in settings:
+                task = half.tasks(setting, index + 1)[index]
+                if task.name in played:
+                    continue
+                if setting not in fields:
+                    fields[setting] = PaperField(models, setting, seeds, args.device)
+                field = fields[setting]
+                args.oracle_seconds = oracle_seconds if index < args.oracle_tasks else 0.0
+                record = play(task, field, list(field.placers), models.arena, args)
+                record["predicted_compute_ms"] = field.predicted_ms(task)
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                advance(task.name)
+                tick()
+    args.oracle_seconds = oracle_seconds
+
+
+def report(models: Models, settings: list[Setting], half, seeds: range, args: argparse.Namespace) -> None:  # noqa: ANN001
+    """Tables for people, figures beside the record."""
+    records = read(args)
+    errors = held_out_errors(models, settings, half, seeds, args.held_out, args.work)
+    taken = {f"{seed}": {str(look): models.rewards_taken(seed, look) for look in models.looks} for seed in seeds}
+    seconds = {
+        f"{setting}#{seed}": sum(models.published(setting, seed, models.scale.iterations).seconds)
+        for setting in settings
+        for seed in seeds
+    }
+    summary = {"commit": commit(), "errors": errors, "measured_rewards": taken, "training_seconds": seconds}
+    args.record.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
+    output = Console()
+    console = output if output.is_terminal else Console(width=180)
+    print_results(records[1:], summary, settings, models.home, console, args.record.with_suffix(".png"))
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """What a record must agree in to be continued."""
+    names = ("batch_size", "seeds", "home", "rounds", "oracle_seconds", "device", "processor_time", "quick")
+    return {name: str(getattr(args, name)) for name in names}
+
+
+def read(args: argparse.Namespace) -> list[dict]:
+    """Lines of the record; ends the program where they were made with other settings."""
+    records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
+    if records and records[0]["settings"] != settings_of(args):
+        raise SystemExit(f"{args.record}: recorded with other settings: {records[0]['settings']}")
+    return records
+
+
+if __name__ == "__main__":
+    main()

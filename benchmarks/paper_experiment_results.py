@@ -1,0 +1,254 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What came out of the paper's experiment: errors of cost networks on unseen tables, placements by setting, chart.
+
+Shapes: N placements, D devices, X sets, S shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+from scipy.stats import kendalltau
+from torch import Tensor
+
+from bootstrap import mean_interval
+from contests import BYTES_PER_MS
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.dataset import Journal
+from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
+from dreamshard_planner.cost.paper import HEADS, PaperCostNetwork, placement_labels, sent_bytes
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.placement.rules import RULES
+from paper_experiment_models import FITS, Models
+from paper_experiment_setting import Half, Setting
+from paper_experiment_training import labelled_placements, named_placement
+
+Predict = Callable[[LabelledSets, Tensor], tuple[Tensor, Tensor]]
+"""Sets and placements [N, D] as sets -> forward and backward milliseconds of the sets [X, 2], overall of the
+placements [N]."""
+
+
+def held_out_placements(half: Half, setting: Setting, count: int) -> list[list[list[str]]]:
+    """Random placements of test tasks, one of each task."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        named_placement(task, torch.randint(setting.devices, (setting.tables,), generator=generator))
+        for task in half.tasks(setting, count)
+    ]
+
+
+@torch.no_grad()
+def held_out_errors(
+    models: Models, settings: Sequence[Setting], half: Half, seeds: Sequence[int], count: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Errors of all cost networks on random placements of unseen tables, in the settings that they were trained in and
+    in the others."""
+    rows = []
+    for setting in settings:
+        with Journal.open(
+            folder / f"held-out-{setting}.journal", describe_hardware(models.arena.device, torch.get_num_threads())
+        ) as journal:
+            sets, index_ND = labelled_placements(half, held_out_placements(half, setting, count), journal.to_dataset())
+        collectives = CollectiveModel(setting.devices, BYTES_PER_MS)
+        for name, seed, predict in _predictors(models, setting, seeds):
+            row = {"setting": str(setting), "cost": name, "seed": seed}
+            rows.append(row | _errors(sets, index_ND, collectives, *predict(sets, index_ND)))
+    return rows
+
+
+def _predictors(models: Models, setting: Setting, seeds: Sequence[int]) -> list[tuple[str, int, Predict]]:
+    home, found = models.home, []
+    collectives = CollectiveModel(setting.devices, BYTES_PER_MS)
+
+    def published(network: PaperCostNetwork) -> Predict:
+        return lambda sets, index_ND: _published(network, sets, index_ND)
+
+    def formula(compute) -> Predict:  # noqa: ANN001
+        return lambda sets, index_ND: _formula(compute, sets, index_ND, collectives)
+
+    for seed in seeds:
+        found += [
+            ("published", seed, published(models.model("published", setting, seed).compute)),
+            ("default", seed, formula(models.ours(setting, seed))),
+            ("linear", seed, formula(models.linear(setting, seed))),
+            (f"converged<{home}", seed, published(models.model("converged", home, seed).compute)),
+        ]
+        found += [(f"fit: {fit}<{home}", seed, published(models.fitted(fit, home, seed))) for fit in FITS]
+        if setting != home:
+            found.append((f"default<{home}", seed, formula(models.ours(home, seed))))
+        else:
+            for size in models.scale.prefixes:
+                found.append((f"published@{size}", seed, published(models.fitted("published", home, seed, size))))
+                found.append((f"default@{size}", seed, formula(models.ours(home, seed, size))))
+    return found
+
+
+def _published(network: PaperCostNetwork, sets: LabelledSets, index_ND: Tensor) -> tuple[Tensor, Tensor]:
+    pooled_XR = network.pool(sets)
+    sets_X2 = torch.stack([network.head_ms(name, pooled_XR) for name in HEADS[:2]], dim=-1)
+    return sets_X2, network.head_ms("overall", network.pool_devices(pooled_XR[index_ND]))
+
+
+def _formula(compute, sets: LabelledSets, index_ND: Tensor, collectives: CollectiveModel) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+    sets_X2 = predict_ms(compute, sets)
+    predicted = LabelledSets(sets.features_SF, sets.offsets_X1, sets_X2)
+    bytes_X = sent_bytes(sets, collectives.world_size)
+    return sets_X2, placement_labels(predicted, index_ND, bytes_X, collectives)[-1]
+
+
+def _errors(
+    sets: LabelledSets, index_ND: Tensor, collectives: CollectiveModel, sets_X2: Tensor, overall_N: Tensor
+) -> dict[str, float]:
+    """Mean absolute percentage errors and Kendall's tau, of sets that are not empty and of placements."""
+    some_X = sets.offsets_X1.diff() > 0
+    label_X2, predicted_X2 = sets.labels_ms_X2[some_X], sets_X2[some_X]
+    truth_N = placement_labels(sets, index_ND, sent_bytes(sets, collectives.world_size), collectives)[-1]
+    forward, backward = mape_2(predicted_X2, label_X2).tolist()
+    return {
+        "forward": forward,
+        "backward": backward,
+        "tau": float(kendalltau(predicted_X2.sum(-1), label_X2.sum(-1)).statistic),
+        "overall": float(((overall_N - truth_N) / truth_N).abs().mean()),
+        "overall_tau": float(kendalltau(overall_N, truth_N).statistic),
+        "sets": int(some_X.sum()),
+    }
+
+
+def by_kind(records: Sequence[dict], setting: str, key: str = "overall_ms") -> dict[str, np.ndarray]:
+    """Measured milliseconds [seeds, tasks] of each row in one setting, NaN where infeasible."""
+    chosen = [record for record in records if record["pool"] == setting]
+    names = list(dict.fromkeys(name for r in chosen for name in [*r["compute_ms"], *r["infeasible"]]))
+    kinds: dict[str, list[list[float]]] = {}
+    for name in names:
+        kinds.setdefault(name.partition("#")[0], []).append([r[key].get(name, math.nan) for r in chosen])
+    return {kind: np.array(values) for kind, values in kinds.items()}
+
+
+def strongest_rule(kinds: dict[str, np.ndarray]) -> str:
+    """The greedy rule with the least mean."""
+    return min(RULES, key=lambda rule: float(np.nanmean(kinds[rule])))
+
+
+def compared(kinds: dict[str, np.ndarray], kind: str, base: str) -> tuple[float, np.ndarray]:
+    """Geometric mean over tasks of ``kind`` over ``base``, and its 95 % interval; seeds are averaged first."""
+    log_T = np.log(kinds[kind]).mean(0) - np.log(kinds[base]).mean(0)
+    log_T = log_T[np.isfinite(log_T)]
+    return float(np.exp(log_T.mean())), np.exp(mean_interval(log_T, np.random.default_rng(0)))
+
+
+def print_results(
+    records: Sequence[dict], summary: dict, settings: Sequence[Setting], home: Setting, console: Console, chart: Path
+) -> None:
+    """Tables for people, and the chart."""
+    tables = {str(setting): by_kind(records, str(setting)) for setting in settings}
+    tables = {setting: kinds for setting, kinds in tables.items() if kinds}
+    for title, cell in (
+        ("overall ms: mean, standard deviation over seeds, speed-up over random", _mean_cell),
+        ("over the task's strongest rule (by mean), 95 % interval over tasks", _ratio_cell),
+    ):
+        _print(title, tables, cell, console)
+    for setting, kinds in tables.items():
+        count = next(iter(kinds.values())).shape[1]
+        alone = sum(r["one_table_is_the_bottleneck"] for r in records if r["pool"] == setting)
+        infeasible = {
+            kind: int(np.isnan(v).sum()) for kind, v in kinds.items() if kind != "oracle" and np.isnan(v).any()
+        }
+        console.print(
+            f"{setting}: {count} tasks, strongest rule {strongest_rule(kinds)}, one table alone is the bottleneck in "
+            f"{alone}; infeasible: {infeasible or 'none'}"
+        )
+    _print_errors(summary["errors"], console)
+    if tables:
+        draw(tables, summary["errors"], str(home), chart)
+
+
+def _print(title: str, tables: dict[str, dict[str, np.ndarray]], cell, console: Console) -> None:  # noqa: ANN001
+    table = RichTable(title=title)
+    table.add_column("placer")
+    for setting in tables:
+        table.add_column(setting, justify="right")
+    for kind in dict.fromkeys(kind for kinds in tables.values() for kind in kinds):
+        table.add_row(kind, *(cell(kinds, kind) if kind in kinds else "" for kinds in tables.values()))
+    console.print(table)
+
+
+def _mean_cell(kinds: dict[str, np.ndarray], kind: str) -> str:
+    mean_K = np.nanmean(kinds[kind], axis=1)
+    ratio = compared(kinds, "random", kind)[0] - 1
+    return f"{mean_K.mean():.2f} ± {mean_K.std():.2f} ({ratio:+.1%})"
+
+
+def _ratio_cell(kinds: dict[str, np.ndarray], kind: str) -> str:
+    ratio, (low, high) = compared(kinds, kind, strongest_rule(kinds))
+    return f"{ratio:.3f} ({low:.3f}-{high:.3f})"
+
+
+def _print_errors(errors: Sequence[dict[str, Any]], console: Console) -> None:
+    table = RichTable(title="cost networks on random placements of unseen tables, means over seeds")
+    for heading in ("setting", "cost", "forward", "backward", "tau of sets", "overall", "tau of placements"):
+        table.add_column(heading, justify="left" if heading in ("setting", "cost") else "right")
+    for key in dict.fromkeys((row["setting"], row["cost"]) for row in errors):
+        same = [row for row in errors if (row["setting"], row["cost"]) == key]
+        mean = {
+            name: float(np.mean([row[name] for row in same])) for name in same[0] if name not in ("setting", "cost")
+        }
+        table.add_row(
+            *key, f"{mean['forward']:.1%}", f"{mean['backward']:.1%}", f"{mean['tau']:.3f}", f"{mean['overall']:.1%}",
+            f"{mean['overall_tau']:.3f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+SHOWN = {
+    "random": "0.6", "published": "tab:red", "converged<{home}": "tab:orange", "autoshard": "tab:purple",
+    "published_search": "tab:pink", "default": "tab:blue", "default_shipped": "tab:cyan", "torchrec": "tab:green",
+}  # fmt: skip
+"""Rows of the chart, and their colours."""
+
+
+def draw(tables: dict[str, dict[str, np.ndarray]], errors: Sequence[dict], home: str, path: Path) -> None:
+    """Cost over the strongest rule's by setting; and final cost against the error of the cost network, PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2, 1))
+    for offset, (name, color) in enumerate(SHOWN.items()):
+        kind, positions, ratios = name.format(home=home), [], []
+        for position, kinds in enumerate(tables.values()):
+            chosen = kind if kind in kinds else kind.partition("<")[0]
+            if chosen in kinds and name != "random":
+                positions.append(position + 0.09 * (offset - len(SHOWN) / 2))
+                ratios.append((*compared(kinds, chosen, strongest_rule(kinds)),))
+        for position, (_, interval) in zip(positions, ratios, strict=True):
+            left.plot([position] * 2, interval, color=color, linewidth=1.5)
+        if ratios:
+            left.plot(positions, [ratio for ratio, _ in ratios], "o", color=color, label=kind, markersize=4)
+    left.axhline(1.0, color="0.3", linewidth=0.8)
+    left.set_xticks(range(len(tables)), list(tables))
+    left.set_ylabel("measured cost / strongest greedy rule's")
+    left.set_xlabel("tables x devices")
+    left.legend(fontsize=7)
+    kinds = tables.get(home, {})
+    for family, color in (("published", "tab:red"), ("default", "tab:blue")):
+        points = [kind for kind in kinds if kind.startswith(f"{family}@")]
+        rated = [[row["tau"] for row in errors if row["setting"] == home and row["cost"] == kind] for kind in points]
+        ratio_of = [compared(kinds, kind, strongest_rule(kinds))[0] for kind in points]
+        taus = [float(np.mean(values)) for values in rated]
+        right.plot(taus, ratio_of, "o-", color=color, label=f"{family}, {home}")
+        for kind, x, y in zip(points, taus, ratio_of, strict=True):
+            right.annotate(kind.partition("@")[2], (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    right.axhline(1.0, color="0.3", linewidth=0.8)
+    right.set_xlabel("tau of the cost network on unseen sets;\nnumbers: measured placements")
+    right.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
