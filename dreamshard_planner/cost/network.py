@@ -187,17 +187,9 @@ class CostNetwork(nn.Module):
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """What some shard, or the sum over some group, has more of, or less, than anything measured."""
-        notes = []
-        low_F, high_F = self._trained_bounds("descriptor")
-        for descriptor, name in NAMED_DESCRIPTORS.items():
-            index = DESCRIPTORS.index(descriptor)
-            values = (features_SF[:, FEATURE_INDEX[descriptor]], low_F[index], high_F[index])
-            if descriptor.startswith("log2_"):
-                values = tuple(value.exp2() for value in values)
-            values_S, low, high = values
-            notes += _outside("table(s)", name, values_S, float(low), float(high))
+        notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))
         for column, (name, bounds) in enumerate(self.trained_ranges.items()):
-            notes += _outside("fused group(s)", name.replace("_", " "), latent_XH[:, column], *bounds)
+            notes += outside("fused group(s)", name.replace("_", " "), latent_XH[:, column], *bounds)
         return tuple(notes)
 
     @property
@@ -212,7 +204,23 @@ class CostNetwork(nn.Module):
         return getattr(self, f"{name}_low") * scale + mean, getattr(self, f"{name}_high") * scale + mean
 
 
-def _outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:
+def tables_outside(features_SF: Tensor, low_F: Tensor, high_F: Tensor) -> list[str]:
+    """Notes on tables beyond the smallest and largest :data:`DESCRIPTORS` of what was measured, both [F]."""
+    notes = []
+    for descriptor, name in NAMED_DESCRIPTORS.items():
+        index = DESCRIPTORS.index(descriptor)
+        values_S = plain(descriptor, features_SF[:, FEATURE_INDEX[descriptor]])
+        low, high = (float(plain(descriptor, bound_F[index])) for bound_F in (low_F, high_F))
+        notes += outside("table(s)", name, values_S, low, high)
+    return notes
+
+
+def plain(descriptor: str, values: Tensor) -> Tensor:
+    """Values of a descriptor without its logarithm."""
+    return values.exp2() if descriptor.startswith("log2_") else values
+
+
+def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> list[str]:
     """Notes on values beyond what was measured."""
     notes = []
     for outside_X, bound, side in (

@@ -12,6 +12,7 @@ R = 32 representation channels, H = 1 + R latent channels, F features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,11 +22,21 @@ from torch import Tensor, nn
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.model import CostSource
-from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
+from dreamshard_planner.cost.network import outside, plain, tables_outside
+from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 
 OUTPUT_BYTES = 4
 MIN_SHARE = 1e-3
 LOSSES = ("mean", "raw", "relative")
+UNSEEN = {
+    "log2_batch_size": "{} and {} samples per batch",
+    "log2_num_features": "{} and {} features of a table",
+    "weight_bytes": "{} and {} bytes per weight",
+    "sequence": "pooled and sequence tables",
+    "weighted": "weighted and plain lookups",
+    "stateful_optimizer": "SGD and optimizers with states",
+}
+"""Descriptors that none of the published features shows, for people."""
 HEADS = ("forward_compute", "backward_compute", "communication", "overall")
 
 
@@ -85,6 +96,9 @@ class PaperCostNetwork(nn.Module):
         self.register_buffer("feature_mean", torch.zeros(len(self.FEATURES)))
         self.register_buffer("feature_scale", torch.ones(len(self.FEATURES)))
         self.register_buffer("target_ms", torch.ones(4))
+        self.register_buffer("descriptor_low", torch.full((len(DESCRIPTORS),), -math.inf))
+        self.register_buffer("descriptor_high", torch.full((len(DESCRIPTORS),), math.inf))
+        self.register_buffer("group_tables", torch.tensor([0.0, math.inf]))
         self.eval()
 
     def encode(self, features_SF: Tensor) -> Tensor:
@@ -119,8 +133,32 @@ class PaperCostNetwork(nn.Module):
         return self.head_ms("overall", self.pool_devices(latent_BDGH.sum(-2)[..., 1:]))
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """That this is the recipe for ablation."""
-        return ("recipe 'paper': the method as published, for comparison",)
+        """That this is the recipe for comparison; what lies outside of what it was fitted to; and what differed there
+        that its features do not tell apart."""
+        low_F, high_F = self.descriptor_low, self.descriptor_high
+        notes = ["recipe 'paper': the method as published, for comparison"]
+        notes += tables_outside(features_SF, low_F, high_F)
+        notes += outside("fused group(s)", "tables", latent_XH[:, 0], *self.group_tables.tolist())
+        mixed = []
+        for descriptor, name in UNSEEN.items():
+            index = DESCRIPTORS.index(descriptor)
+            low, high = (float(plain(descriptor, bound_F[index])) for bound_F in (low_F, high_F))
+            if -math.inf < low < high < math.inf:
+                mixed.append(name.format(f"{low:,.0f}", f"{high:,.0f}"))
+        if mixed:
+            notes.append(
+                f"its features do not tell {', '.join(mixed)} apart, which differed where it was measured: its costs "
+                "are means over them, and far off; recipe 'default' knows them"
+            )
+        return tuple(notes)
+
+    def set_domain(self, train: LabelledSets) -> None:
+        """Note what is measured, for :meth:`notes`: bounds of all descriptors, and of tables in a group."""
+        descriptor_SF = train.features_SF[:, columns(DESCRIPTORS)]
+        self.descriptor_low.copy_(descriptor_SF.amin(0))
+        self.descriptor_high.copy_(descriptor_SF.amax(0))
+        tables_X = train.offsets_X1.diff()
+        self.group_tables.copy_(torch.stack([tables_X[tables_X > 0].min(), tables_X.max()]))
 
 
 class PaperFit:
@@ -163,6 +201,7 @@ class PaperFit:
             The network, ready to use.
         """
         config, network = self.config, self.network
+        network.set_domain(train)
         bytes_X = sent_bytes(train, config.devices)
         if self._fresh and config.loss != "raw":
             targets = placement_labels(train, self._draw(train, placements_ND, 4096), bytes_X, self._collectives)
