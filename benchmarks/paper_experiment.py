@@ -28,7 +28,7 @@ import logging
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -51,11 +51,11 @@ SHIPPED = {"dreamshard": "default_shipped", "paper": "published_shipped"}
 """The referee's names of placers with checkpoints that ship, and theirs here."""
 BASELINES = ("random", *RULES, "torchrec")
 QUICK = {
-    "settings": "6x2,8x2", "home": "6x2", "seeds": 1, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
-    "batch_size": 32, "rounds": 1, "held_out": 2,
+    "settings": "6x2,8x2", "home": "6x2", "seeds": 2, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
+    "batch_size": 32, "rounds": 1, "held_out": 2, "measured_seeds": 1, "ablation_seeds": 1,
 }  # fmt: skip
 QUICK_SCALE = Scale(
-    train_tasks=2, iterations=1, converged=2, prefixes=(10,), fit_updates=3, policy_updates=2, repeats=1
+    train_tasks=2, iterations=1, converged=2, prefixes=(10,), fit_updates=3, policy_updates=2, repeats=1, epochs=1
 )
 
 
@@ -97,6 +97,7 @@ def main() -> None:
 
     settings, home = [Setting.parse(text) for text in args.settings.split(",")], Setting.parse(args.home)
     scale = QUICK_SCALE if args.quick else Scale()
+    scale = replace(scale, measured_seeds=args.measured_seeds, ablation_seeds=args.ablation_seeds)
     train_half, test_half = halves(args.batch_size)
     arena = Arena(args.device)
     models = Models(args.work, train_half, scale, home, arena, tick)
@@ -125,6 +126,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settings", default=SETTINGS, help="TABLESxDEVICES, separated by commas")
     parser.add_argument("--home", default="40x4", help="setting of ablations, and the one that is transferred from")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of everything")
+    parser.add_argument("--measured-seeds", type=int, default=3, help="of these; the others only fit networks anew")
+    parser.add_argument("--ablation-seeds", type=int, default=3, help="of these, with everything but the main rows too")
     parser.add_argument("--tasks", type=int, default=50, help="test tasks of each setting")
     parser.add_argument("--held-out", type=int, default=50, help="random placements of test tasks, by setting")
     parser.add_argument("--oracle-tasks", type=int, default=2, help="of each setting, with a measured oracle")
@@ -153,19 +156,21 @@ def parse() -> argparse.Namespace:
 def collect(models: Models, settings: list[Setting], seeds: range) -> None:
     """Everything that measures in order to learn."""
     runs = [(setting, models.scale.iterations) for setting in settings] + [(models.home, models.scale.converged)]
-    with progress_bar("training as published", len(seeds) * (len(runs) + 1), True) as advance:
-        for seed in seeds:
+    measured = seeds[: models.scale.measured_seeds]
+    with progress_bar("training as published", len(measured) * (len(runs) + 1), True) as advance:
+        for seed in measured:
             for setting, iterations in runs:
                 models.published(setting, seed, iterations)
                 advance(f"{setting}, seed {seed}")
-            models.model(f"{MEASURED_REWARDS}@{models.looks[-1]}", models.home, seed)
+            if seed < models.scale.ablation_seeds:
+                models.model(f"{MEASURED_REWARDS}@{models.looks[-1]}", models.home, seed)
             advance(f"measured rewards, seed {seed}")
 
 
 def learn(models: Models, settings: list[Setting], seeds: range) -> None:
     """Everything that is learned from these measurements; what is not measured yet is left out."""
-    kinds = [(kind, setting, seed) for seed in seeds for setting in settings for kind in models.kinds(setting)]
-    fits = [(fit, seed) for seed in seeds for fit in FITS]
+    kinds = [(kind, setting, seed) for seed in seeds for setting in settings for kind in models.kinds(setting, seed)]
+    fits = [(fit, seed) for seed in seeds[: models.scale.ablation_seeds] for fit in FITS]
     with progress_bar("learning", len(kinds) + len(fits), True) as advance:
         for kind, setting, seed in kinds:
             if models.is_measured(kind, setting, seed):
@@ -223,11 +228,14 @@ def report(models: Models, settings: list[Setting], half, seeds: range, args: ar
     """Tables for people, figures beside the record."""
     records = read(args)
     errors = held_out_errors(models, settings, half, seeds, args.held_out, args.work)
-    taken = {f"{seed}": {str(look): models.rewards_taken(seed, look) for look in models.looks} for seed in seeds}
+    taken = {
+        f"{seed}": {str(look): models.rewards_taken(seed, look) for look in models.looks}
+        for seed in seeds[: models.scale.ablation_seeds]
+    }
     seconds = {
         f"{setting}#{seed}": sum(models.published(setting, seed, models.scale.iterations).seconds)
         for setting in settings
-        for seed in seeds
+        for seed in seeds[: models.scale.measured_seeds]
     }
     summary = {"commit": commit(), "errors": errors, "measured_rewards": taken, "training_seconds": seconds}
     args.record.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -238,7 +246,10 @@ def report(models: Models, settings: list[Setting], half, seeds: range, args: ar
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a record must agree in to be continued."""
-    names = ("batch_size", "seeds", "home", "rounds", "oracle_seconds", "device", "processor_time", "quick")
+    names = (
+        "seeds", "measured_seeds", "ablation_seeds", "home", "batch_size", "rounds", "oracle_seconds", "device",
+        "processor_time", "quick",
+    )  # fmt: skip
     return {name: str(getattr(args, name)) for name in names}
 
 

@@ -140,6 +140,12 @@ class Scale:
     """Both in each iteration."""
     repeats: int = 2
     """Timed runs of each set in training."""
+    epochs: int = 120
+    """Of our cost network."""
+    measured_seeds: int = 3
+    """Trainings that measure placements of their own; the others learn from those of the first."""
+    ablation_seeds: int = 3
+    """Trainings in which more is learned than what stands in the table of results."""
 
 
 class Models:
@@ -160,9 +166,10 @@ class Models:
             policy_updates=self.scale.policy_updates,
             seed=seed,
         )
-        folder = self._of(setting, seed) / f"published-{iterations}"
+        folder, scale = self._of(setting, seed) / f"published-{iterations}", self.scale
+        measured = None if seed < scale.measured_seeds else self.published(setting, 0, iterations)
         return train_published(
-            config, self.half, self._tasks(setting), folder, self.arena, self.scale.repeats, self._tick
+            config, self.half, self._tasks(setting), folder, self.arena, scale.repeats, self._tick, measured
         )
 
     def _of(self, setting: Setting, seed: int) -> Path:
@@ -174,7 +181,8 @@ class Models:
             return (self._of(setting, seed) / f"{MEASURED_REWARDS}-{self.looks[-1]}.safetensors").exists()
         of_converged = kind == "converged" or "@" in kind
         iterations = self.scale.converged if of_converged else self.scale.iterations
-        return (self._of(setting, seed) / f"published-{iterations}" / "placements.json").exists()
+        measured = seed if seed < self.scale.measured_seeds else 0
+        return (self._of(setting, measured) / f"published-{iterations}" / "placements.json").exists()
 
     def _model(self, kind: str, setting: Setting, seed: int) -> Model:
         """By kind: see :meth:`kinds`; ``published@30`` is of the first 30 placements of the converged training."""
@@ -201,13 +209,18 @@ class Models:
         made = {"autoshard": "recurrent", "without_costs": "without_costs"}[name]
         return Model(trained.network, self._policy(made, trained.network, setting, seed, f"{made}-on-published"))
 
-    def kinds(self, setting: Setting) -> tuple[str, ...]:
+    def kinds(self, setting: Setting, seed: int) -> tuple[str, ...]:
         """What is trained in a setting; more at home."""
-        kinds = ("published", "autoshard", "published_search", "default_cost", "default_policy", "default")
+        kinds = ("published", "autoshard", "published_search", "default_policy", "default")
+        if setting == self.home:
+            kinds += ("converged",)
+        if seed >= self.scale.ablation_seeds:
+            return kinds
+        kinds += ("default_cost",)
         if setting != self.home:
             return kinds
         curve = [f"{name}@{count}" for count in self.scale.prefixes for name in ("published", "default")]
-        return (*kinds, "converged", "without_costs", *(f"{MEASURED_REWARDS}@{look}" for look in self.looks), *curve)
+        return (*kinds, "without_costs", *(f"{MEASURED_REWARDS}@{look}" for look in self.looks), *curve)
 
     @cached_property
     def looks(self) -> tuple[int, ...]:
@@ -235,11 +248,11 @@ class Models:
 
     def ours(self, setting: Setting, seed: int, count: int = 0) -> CostNetwork:
         """Our cost network, fitted to the same."""
-        network = CostNetwork(CostNetworkConfig(), seed)
+        network, config = CostNetwork(CostNetworkConfig(), seed), FitConfig(epochs=self.scale.epochs, seed=seed)
 
         def make(network: CostNetwork) -> None:
             network.load_state_dict(
-                fit_cost_network(self.sets(setting, seed, count), network.config, FitConfig(seed=seed)).state_dict()
+                fit_cost_network(self.sets(setting, seed, count), network.config, config).state_dict()
             )
 
         kept(self._of(setting, seed) / f"default-{count or 'all'}.safetensors", network, make)
@@ -312,7 +325,9 @@ def _missing(module: torch.nn.Module) -> None:
 def rows(models: Models, setting: Setting, seeds: Sequence[int]) -> dict[str, Model]:
     """What places the test tasks of a setting: all that was trained there, and what was trained at home; named
     ``kind#seed``, from home ``kind<home#seed``."""
-    found = {f"{kind}#{seed}": models.model(kind, setting, seed) for kind in models.kinds(setting) for seed in seeds}
+    found = {
+        f"{kind}#{seed}": models.model(kind, setting, seed) for seed in seeds for kind in models.kinds(setting, seed)
+    }
     if setting != models.home:
         for kind in ("published", "converged", "default"):
             found |= {f"{kind}<{models.home}#{seed}": models.model(kind, models.home, seed) for seed in seeds}

@@ -80,10 +80,12 @@ def _predictors(models: Models, setting: Setting, seeds: Sequence[int]) -> list[
             ("linear", seed, formula(models.linear(setting, seed))),
             (f"converged<{home}", seed, published(models.model("converged", home, seed).compute)),
         ]
-        found += [(f"fit: {fit}<{home}", seed, published(models.fitted(fit, home, seed))) for fit in FITS]
         if setting != home:
             found.append((f"default<{home}", seed, formula(models.ours(home, seed))))
-        else:
+        if seed >= models.scale.ablation_seeds:
+            continue
+        found += [(f"fit: {fit}<{home}", seed, published(models.fitted(fit, home, seed))) for fit in FITS]
+        if setting == home:
             for size in models.scale.prefixes:
                 found.append((f"published@{size}", seed, published(models.fitted("published", home, seed, size))))
                 found.append((f"default@{size}", seed, formula(models.ours(home, seed, size))))

@@ -107,8 +107,12 @@ def train_published(
     arena: Arena,
     repeats: int,
     on_iteration: Callable[[], None],
+    measured: Trained | None = None,
 ) -> Trained:
-    """As published; what is interrupted goes on where it was when called again with the same arguments."""
+    """As published; what is interrupted goes on where it was when called again with the same arguments.
+
+    With placements that another training ``measured``, nothing is collected, and only the networks are trained anew.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     devices = tasks[0].task.problem.num_devices
     fit_config = PaperFitConfig(
@@ -138,12 +142,16 @@ def train_published(
     for iteration in range(config.iterations):
         start = time.monotonic()
         remaining = 1 - iteration / config.iterations
-        while len(placements) < (iteration + 1) * config.collected:
-            placement = sampled_placement(policy, network, _any(tasks, generator), generator)
-            if placement is not None:
-                placements.append(placement)
-        journal = folder / "measured.journal"
-        dataset = measure_placements(half, placements, journal, arena, repeats, config.seed)
+        wanted = (iteration + 1) * config.collected
+        if measured is None:
+            while len(placements) < wanted:
+                placement = sampled_placement(policy, network, _any(tasks, generator), generator)
+                if placement is not None:
+                    placements.append(placement)
+            journal = folder / "measured.journal"
+            dataset = measure_placements(half, placements, journal, arena, repeats, config.seed)
+        else:
+            placements, dataset = measured.placements[:wanted], measured.dataset
         train, index_ND = labelled_placements(half, placements, dataset)
         fit.descend(train, config.fit_updates, index_ND)
         for group in optimizer.param_groups:

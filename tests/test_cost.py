@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit,
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.paper import PaperFitConfig, fit_paper_network
+from dreamshard_planner.cost.paper import PaperFit, PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
@@ -100,6 +102,53 @@ def test_paper_network_learns(split) -> None:
     before = fit_paper_network(train, PaperFitConfig(updates=1))
     error = (predict_ms(network, test) - test.labels_ms_X2).square().mean()
     assert error < 0.3 * (predict_ms(before, test) - test.labels_ms_X2).square().mean()
+
+
+def test_paper_fit_in_pieces_is_the_same_fit(split) -> None:
+    """Between the pieces of the published training more placements are measured; here none are."""
+    train, config = split[0], PaperFitConfig(updates=6, devices=3)
+    placements_ND = torch.arange(60).view(20, 3)
+    pieces, whole = (PaperFit(config, train.features_SF) for _ in range(2))
+    pieces.descend(train, 4, placements_ND)
+    pieces.descend(train, 2, placements_ND)
+    whole.descend(train, 6, placements_ND)
+    states = pieces.network.state_dict(), whole.network.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(whole.network.table[0].weight, PaperFit(config, train.features_SF).network.table[0].weight)
+
+
+def test_paper_fit_weighs_errors_as_asked(split) -> None:
+    """Relative errors serve small sets, squared milliseconds large ones."""
+    train = split[0]
+    order = train.labels_ms_X2.sum(-1).argsort()
+    small, large = (train.select(some) for some in (order[: len(order) // 4], order[-len(order) // 4 :]))
+
+    def errors(loss: str) -> tuple[float, float]:
+        network = fit_paper_network(train, PaperFitConfig(updates=300, learning_rate=2e-3, loss=loss))
+        return tuple(float(mape_2(predict_ms(network, sets), sets.labels_ms_X2).mean()) for sets in (small, large))
+
+    relative, raw = errors("relative"), errors("raw")
+    assert relative[0] < raw[0] and relative[0] / relative[1] < raw[0] / raw[1]
+    with pytest.raises(ValueError, match="loss must be one of mean, raw, relative, got 'log'"):
+        PaperFitConfig(loss="log")
+
+
+def test_paper_network_says_what_it_does_not_know(split) -> None:
+    train = split[0]
+    network = fit_paper_network(train, PaperFitConfig(updates=1))
+    assert (
+        len(network.notes(train.features_SF, train.sum(network.encode(train.features_SF)))) == 1
+    )  # nothing is outside
+    far = Table("far", 10**9, 16, (FeatureStatistics(1.0),))
+    features_SF = feature_matrix(workloads_of([far] * 500, 10**6))
+    notes = network.notes(features_SF, network.encode(features_SF).sum(0, keepdim=True))
+    for what in ("500 table(s) have more rows", "500 table(s) have more samples per batch", "have more tables than"):
+        assert any(what in note for note in notes), what
+    table = Table("t", 1000, 16, (FeatureStatistics(1.0),))
+    sets = [workloads_of([replace(table, optimizer=name)], batch) for name in ("sgd", "other") for batch in (8, 64)]
+    mixed = fit_paper_network(LabelledSets.of(sets, torch.ones(4, 2)), PaperFitConfig(updates=1))
+    (note,) = (note for note in mixed.notes(feature_matrix(sets[0]), torch.ones(1, 33)) if "do not tell" in note)
+    assert "8 and 64 samples per batch, SGD and optimizers with states apart" in note
 
 
 def test_selecting_sets_keeps_their_shards(split) -> None:

@@ -380,6 +380,7 @@ def test_paper_recipe_plans() -> None:
     plan = chosen.plan(small_model(), SHARDERS)
     assert set(ranks_of(plan)) == {f"t{i}" for i in range(6)}
     assert chosen.report().candidates == 0 and "paper" in chosen.report().cost_source
+    assert "its features do not tell" in str(chosen.report())
 
 
 def test_search_that_is_cut_short_says_so() -> None:

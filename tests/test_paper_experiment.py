@@ -1,0 +1,112 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The paper's experiment: no test table trains anything, interruptions change nothing, figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.paper import PaperCostConfig, placement_labels, sent_bytes
+from dreamshard_planner.training import TrainingConfig, pool_tables
+from paper_experiment import main
+from paper_experiment_models import MaxOfTables, MeanOfTables
+from paper_experiment_results import by_kind, compared, strongest_rule
+from paper_experiment_setting import Setting, halves
+from paper_experiment_training import labelled_placements, named_placement
+
+
+def test_halves_share_no_table_and_are_those_of_the_shipped_training() -> None:
+    train, test = halves(batch_size=64)
+    assert len(train.tables) == len(test.tables) == 428
+    assert {t.dim for t in train.tables + test.tables} == {16}
+    shipped = {table.name for table in pool_tables(TrainingConfig().pools)[0]}
+    for setting in (Setting(20, 4), Setting(80, 8)):
+        trained, tested = (
+            {table.name for task in half.tasks(setting, 5) for table in task.tables} for half in (train, test)
+        )
+        assert trained <= shipped and not tested & shipped
+        assert all(len(task.tables) == setting.tables for task in test.tasks(setting, 5))
+    assert [t.tables for t in test.tasks(setting, 3)] == [t.tables for t in test.tasks(setting, 5)][:3]
+    with pytest.raises(ValueError, match="TABLESxDEVICES, e.g. 40x4, got '40x'"):
+        Setting.parse("40x")
+
+
+def test_placements_as_labelled_sets() -> None:
+    """A device without tables is an empty set that costs nothing; the rest is by the formula."""
+    train, _ = halves(batch_size=64)
+    (task,) = train.tasks(Setting(4, 3), 1)
+    placements = [named_placement(task, torch.tensor(devices)) for devices in ([0, 0, 2, 2], [1, 0, 2, 0])]
+    assert [len(group) for group in placements[0]] == [2, 0, 2]
+    workloads = [train.workloads_named(group) for placement in placements for group in placement if group]
+    times = np.arange(1, 11, dtype=float).reshape(5, 1, 2)
+    sets, index_ND = labelled_placements(train, placements, CostDataset.from_sets(workloads, times, {}))
+    assert index_ND.tolist() == [[0, 5, 1], [2, 3, 4]] and sets.labels_ms_X2[5].tolist() == [0, 0]
+    forward, _, _, overall = placement_labels(sets, index_ND, sent_bytes(sets, 3), CollectiveModel(3, 1e6, 0.25))
+    assert forward.tolist() == [[1, 0, 3], [5, 7, 9]]
+    # Two tables of dim 16 for a third of 64 samples, 4 bytes each, to two peers; the latency twice.
+    sent_ms = 2 * 2 * 16 * 64 / 3 * 4 / 1e6
+    assert overall.tolist() == pytest.approx([3 + 4 + 2 * (0.25 + sent_ms), 9 + 10 + 2 * (0.25 + sent_ms)], rel=1e-5)
+
+
+def test_other_reductions_by_hand() -> None:
+    train, _ = halves(batch_size=64)
+    names = [table.name for table in train.tables[:3]]
+    sets = train.labelled([names[:2], names[2:], []], torch.ones(3, 2))
+    for make, reduce in ((MeanOfTables, torch.mean), (MaxOfTables, torch.amax)):
+        network = make(PaperCostConfig())
+        latent_SR = network.encode(sets.features_SF)[:, 1:]
+        pooled_XR = network.pool(sets)
+        torch.testing.assert_close(pooled_XR[0], reduce(latent_SR[:2], dim=0))
+        torch.testing.assert_close(pooled_XR[1], latent_SR[2])
+        assert pooled_XR[2].abs().max() == 0
+
+
+def test_figures_by_hand() -> None:
+    rules = {"size_greedy": 8.0, "dim_greedy": 5.0, "lookup_greedy": 4.0, "size_lookup_greedy": 6.0}
+    tasks = [
+        {"pool": "4x2", "overall_ms": {**rules, "a#0": 2.0, "a#1": 8.0, "b#0": 1.0}, "infeasible": []},
+        {"pool": "4x2", "overall_ms": {**rules, "a#0": 1.0, "a#1": 1.0}, "infeasible": ["b#0"]},
+        {"pool": "6x2", "overall_ms": rules, "infeasible": []},
+    ]
+    for task in tasks:
+        task["compute_ms"] = task["overall_ms"]
+    kinds = by_kind(tasks, "4x2")
+    assert kinds["a"].tolist() == [[2, 1], [8, 1]] and np.isnan(kinds["b"][0, 1])
+    assert strongest_rule(kinds) == "lookup_greedy"
+    assert compared(kinds, "a", "lookup_greedy")[0] == pytest.approx(0.5)  # tasks 1 and 1/4
+    assert compared(kinds, "b", "lookup_greedy")[0] == pytest.approx(0.25)  # of the one that it places
+
+
+def test_quick_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    record, work = tmp_path / "record.jsonl", tmp_path / "work"
+
+    def run(*options: str) -> str:
+        command = ["paper_experiment.py", "--quick", "--processor-time", "--work", str(work), "--record", str(record)]
+        monkeypatch.setattr(sys, "argv", [*command, *options])
+        main()
+        return "".join(capsys.readouterr())
+
+    assert "goes on from here" in run("--minutes", "0.0001")
+    assert not record.exists() and list(work.rglob("measured.journal")) and not list(work.rglob("placements.json"))
+    text = run()
+
+    measured = {str(name) for path in work.rglob("dataset.npz") for name in CostDataset.load(path).columns["name"]}
+    train, test = halves(batch_size=32)
+    assert measured and measured <= {table.name for table in train.tables}
+    head, *tasks = (json.loads(line) for line in record.read_text().splitlines())
+    assert head["hardware"]["torch"] and [task["task"] for task in tasks] == ["6x2.0", "8x2.0"]
+    kinds = {"random", "torchrec", "published#0", "autoshard#0", "default#0", "default_shipped", "oracle"}
+    assert kinds | {"converged#0", "without_costs#0", "measured_rewards@2#0", "published@10#0"} <= set(
+        tasks[0]["overall_ms"]
+    )
+    assert kinds | {"published<6x2#0"} <= set(tasks[1]["overall_ms"])
+    summary = json.loads(record.with_suffix(".json").read_text())
+    assert {"published", "default", "linear"} <= {row["cost"] for row in summary["errors"]}
+    assert record.with_suffix(".png").stat().st_size > 10_000 and "published<6x2" in text
