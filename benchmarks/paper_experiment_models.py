@@ -244,7 +244,7 @@ class Models:
             placements_ND = None if chosen.composed else index_ND
             PaperFit(config, self.half.features_SF, network).descend(sets, updates, placements_ND)
 
-        return kept(path, chosen.network(PaperCostConfig(), seed), make)
+        return kept(path, chosen.network(PaperCostConfig(), seed), make).requires_grad_(False)
 
     def ours(self, setting: Setting, seed: int, count: int = 0) -> CostNetwork:
         """Our cost network, fitted to the same."""

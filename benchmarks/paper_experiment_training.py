@@ -130,7 +130,8 @@ def train_published(
         policy.load_state_dict(load_file(folder / "policy.safetensors"))
         dataset = CostDataset.load(folder / "dataset.npz")
         record = json.loads(done.read_text())
-        return Trained(network.eval(), policy, record["placements"], dataset, record["seconds"])
+        network.eval().requires_grad_(False)
+        return Trained(network, policy, record["placements"], dataset, record["seconds"])
 
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.reinforce.learning_rate)
@@ -166,7 +167,7 @@ def train_published(
         save_file(module.state_dict(), folder / f"{name}.safetensors")
     dataset.save(folder / "dataset.npz")
     done.write_text(json.dumps({"placements": placements, "seconds": seconds}))
-    return Trained(network, policy, placements, dataset, seconds)
+    return Trained(network.requires_grad_(False), policy, placements, dataset, seconds)
 
 
 def train_on_measured_rewards(
