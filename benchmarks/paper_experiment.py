@@ -52,7 +52,8 @@ SHIPPED = {"dreamshard": "default_shipped", "paper": "published_shipped"}
 BASELINES = ("random", *RULES, "torchrec")
 QUICK = {
     "settings": "6x2,8x2", "home": "6x2", "seeds": 2, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
-    "batch_size": 32, "rounds": 1, "held_out": 2, "measured_seeds": 1, "ablation_seeds": 1,
+    "batch_size": 32, "rounds": 1, "held_out": 2, "measured_seeds": 1, "away_seeds": 1,
+    "ablation_seeds": 1,
 }  # fmt: skip
 QUICK_SCALE = Scale(
     train_tasks=2, iterations=1, converged=2, prefixes=(10,), fit_updates=3, policy_updates=2, repeats=1, epochs=1
@@ -97,7 +98,8 @@ def main() -> None:
 
     settings, home = [Setting.parse(text) for text in args.settings.split(",")], Setting.parse(args.home)
     scale = QUICK_SCALE if args.quick else Scale()
-    scale = replace(scale, measured_seeds=args.measured_seeds, ablation_seeds=args.ablation_seeds)
+    chosen = {name: getattr(args, name) for name in ("measured_seeds", "away_seeds", "ablation_seeds")}
+    scale = replace(scale, **chosen)
     train_half, test_half = halves(args.batch_size)
     arena = Arena(args.device)
     models = Models(args.work, train_half, scale, home, arena, tick)
@@ -127,6 +129,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--home", default="40x4", help="setting of ablations, and the one that is transferred from")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of everything")
     parser.add_argument("--measured-seeds", type=int, default=3, help="of these; the others only fit networks anew")
+    parser.add_argument("--away-seeds", type=int, default=3, help="of these, in settings other than home")
     parser.add_argument("--ablation-seeds", type=int, default=3, help="of these, with everything but the main rows too")
     parser.add_argument("--tasks", type=int, default=50, help="test tasks of each setting")
     parser.add_argument("--held-out", type=int, default=50, help="random placements of test tasks, by setting")
@@ -160,7 +163,8 @@ def collect(models: Models, settings: list[Setting], seeds: range) -> None:
     with progress_bar("training as published", len(measured) * (len(runs) + 1), True) as advance:
         for seed in measured:
             for setting, iterations in runs:
-                models.published(setting, seed, iterations)
+                if seed in models.seeds(setting, measured):
+                    models.published(setting, seed, iterations)
                 advance(f"{setting}, seed {seed}")
             if seed < models.scale.ablation_seeds:
                 models.model(f"{MEASURED_REWARDS}@{models.looks[-1]}", models.home, seed)
@@ -169,7 +173,13 @@ def collect(models: Models, settings: list[Setting], seeds: range) -> None:
 
 def learn(models: Models, settings: list[Setting], seeds: range) -> None:
     """Everything that is learned from these measurements; what is not measured yet is left out."""
-    kinds = [(kind, setting, seed) for seed in seeds for setting in settings for kind in models.kinds(setting, seed)]
+    kinds = [
+        (kind, setting, seed)
+        for seed in seeds
+        for setting in settings
+        if seed in models.seeds(setting, seeds)
+        for kind in models.kinds(setting, seed)
+    ]
     fits = [(fit, seed) for seed in seeds[: models.scale.ablation_seeds] for fit in FITS]
     with progress_bar("learning", len(kinds) + len(fits), True) as advance:
         for kind, setting, seed in kinds:
@@ -235,7 +245,7 @@ def report(models: Models, settings: list[Setting], half, seeds: range, args: ar
     seconds = {
         f"{setting}#{seed}": sum(models.published(setting, seed, models.scale.iterations).seconds)
         for setting in settings
-        for seed in seeds[: models.scale.measured_seeds]
+        for seed in models.seeds(setting, seeds[: models.scale.measured_seeds])
     }
     summary = {"commit": commit(), "errors": errors, "measured_rewards": taken, "training_seconds": seconds}
     args.record.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -247,8 +257,8 @@ def report(models: Models, settings: list[Setting], half, seeds: range, args: ar
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a record must agree in to be continued."""
     names = (
-        "seeds", "measured_seeds", "ablation_seeds", "home", "batch_size", "rounds", "oracle_seconds", "device",
-        "processor_time", "quick",
+        "seeds", "measured_seeds", "away_seeds", "ablation_seeds", "home", "batch_size", "rounds", "oracle_seconds",
+        "device", "processor_time", "quick",
     )  # fmt: skip
     return {name: str(getattr(args, name)) for name in names}
 

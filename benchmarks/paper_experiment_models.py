@@ -144,6 +144,8 @@ class Scale:
     """Of our cost network."""
     measured_seeds: int = 3
     """Trainings that measure placements of their own; the others learn from those of the first."""
+    away_seeds: int = 3
+    """Trainings in settings other than home."""
     ablation_seeds: int = 3
     """Trainings in which more is learned than what stands in the table of results."""
 
@@ -221,6 +223,10 @@ class Models:
             return kinds
         curve = [f"{name}@{count}" for count in self.scale.prefixes for name in ("published", "default")]
         return (*kinds, "without_costs", *(f"{MEASURED_REWARDS}@{look}" for look in self.looks), *curve)
+
+    def seeds(self, setting: Setting, seeds: Sequence[int]) -> Sequence[int]:
+        """Those that are trained in a setting."""
+        return seeds if setting == self.home else seeds[: self.scale.away_seeds]
 
     @cached_property
     def looks(self) -> tuple[int, ...]:
@@ -326,7 +332,9 @@ def rows(models: Models, setting: Setting, seeds: Sequence[int]) -> dict[str, Mo
     """What places the test tasks of a setting: all that was trained there, and what was trained at home; named
     ``kind#seed``, from home ``kind<home#seed``."""
     found = {
-        f"{kind}#{seed}": models.model(kind, setting, seed) for seed in seeds for kind in models.kinds(setting, seed)
+        f"{kind}#{seed}": models.model(kind, setting, seed)
+        for seed in models.seeds(setting, seeds)
+        for kind in models.kinds(setting, seed)
     }
     if setting != models.home:
         for kind in ("published", "converged", "default"):

@@ -74,12 +74,13 @@ def _predictors(models: Models, setting: Setting, seeds: Sequence[int]) -> list[
         return lambda sets, index_ND: _formula(compute, sets, index_ND, collectives)
 
     for seed in seeds:
-        found += [
-            ("published", seed, published(models.model("published", setting, seed).compute)),
-            ("default", seed, formula(models.ours(setting, seed))),
-            ("linear", seed, formula(models.linear(setting, seed))),
-            (f"converged<{home}", seed, published(models.model("converged", home, seed).compute)),
-        ]
+        found.append((f"converged<{home}", seed, published(models.model("converged", home, seed).compute)))
+        if seed in models.seeds(setting, seeds):
+            found += [
+                ("published", seed, published(models.model("published", setting, seed).compute)),
+                ("default", seed, formula(models.ours(setting, seed))),
+                ("linear", seed, formula(models.linear(setting, seed))),
+            ]
         if setting != home:
             found.append((f"default<{home}", seed, formula(models.ours(home, seed))))
         if seed >= models.scale.ablation_seeds:
