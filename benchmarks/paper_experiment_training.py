@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.dataset import CostDataset, Journal
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFit, PaperFitConfig
 from dreamshard_planner.measure.collect import collect
+from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.placement.environment import TaskBatch
@@ -94,8 +95,11 @@ def kept(path: Path, module: nn.Module, make: Callable[[nn.Module], None]) -> nn
 def measure_placements(
     half: Half, placements: Sequence[Sequence[Sequence[str]]], journal: Path, arena: Arena, repeats: int, seed: int
 ) -> CostDataset:
-    """Their sets, measured as far as the journal does not hold them yet."""
+    """Their sets, measured as far as the journal does not hold them yet; of a journal that holds more, the first."""
     sets = [half.workloads_named(group) for placement in placements for group in placement if group]
+    with Journal.open(journal, describe_hardware(arena.device, torch.get_num_threads()), seed) as held:
+        if len(held) > len(sets) and held.sets[: len(sets)] == sets:
+            return held.to_dataset().select(range(len(sets)))
     return collect(sets, journal, device=arena.device, repeats=repeats, seed=seed, progress=False, arena=arena)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ import torch
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.paper import PaperCostConfig, placement_labels, sent_bytes
+from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper_experiment import main
 from paper_experiment_models import MaxOfTables, MeanOfTables
 from paper_experiment_results import by_kind, compared, strongest_rule
 from paper_experiment_setting import Setting, halves
-from paper_experiment_training import labelled_placements, named_placement
+from paper_experiment_training import Published, labelled_placements, named_placement, train_published
 
 
 def test_halves_share_no_table_and_are_those_of_the_shipped_training() -> None:
@@ -82,6 +84,33 @@ def test_figures_by_hand() -> None:
     assert strongest_rule(kinds) == "lookup_greedy"
     assert compared(kinds, "a", "lookup_greedy")[0] == pytest.approx(0.5)  # tasks 1 and 1/4
     assert compared(kinds, "b", "lookup_greedy")[0] == pytest.approx(0.25)  # of the one that it places
+
+
+def test_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Wherever it is interrupted: networks are trained again on what the journal holds, and come out the same."""
+    half, arena = halves(batch_size=32)[0], Arena("cpu", 1 << 24)
+    tasks = half.tasks(Setting(6, 2), 2)
+    config = Published(iterations=3, collected=2, fit_updates=4, policy_updates=1)
+    left = iter([True, True, False])
+
+    def tick() -> None:
+        if not next(left, True):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_published(config, half, tasks, tmp_path, arena, 1, tick)
+    done = tmp_path / "placements.json"
+    assert not done.exists()
+    first = train_published(config, half, tasks, tmp_path, arena, 1, tick)
+    assert len(first.placements) == 6 and len(first.seconds) == 3
+    done.unlink()
+    again = train_published(config, half, tasks, tmp_path, arena, 1, tick)
+    assert again.placements == first.placements and again.dataset.digest == first.dataset.digest
+    for module, other in ((again.network, first.network), (again.policy, first.policy)):
+        state = other.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    other_seed = train_published(replace(config, seed=1), half, tasks, tmp_path / "1", arena, 1, tick, first)
+    assert other_seed.placements == first.placements and not list((tmp_path / "1").glob("*.journal"))
 
 
 def test_quick_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
