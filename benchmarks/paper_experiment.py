@@ -29,16 +29,18 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from torch import Tensor
 
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.progress import progress_bar
-from paper_experiment_models import FITS, MEASURED_REWARDS, Models, Scale, rows
+from paper_experiment_models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper_experiment_results import held_out_errors, held_out_placements, print_results
 from paper_experiment_setting import Setting, halves
 from paper_experiment_training import measure_placements
@@ -69,20 +71,20 @@ class PaperField(Field):
 
     def __init__(self, models: Models, setting: Setting, seeds: range, device: str) -> None:
         super().__init__(device=device)
-        self._trained = rows(models, setting, seeds)
         known = self.placers
+        self.predicted_ms: dict[str, float] = {}
+        """What each trained model says of the compute of its own placement of the last task."""
         self.placers = {name: known[name] for name in BASELINES}
         self.placers |= {ours: known[theirs] for theirs, ours in SHIPPED.items()}
-        self.placers |= self._trained
+        trained = rows(models, setting, seeds)
+        self.placers |= {name: partial(self._trained, name, model) for name, model in trained.items()}
 
-    def predicted_ms(self, task: Contest) -> dict[str, float]:
-        """What each trained model says of the compute of its own placement."""
-        predicted = {}
-        for name, model in self._trained.items():
-            plan = model(task)
-            if plan is not None:
-                predicted[name] = float(self.cost(task, model.compute).rate(plan[None]).device_ms_BD.max())
-        return predicted
+    def _trained(self, name: str, model: Model, task: Contest) -> Tensor | None:
+        self.predicted_ms.pop(name, None)
+        plan = model(task)
+        if plan is not None:
+            self.predicted_ms[name] = float(self.cost(task, model.compute).rate(plan[None]).device_ms_BD.max())
+        return plan
 
 
 def main() -> None:
@@ -226,7 +228,7 @@ def test(models: Models, settings: list[Setting], half, seeds: range, args, tick
                 field = fields[setting]
                 args.oracle_seconds = oracle_seconds if index < args.oracle_tasks else 0.0
                 record = play(task, field, list(field.placers), models.arena, args)
-                record["predicted_compute_ms"] = field.predicted_ms(task)
+                record["predicted_compute_ms"] = field.predicted_ms
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 advance(task.name)
