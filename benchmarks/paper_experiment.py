@@ -27,6 +27,7 @@ import json
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -42,7 +43,7 @@ from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.progress import progress_bar
 from paper_experiment_models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper_experiment_results import held_out_errors, held_out_placements, print_results
-from paper_experiment_setting import Setting, halves
+from paper_experiment_setting import Half, Setting, halves
 from paper_experiment_training import measure_placements
 from placers import Contest, Field
 from provenance import commit, provenance
@@ -112,7 +113,7 @@ def main() -> None:
             if "collect" in args.steps:
                 collect(models, settings, seeds)
             if "learn" in args.steps:
-                learn(models, settings, seeds)
+                learn(models, settings, seeds, tick)
             if "held-out" in args.steps:
                 held_out(models, settings, test_half, args, tick)
             if "test" in args.steps:
@@ -173,7 +174,7 @@ def collect(models: Models, settings: list[Setting], seeds: range) -> None:
             advance(f"measured rewards, seed {seed}")
 
 
-def learn(models: Models, settings: list[Setting], seeds: range) -> None:
+def learn(models: Models, settings: list[Setting], seeds: range, tick: Callable[[], None]) -> None:
     """Everything that is learned from these measurements; what is not measured yet is left out."""
     kinds = [
         (kind, setting, seed)
@@ -188,13 +189,17 @@ def learn(models: Models, settings: list[Setting], seeds: range) -> None:
             if models.is_measured(kind, setting, seed):
                 models.model(kind, setting, seed)
             advance(f"{kind}, {setting}, seed {seed}")
+            tick()
         for fit, seed in fits:
             if models.is_measured("published", models.home, seed):
                 models.fitted(fit, models.home, seed)
             advance(f"fit: {fit}, seed {seed}")
+            tick()
 
 
-def held_out(models: Models, settings: list[Setting], half, args: argparse.Namespace, tick) -> None:  # noqa: ANN001
+def held_out(
+    models: Models, settings: list[Setting], half: Half, args: argparse.Namespace, tick: Callable[[], None]
+) -> None:
     """Measure random placements of test tasks."""
     with progress_bar("held-out placements", len(settings), True) as advance:
         for setting in settings:
@@ -206,7 +211,14 @@ def held_out(models: Models, settings: list[Setting], half, args: argparse.Names
             advance(str(setting))
 
 
-def test(models: Models, settings: list[Setting], half, seeds: range, args, tick) -> None:  # noqa: ANN001
+def test(
+    models: Models,
+    settings: list[Setting],
+    half: Half,
+    seeds: range,
+    args: argparse.Namespace,
+    tick: Callable[[], None],
+) -> None:
     """All placers on the test tasks."""
     records = read(args)
     played = {record["task"] for record in records[1:]}
@@ -236,7 +248,7 @@ def test(models: Models, settings: list[Setting], half, seeds: range, args, tick
     args.oracle_seconds = oracle_seconds
 
 
-def report(models: Models, settings: list[Setting], half, seeds: range, args: argparse.Namespace) -> None:  # noqa: ANN001
+def report(models: Models, settings: list[Setting], half: Half, seeds: range, args: argparse.Namespace) -> None:
     """Tables for people, figures beside the record."""
     records = read(args)
     errors = held_out_errors(models, settings, half, seeds, args.held_out, args.work)

@@ -214,15 +214,13 @@ class Models:
     def kinds(self, setting: Setting, seed: int) -> tuple[str, ...]:
         """What is trained in a setting; more at home."""
         kinds = ("published", "autoshard", "published_search", "default_policy", "default")
-        if setting == self.home:
-            kinds += ("converged",)
-        if seed >= self.scale.ablation_seeds:
-            return kinds
-        kinds += ("default_cost",)
         if setting != self.home:
             return kinds
+        kinds += ("converged",)
+        if seed >= self.scale.ablation_seeds:
+            return kinds
         curve = [f"{name}@{count}" for count in self.scale.prefixes for name in ("published", "default")]
-        return (*kinds, "without_costs", *(f"{MEASURED_REWARDS}@{look}" for look in self.looks), *curve)
+        return (*kinds, "default_cost", "without_costs", *(f"{MEASURED_REWARDS}@{look}" for look in self.looks), *curve)
 
     def seeds(self, setting: Setting, seeds: Sequence[int]) -> Sequence[int]:
         """Those that are trained in a setting."""
