@@ -21,8 +21,8 @@ from torch import Tensor
 from bootstrap import mean_interval
 from contests import BYTES_PER_MS
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.dataset import Journal
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
+from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.cost.paper import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.placement.rules import RULES

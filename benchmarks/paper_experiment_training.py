@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.dataset import CostDataset, Journal
+from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
+from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFit, PaperFitConfig
 from dreamshard_planner.measure.collect import collect
