@@ -517,7 +517,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
-            FileError: the file can't be written.
+            PlanError: the file can't be written.
         """
         self.saved_plan(name=Path(path).name).save(path)
 

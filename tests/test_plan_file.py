@@ -21,7 +21,6 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
-from dreamshard_planner.errors import FileError
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
@@ -211,7 +210,7 @@ def test_files_that_are_none(made: tuple, file: Path, tmp_path: Path) -> None:
         SavedPlan.load(file)
     with pytest.raises(PlanError, match="none.json: no such file"):
         SavedPlan.load(tmp_path / "none.json")
-    with pytest.raises(FileError, match="plan.json: cannot be written: there is no folder"):
+    with pytest.raises(PlanError, match="plan.json: cannot be written: there is no folder"):
         made[0].save_plan(tmp_path / "no" / "plan.json")
 
 
