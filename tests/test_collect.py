@@ -100,9 +100,9 @@ def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
 
 
 def test_collect_stops_after_its_seconds(tmp_path: Path) -> None:
-    for held in (3, 6):
+    for held in (1, 2):  # one at least, or no call would ever get further
         assert len(run(SMALL_SETS, tmp_path / "journal", seconds=1e-9, block=3)) == held
-    assert len(run(SMALL_SETS, tmp_path / "journal", seconds=0.0)) == 6
+    assert len(run(SMALL_SETS, tmp_path / "journal", seconds=0.0)) == 2
     with pytest.raises(DatasetError, match="nothing was measured yet"):
         run(SMALL_SETS, tmp_path / "another", seconds=0.0)
 
@@ -121,7 +121,7 @@ def test_collect_refuses_other_sets_and_repeats(tmp_path: Path) -> None:
 def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run(SMALL_SETS[:2], tmp_path / "journal", progress=True)
     captured = capsys.readouterr()
-    assert captured.out == "" and "sets/s" in captured.err and "noise floor" in captured.err
+    assert captured.out == "" and "sets/s" in captured.err and "spread of repeats" in captured.err
 
 
 def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:

@@ -198,8 +198,9 @@ def collect(
         threads: intra-op threads.
         repeats: timed runs of each set.
         seed: of indices, lengths and order.
-        seconds: stop after the first block that ends later than this; 0: only read what the journals hold.
-        progress: a bar with sets per second and noise floor, on the first rank's stderr.
+        seconds: of measuring: one set at least, and the last block as small as what is left of them. 0: only read what
+            the journals hold.
+        progress: a bar on the first rank's stderr, of the seconds where these are given, else of the sets.
         cores: pin to these cores. Default: those of the rank, where several share a host's CPU.
         block: sets whose repeats are interleaved; as many are measured again after an interruption.
         arena: weights to use. Default: one of default size.
@@ -229,18 +230,21 @@ def collect(
         def measure() -> None:
             own_arena = arena or Arena(device, seed=seed)
             reference = FusedKernel(REFERENCE_SETS[hardware["device"]], device, seed, own_arena)
-            pace = _Pace()
-            with progress_bar("measuring", done + len(todo), progress and ranks.leads, done) as advance:
-                for start in range(0, len(todo), block):
-                    positions = todo[start : start + block]
+            pace, start = _Pace(), 0
+            bar = ("measuring", done + len(todo), progress and ranks.leads, done)
+            if seconds is not None:
+                bar = ("measuring, s", round(seconds), progress and ranks.leads)
+            with progress_bar(*bar) as advance:
+                while start < len(todo) and (not start or time.monotonic() < deadline):
+                    positions = todo[start : start + pace.sets_in(deadline - time.monotonic(), block)]
+                    start += len(positions)
                     kernels = [FusedKernel(sets[position], device, seed, own_arena) for position in positions]
                     order = torch.Generator().manual_seed(seed + positions[0])
                     block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
                     for position, samples in zip(positions, block_samples, strict=True):
                         journals.append(position, samples.samples_ms, samples.reference_ms)
-                    advance(pace.note(block_samples), len(positions))
-                    if time.monotonic() > deadline:
-                        break
+                    note = pace.note(block_samples)
+                    advance(note, len(positions) if seconds is None else pace.step_seconds)
             if arena is None:
                 own_arena.release()
 
@@ -249,16 +253,28 @@ def collect(
 
 
 class _Pace:
-    """Sets per second, the noise floor, which is the median spread of the samples so far, and what was launch-bound."""
+    """Sets per second, the median spread of the repeats so far, and what was launch-bound."""
 
     def __init__(self) -> None:
-        self._start, self._spreads, self._launch_bound = time.monotonic(), [], 0.0
+        self._start = self._last = time.monotonic()
+        self._spreads, self._launch_bound = [], 0.0
+        self.step_seconds = 0.0
+        """Of the latest block."""
+
+    def sets_in(self, seconds: float, most: int) -> int:
+        """How many sets that time suffices for: from one to ``most``, and one before any was measured."""
+        if seconds == math.inf:
+            return most
+        taken = self._last - self._start
+        return 1 if not self._spreads else max(1, min(most, int(seconds * len(self._spreads) / taken)))
 
     def note(self, block: Sequence[Samples]) -> str:
         """Of all blocks up to this one."""
+        now = time.monotonic()
+        self.step_seconds, self._last = now - self._last, now
         self._spreads += [float(samples.spread.mean()) for samples in block]
         self._launch_bound += sum(samples.launch_bound for samples in block)
-        rate = len(self._spreads) / (time.monotonic() - self._start)
+        rate = len(self._spreads) / (now - self._start)
         waiting = self._launch_bound / len(self._spreads)
         launch_bound = f", {waiting:.1%} of the runs launch-bound" if waiting else ""
-        return f"{rate:.1f} sets/s, noise floor {statistics.median(self._spreads):.1%}{launch_bound}"
+        return f"{rate:.1f} sets/s, spread of repeats {statistics.median(self._spreads):.1%}{launch_bound}"
