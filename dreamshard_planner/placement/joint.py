@@ -23,6 +23,7 @@ from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.joint_packing import packed_start
 from dreamshard_planner.placement.reshards import State, rounded_ms
 from dreamshard_planner.placement.search import SearchConfig, local_search
+from dreamshard_planner.placement.settling import settled
 from dreamshard_planner.placement.starts import JointOptions, evened, level_starts
 
 WORTH = 1e-3
@@ -139,7 +140,9 @@ class _Descents:
         return self._reshards < self._limit and not self._cut_short
 
     def result(self) -> JointResult:
-        return JointResult(self._best, self.best_ms, self._reshards, self._candidates, self._cut_short)
+        """The best, in the cheapest kernels that there is room for."""
+        best = settled(self._cost, self._best)
+        return JointResult(best, self._cost.overall_ms(best), self._reshards, self._candidates, self._cut_short)
 
     def _state(self, sharding: Sharding) -> State:
         config = self._config
