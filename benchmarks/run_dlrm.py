@@ -20,7 +20,9 @@ merit. Planners:
     skewed_0, ...      arbitrary placements of whole tables from balanced to badly skewed, as many as --skewed says:
                        what step_formula.py needs
 
-Planners may use the sharding types that --sharding-types names, whole tables by default, in fused kernels.
+Planners may use the sharding types that --sharding-types names, whole tables by default, in fused kernels; on CPUs,
+row-wise, table-row-wise and grid sharding through a sharder of this benchmark's own, since TorchRec's offers them on
+GPUs only. Data-parallel tables lose their in-backward optimizer, in TorchRec, and so train otherwise.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dlrm import SIZES, fill_tables, make_batches, make_model, scale_tables
+from dlrm import SIZES, EveryTypeSharder, fill_tables, make_batches, make_model, scale_tables
 from dlrm_memory import memory_of_models
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 from dreamshard_planner.checkpoint import resolve
@@ -72,12 +75,13 @@ from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import Samples, pinned, processor_time, rank_cores, time_groups
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
-from dreamshard_planner.plugin.legal import SHARDING_TYPES
+from dreamshard_planner.plugin.legal import DP, SHARDING_TYPES
 from dreamshard_planner.report import ReportEntry
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
 from kernel_clock import KernelClock
 from provenance import provenance
+from step_profile import profile_steps
 
 BATCHES_KEPT = 16
 """Distinct batches; training goes round them, so that drawing data costs no time."""
@@ -121,13 +125,15 @@ class Config:
     checkpoint: str = _option("auto", "of dreamshard")
     processor_time: bool = _option(False, "CPU kernels by what their thread computes: others use this machine as well")
     seed: int = _option(0, "of weights, data, search and order")
+    profile: int = _option(0, "steps more of a model of each planner under torch's profiler: where their time goes")
     json: str = _option("", "write everything to this file")
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.copies) < 1:
             raise ValueError(f"rows and copies must be at least 1: {self}")
-        if min(self.dim, self.batch_size, self.skewed, self.steps, self.block, self.train_seconds, self.count) < 0:
-            raise ValueError(f"dim, batch size, count, skewed, steps, block, train_seconds must be at least 0: {self}")
+        counts = ("dim", "batch_size", "skewed", "steps", "block", "train_seconds", "count", "profile")
+        if min(getattr(self, name) for name in counts) < 0:
+            raise ValueError(f"{', '.join(counts)} must be at least 0: {self}")
         if not self.refine_seconds > 0:
             raise ValueError(f"refine_seconds must be above 0, got {self.refine_seconds}")
         if not self.hot > 0 or self.min_partition < 0:
@@ -317,6 +323,8 @@ class PlannerResult:
     block_ms: tuple[tuple[float, ...], ...]
     """By model, per step."""
     losses: tuple[float, ...]
+    profile: tuple[dict[str, float], ...] = ()
+    """Of each rank, milliseconds per step by kind of work, of some steps under torch's profiler."""
 
     @classmethod
     def of(
@@ -388,7 +396,7 @@ def make_planners(
         return {
             table.name: ParameterConstraints(
                 list(kinds),
-                ["fused"],
+                ["fused", "dense"] if DP in kinds else ["fused"],
                 min_partition=config.min_partition or None,
                 **({"pooling_factors": [f.pooling_factor for f in table.features]} if informed else {}),
             )
@@ -435,7 +443,7 @@ def run(config: Config, node: Node) -> Result | None:
     if node.device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]  # else each copy waits for the device
     bare_model = make_model(tables, config.size, config.seed, node.device)
-    sharders = [EmbeddingBagCollectionSharder()]
+    sharders = [EveryTypeSharder() if needs_every_type(config, node) else EmbeddingBagCollectionSharder()]
     planners = make_planners(tables, batches, config, node)
     judge = planners["dreamshard"][0]
 
@@ -491,19 +499,24 @@ def run(config: Config, node: Node) -> Result | None:
         reference_ms.append(float(time_reference(reference, config).median_ms.sum()))
         for name in order.sample(models, len(models)):
             trainees[name].train(config.block)
+    profiles = {}
+    for name in config.names if config.profile else ():
+        profiles[name] = profile_steps(partial(trainees[name, 0].train, timed=False), config.profile)
     blocks = {name: [trainees[name, index].blocks for index in range(config.copies)] for name in config.names}
     losses = {
         name: [torch.stack(trainees[name, index].losses).tolist() for index in range(config.copies)]
         for name in config.names
     }
-    ranks = node.gather((blocks, losses, float(np.median(reference_ms))))
+    ranks = node.gather((blocks, losses, profiles, float(np.median(reference_ms))))
     if node.rank:
         return None
     base = "torchrec" if "torchrec" in config.names else config.names[0]
     times = {name: np.array([blocks[name] for blocks, *_ in ranks]) for name in config.names}
     losses = {
-        name: np.array([losses[name] for _, losses, _ in ranks]) for name in config.names
+        name: np.array([losses[name] for _, losses, *_ in ranks]) for name in config.names
     }  # [ranks, models, steps]
+    for name in profiles:
+        plans[name]["profile"] = tuple(of_rank[name] for _, _, of_rank, _ in ranks)
     results = [
         PlannerResult.of(name, times[name], times[base], losses[name].mean((0, 1)), config, node, plans[name])
         for name in config.names
@@ -520,6 +533,11 @@ def run(config: Config, node: Node) -> Result | None:
         world_size=node.world_size,
         planners=tuple(results),
     )
+
+
+def needs_every_type(config: Config, node: Node) -> bool:
+    """Whether planners may use a type that TorchRec's own sharder does not offer on this device."""
+    return not set(config.kinds) <= set(EmbeddingBagCollectionSharder().sharding_types(node.device.type))
 
 
 def time_reference(kernel: FusedKernel, config: Config) -> Samples:
@@ -559,6 +577,7 @@ def print_table(result: Result, console: Console) -> None:
         f"its collectives; cost source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in "
         f"fused kernels; torchrec_default alone has no pooling factors."
     )
+    print_profiles(result, console)
     for entry in result.planners:
         if entry.split:
             shown = list(entry.split.items())[:MAX_SPLITS_SHOWN]
@@ -579,6 +598,25 @@ def print_table(result: Result, console: Console) -> None:
             f"it took when the checkpoint's kernels were measured. Predicted per rank at that speed: {hour}."
         )
     console.print(f"Same training: losses of the models differ by at most {result.loss_difference:.1e}.")
+
+
+def print_profiles(result: Result, console: Console) -> None:
+    """Where the time of a step goes, beside what was predicted of it."""
+    profiled = [entry for entry in result.planners if entry.profile]
+    if not profiled:
+        return
+    kinds = dict.fromkeys(kind for entry in profiled for of_rank in entry.profile for kind in of_rank)
+    table = RichTable(
+        title=f"Milliseconds of a step by kind of work, each rank; {result.config.profile} steps profiled"
+    )
+    for heading in ("kind of work", *(entry.name for entry in profiled)):
+        table.add_column(heading, justify="left" if heading == "kind of work" else "right")
+    for kind in kinds:
+        table.add_row(kind, *(_per_rank([of_rank.get(kind, 0.0) for of_rank in entry.profile]) for entry in profiled))
+    table.add_section()
+    table.add_row("predicted: embedding", *(_per_rank(entry.predicted.rank_ms) for entry in profiled))
+    table.add_row("predicted: collectives", *(f"{entry.predicted.collectives_ms:.1f}" for entry in profiled))
+    console.print(table)
 
 
 def _per_rank(values_ms: Sequence[float], shown: int = 4) -> str:
