@@ -136,8 +136,8 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
     """MAPE by size of the set, mean dim and mean pooling factor, [forward, backward, sets] in each bin."""
     kinds: dict[str, tuple[Callable[[Sequence[Workload]], float], tuple[float, ...]]] = {
         "tables": (len, (1, 2, 5, 10, 20, 50, 101)),
-        "mean dim": (lambda ws: sum(w.dim for w in ws) / len(ws), (0, 32, 64, 96, 128, 257)),
-        "mean pooling": (lambda ws: sum(w.pooling_factor for w in ws) / len(ws), (0, 2, 8, 16, 32, 301)),
+        "mean dim": (lambda ws: sum(w.dim for w in ws) / len(ws), (0, 8, 16, 32, 64, 96, 128, 257)),
+        "mean pooling": (lambda ws: sum(w.pooling_factor for w in ws) / len(ws), (0, 0.1, 0.5, 2, 8, 16, 32, 301)),
         "batch": (lambda ws: ws[0].batch_size, (256, 512, 1024, 2048, 4096, 8192, 32768, 131073)),
         "features": (lambda ws: max(w.num_features for w in ws), (1, 2, 4, 17)),
     }
