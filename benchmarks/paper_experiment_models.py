@@ -53,6 +53,14 @@ class Model:
             return None
 
 
+class WithoutCosts(PaperPolicy):
+    """The published policy, to which a device is the sum of its tables alone."""
+
+    def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
+        """As published, with costs of zero."""
+        return super().logits(torch.zeros_like(channels_XDO), legal_XD, load_XDR, shard_XR)
+
+
 class MoreFeatures(PaperCostNetwork):
     """The published network with three features more: what kernels read from memory, and its logarithms."""
 
@@ -283,7 +291,7 @@ class Models:
         policy, config = {
             "ours": lambda: (Policy(PolicyConfig(), seed), ours),
             "paper": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
-            "without_costs": lambda: (PaperPolicy(PaperPolicyConfig(observe_costs=False), seed), published),
+            "without_costs": lambda: (WithoutCosts(PaperPolicyConfig(), seed), published),
             "recurrent": lambda: (RecurrentPolicy(RecurrentPolicyConfig(), seed), published),
         }[made]()
 

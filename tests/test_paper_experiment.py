@@ -16,9 +16,11 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.paper import PaperCostConfig, placement_labels, sent_bytes
 from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.placement.environment import OBSERVATIONS
+from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper_experiment import main
-from paper_experiment_models import MaxOfTables, MeanOfTables
+from paper_experiment_models import MaxOfTables, MeanOfTables, WithoutCosts
 from paper_experiment_results import by_kind, compared, strongest_rule
 from paper_experiment_setting import Setting, halves
 from paper_experiment_training import Published, labelled_placements, named_placement, train_published
@@ -68,6 +70,15 @@ def test_other_reductions_by_hand() -> None:
         torch.testing.assert_close(pooled_XR[0], reduce(latent_SR[:2], dim=0))
         torch.testing.assert_close(pooled_XR[1], latent_SR[2])
         assert pooled_XR[2].abs().max() == 0
+
+
+def test_policy_without_costs_does_not_look_at_them() -> None:
+    channels_XDO = torch.randn(2, 3, 4, len(OBSERVATIONS), generator=torch.Generator().manual_seed(0))
+    others = torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 4, 32), torch.zeros(3, 32)
+    for make in (PaperPolicy, WithoutCosts):
+        policy = make(PaperPolicyConfig(), seed=1)
+        one, other = (policy.logits(channels, *others) for channels in channels_XDO)
+        assert torch.equal(one, other) == (make is WithoutCosts)
 
 
 def test_figures_by_hand() -> None:

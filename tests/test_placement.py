@@ -16,7 +16,7 @@ from dreamshard_planner.cost.model import PlacementCost, PlacementProblem, Prelo
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.placement import changes
-from dreamshard_planner.placement.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
+from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
 from dreamshard_planner.placement.packing import pack, shortage
 from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
@@ -219,16 +219,6 @@ def test_advantages_by_hand() -> None:
     expected = [2**-0.5, -(2**-0.5), 2**-0.5, -(2**-0.5)]
     assert advantage_E.tolist() == pytest.approx(expected, rel=1e-4)
     assert advantages(torch.tensor([math.inf, math.inf]), 2, 1.5).tolist() == [0.0, 0.0]
-
-
-def test_paper_policy_without_costs_does_not_look_at_them() -> None:
-    generator = torch.Generator().manual_seed(0)
-    channels_XDO, load_XDR = torch.randn(2, 3, 4, len(OBSERVATIONS), generator=generator), torch.ones(3, 4, 32)
-    legal_XD, shard_XR = torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, 32)
-    for observe_costs in (True, False):
-        policy = PaperPolicy(PaperPolicyConfig(observe_costs=observe_costs), seed=1)
-        one, other = (policy.logits(channels, legal_XD, load_XDR, shard_XR) for channels in channels_XDO)
-        assert torch.equal(one, other) != observe_costs
 
 
 @pytest.mark.parametrize("make", [make for make, _ in POLICIES])

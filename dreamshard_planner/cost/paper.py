@@ -98,7 +98,8 @@ class PaperCostNetwork(nn.Module):
         self.register_buffer("target_ms", torch.ones(4))
         self.register_buffer("descriptor_low", torch.full((len(DESCRIPTORS),), -math.inf))
         self.register_buffer("descriptor_high", torch.full((len(DESCRIPTORS),), math.inf))
-        self.register_buffer("group_tables", torch.tensor([0.0, math.inf]))
+        self.register_buffer("tables_low", torch.tensor(0.0))
+        self.register_buffer("tables_high", torch.tensor(math.inf))
         self.eval()
 
     def encode(self, features_SF: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class PaperCostNetwork(nn.Module):
         low_F, high_F = self.descriptor_low, self.descriptor_high
         notes = ["recipe 'paper': the method as published, for comparison"]
         notes += tables_outside(features_SF, low_F, high_F)
-        notes += outside("fused group(s)", "tables", latent_XH[:, 0], *self.group_tables.tolist())
+        notes += outside("fused group(s)", "tables", latent_XH[:, 0], float(self.tables_low), float(self.tables_high))
         mixed = []
         for descriptor, name in UNSEEN.items():
             index = DESCRIPTORS.index(descriptor)
@@ -158,7 +159,8 @@ class PaperCostNetwork(nn.Module):
         self.descriptor_low.copy_(descriptor_SF.amin(0))
         self.descriptor_high.copy_(descriptor_SF.amax(0))
         tables_X = train.offsets_X1.diff()
-        self.group_tables.copy_(torch.stack([tables_X[tables_X > 0].min(), tables_X.max()]))
+        self.tables_low.copy_(tables_X[tables_X > 0].min())
+        self.tables_high.copy_(tables_X.max())
 
 
 class PaperFit:

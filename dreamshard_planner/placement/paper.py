@@ -42,8 +42,6 @@ class PaperPolicyConfig:
     table_hidden: int = 128
     representation: int = 32
     cost_hidden: int = 32
-    observe_costs: bool = True
-    """Whether the state has the devices' predicted costs; without, for ablation, only their tables."""
 
 
 class PaperPolicy(PublishedTables):
@@ -68,7 +66,6 @@ class PaperPolicy(PublishedTables):
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
         """Scores of devices, [..., D], minus infinity where illegal; arguments as in ``Policy.logits``."""
         observed = [OBSERVATION_INDEX[name] for name in ("forward", "communication", "backward")]
-        costs_XD3 = channels_XDO[..., observed]
-        costs_XDR = self.costs(costs_XD3 if self.config.observe_costs else torch.zeros_like(costs_XD3))
+        costs_XDR = self.costs(channels_XDO[..., observed])
         logit_XD = self.score(torch.cat([load_XDR, costs_XDR], dim=-1))[..., 0]
         return logit_XD.masked_fill(~legal_XD, -torch.inf)
