@@ -42,7 +42,7 @@ from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.progress import progress_bar
 from paper_experiment_models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
-from paper_experiment_results import held_out_errors, held_out_placements, print_results
+from paper_experiment_results import held_out_errors, held_out_journal, held_out_placements, print_results
 from paper_experiment_setting import Half, Setting, halves
 from paper_experiment_training import measure_placements
 from placers import Contest, Field
@@ -198,11 +198,11 @@ def learn(models: Models, settings: list[Setting], seeds: range, tick: Callable[
 def held_out(
     models: Models, settings: list[Setting], half: Half, args: argparse.Namespace, tick: Callable[[], None]
 ) -> None:
-    """Measure random placements of test tasks."""
-    with progress_bar("held-out placements", len(settings), True) as advance:
-        for setting in settings:
+    """Measure random placements of test tasks; those of home a second time in the end, as a bar for errors."""
+    with progress_bar("held-out placements", len(settings) + 1, True) as advance:
+        for setting, again in [*((setting, False) for setting in settings), (models.home, True)]:
             placements = held_out_placements(half, setting, args.held_out)
-            journal = args.work / f"held-out-{setting}.journal"
+            journal = held_out_journal(args.work, setting, again)
             for count in range(5, len(placements) + 5, 5):
                 measure_placements(half, placements[:count], journal, models.arena, 5, seed=0)
                 tick()
