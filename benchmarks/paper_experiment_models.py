@@ -130,6 +130,8 @@ FITS = {
 }
 LOOKS = (20, 50, 100)
 """Updates on measured rewards after which the policy is kept."""
+LONGER = 5
+"""Times the published episodes, where a policy is trained for longer."""
 MEASURED_REWARDS = "measured_rewards"
 
 
@@ -216,7 +218,7 @@ class Models:
         trained = self.published(setting, seed, scale.iterations)
         if name == "published_search":
             return Model(trained.network, trained.policy, DEFAULT_SEARCH)
-        made = {"autoshard": "recurrent", "without_costs": "without_costs"}[name]
+        made = {"autoshard": "recurrent", "without_costs": "without_costs", "longer_policy": "longer"}[name]
         return Model(trained.network, self._policy(made, trained.network, setting, seed, f"{made}-on-published"))
 
     def kinds(self, setting: Setting, seed: int) -> tuple[str, ...]:
@@ -227,8 +229,9 @@ class Models:
         kinds += ("converged",)
         if seed >= self.scale.ablation_seeds:
             return kinds
-        curve = [f"{name}@{count}" for count in self.scale.prefixes for name in ("published", "default")]
-        return (*kinds, "default_cost", "without_costs", *(f"{MEASURED_REWARDS}@{look}" for look in self.looks), *curve)
+        kinds += ("default_cost", "without_costs", "longer_policy")
+        kinds += tuple(f"{MEASURED_REWARDS}@{look}" for look in self.looks)
+        return kinds + tuple(f"{name}@{count}" for count in self.scale.prefixes for name in ("published", "default"))
 
     def seeds(self, setting: Setting, seeds: Sequence[int]) -> Sequence[int]:
         """Those that are trained in a setting."""
@@ -282,8 +285,8 @@ class Models:
         return sets.select(torch.arange(len(sets) - 1))
 
     def _policy(self, made: str, compute: ComputeCost, setting: Setting, seed: int, name: str) -> AnyPolicy:
-        """A policy trained on the estimated MDP of ``compute``, for as many episodes as published."""
-        updates = self.scale.iterations * self.scale.policy_updates
+        """A policy trained on the estimated MDP of ``compute``, for as many episodes as published, or for longer."""
+        updates = self.scale.iterations * self.scale.policy_updates * (LONGER if made == "longer" else 1)
         ours = ReinforceConfig(
             updates=updates, tasks_per_update=1, episodes_per_task=10, looks=4, look_tasks=12, seed=seed
         )
@@ -291,6 +294,7 @@ class Models:
         policy, config = {
             "ours": lambda: (Policy(PolicyConfig(), seed), ours),
             "paper": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
+            "longer": lambda: (PaperPolicy(PaperPolicyConfig(), seed), published),
             "without_costs": lambda: (WithoutCosts(PaperPolicyConfig(), seed), published),
             "recurrent": lambda: (RecurrentPolicy(RecurrentPolicyConfig(), seed), published),
         }[made]()
