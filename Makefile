@@ -1,6 +1,6 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table
-# make test         all tests
+# make test         all tests, PROCESSES=2 at a time
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
@@ -12,6 +12,7 @@ LOCK := requirements/$(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),cuda,
 # Asked only if pip's configured indexes lack a locked file, as most lack torch's CPU build.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ELSE_TORCH_INDEX = $(if $(findstring cpu,$(LOCK)),|| $(PIP) --no-build-isolation --extra-index-url $(TORCH_CPU_INDEX) -r $(LOCK))
+PROCESSES ?= 2
 MATRIX := 1.6.1 1.7.0 1.9.2
 
 BIN := .venv/bin
@@ -46,7 +47,7 @@ demo: $(STAMP)
 	    --sharding-types table_wise,column_wise --min-partition 32 --planners dreamshard,torchrec,torchrec_default --copies 2
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/test_fuzz.py --cases $(CASES)

@@ -227,13 +227,15 @@ def test_timed_runs_find_the_memory_of_their_outputs_in_place() -> None:
     arena = Arena("cpu", size_bytes=1 << 20)
     kernel = FusedKernel([workload(batch_size=1 << 17, dim=128, pooling_factor=0.1)], "cpu", arena=arena)
     pages = kernel.forward().nbytes // resource.getpagesize()
-    faults = []
-    for repeats in (1, 9):
+
+    def faults(repeats: int) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         time_groups([kernel], repeats)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
     assert pages >= (64 << 20) // resource.getpagesize()
-    assert faults[1] < faults[0] + pages  # eight runs more, and not once the pages of an output
+    # Eight runs more, and not once the pages of an output; a system short of memory may take pages away, now and then.
+    assert min(faults(9) for _ in range(3)) < faults(1) + pages
 
 
 def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:

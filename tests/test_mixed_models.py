@@ -193,7 +193,7 @@ for seed in (6, 7, 12, 13, 15, 19):
 def test_the_same_plans_in_every_process() -> None:
     outputs = set()
     for hash_seed, threads in (("0", "1"), ("1", "2")):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         result = subprocess.run(
             [sys.executable, "-c", PRINT_PLANS, threads], env=environment, capture_output=True, text=True, check=False
         )

@@ -198,7 +198,7 @@ def collect(
         threads: intra-op threads.
         repeats: timed runs of each set.
         seed: of indices, lengths and order.
-        seconds: of measuring: one set at least, and the last block as small as what is left of them. 0: only read what
+        seconds: of measuring: one block at least, and the last one as small as what is left of them. 0: only read what
             the journals hold.
         progress: a bar on the first rank's stderr, of the seconds where these are given, else of the sets.
         cores: pin to these cores. Default: those of the rank, where several share a host's CPU.
@@ -262,11 +262,11 @@ class _Pace:
         """Of the latest block."""
 
     def sets_in(self, seconds: float, most: int) -> int:
-        """How many sets that time suffices for: from one to ``most``, and one before any was measured."""
-        if seconds == math.inf:
+        """How many sets that time suffices for: from one to ``most``, which is also where none was measured yet."""
+        if seconds == math.inf or not self._spreads:
             return most
         taken = self._last - self._start
-        return 1 if not self._spreads else max(1, min(most, int(seconds * len(self._spreads) / taken)))
+        return max(1, min(most, int(seconds * len(self._spreads) / taken)))
 
     def note(self, block: Sequence[Samples]) -> str:
         """Of all blocks up to this one."""
