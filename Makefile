@@ -1,5 +1,5 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
-#                   split tables by columns; ends with a table
+#                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
@@ -44,7 +44,8 @@ $(STAMP): $(LOCK) setup.cfg pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc_per_node=2 benchmarks/run_dlrm.py --hot 6 --optimizer adagrad \
-	    --sharding-types table_wise,column_wise --min-partition 32 --planners dreamshard,torchrec,torchrec_default --copies 2
+	    --sharding-types table_wise,column_wise --min-partition 32 --planners dreamshard,torchrec,torchrec_default --copies 2 \
+	    --report demo.html
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
@@ -69,4 +70,4 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	done
 
 clean:
-	rm -rf .venv .matrix .pytest_cache *.egg-info
+	rm -rf .venv .matrix .pytest_cache *.egg-info demo.html

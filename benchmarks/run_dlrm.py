@@ -68,6 +68,7 @@ from dlrm_memory import memory_of_models
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.files import check_writable
 from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.hardware import available_bytes
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
@@ -76,7 +77,7 @@ from dreamshard_planner.measure.timing import Samples, pinned, processor_time, r
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.plugin import RulePartitioner
 from dreamshard_planner.plugin.legal import DP, SHARDING_TYPES
-from dreamshard_planner.report import ReportEntry
+from dreamshard_planner.report import Report, ReportEntry
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
 from kernel_clock import KernelClock
@@ -127,6 +128,7 @@ class Config:
     seed: int = _option(0, "of weights, data, search and order")
     profile: int = _option(0, "steps more of a model of each planner under torch's profiler: where their time goes")
     json: str = _option("", "write everything to this file")
+    report: str = _option("", "write the report of dreamshard's plan with figures to this file, .html")
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.copies) < 1:
@@ -376,12 +378,35 @@ class Result:
     """What it took when the checkpoint's kernels were measured; None where they were not."""
     world_size: int
     planners: tuple[PlannerResult, ...]
+    report: Report
+    """On dreamshard's plan, with what its kernels took in the steps."""
 
     @property
     def speed(self) -> float | None:
         """How many times as long as then kernels take now, by the reference set; None where nobody knows."""
         usual_ms = self.checkpoint_reference_ms
         return self.reference_ms / usual_ms if usual_ms else None
+
+
+def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> Report:
+    """A report of dreamshard's plan with what was measured in training, if it trained."""
+    mine = next((entry for entry in results if entry.name == "dreamshard"), None)
+    steps = tuple(
+        f"measured in training: a step takes {entry.step_ms[1]:.1f} ms under the plan of {entry.name}"
+        + (f", {entry.ratio[1]:.3f} of {base}'s" if entry.name != base else "")
+        for entry in results
+    )
+    if mine is None:
+        return replace(report, notes=(*report.notes, *steps))
+    rank_ms = tuple(map(sum, zip(mine.forward_ms, mine.backward_ms, strict=True)))
+    measured = replace(
+        report.chosen,
+        total_ms=max(rank_ms) + report.chosen.collectives_ms,
+        rank_ms=rank_ms,
+        forward_ms=mine.forward_ms,
+        backward_ms=mine.backward_ms,
+    )
+    return replace(report, measured=measured, notes=(*report.notes, *steps))
 
 
 def make_planners(
@@ -527,6 +552,7 @@ def run(config: Config, node: Node) -> Result | None:
         scaling=f"{config.tables}: {scaling}",
         base=base,
         cost_source=judge.report().cost_source,
+        report=with_steps(judge.report(), results, base),
         reference_ms=float(np.mean([reference for *_, reference in ranks])),
         checkpoint_reference_ms=resolve(config.checkpoint, node.device.type).metadata.get("reference_ms"),
         loss_difference=float(np.ptp(np.concatenate(list(losses.values()), axis=1), axis=1).max()),
@@ -634,6 +660,8 @@ def main() -> None:
         parser.add_argument(flag, **kind, default=option.default, help=text)
     try:
         config = Config(**vars(parser.parse_args()))
+        if config.report:
+            check_writable(config.report)
         local_rank, local_world_size = local_ranks()
     except (ValueError, DreamShardError) as error:
         parser.error(str(error))
@@ -650,8 +678,13 @@ def main() -> None:
         console = Console()
         print_table(result, console if console.is_terminal else Console(width=140))
         if config.json:
-            Path(config.json).write_text(json.dumps(asdict(result), indent=1) + "\n")
+            document = asdict(result) | {"report": result.report.to_dict()}
+            Path(config.json).write_text(json.dumps(document, indent=1) + "\n")
             console.print(f"written: {config.json}")
+        if config.report:
+            title = f"{config.tables} in a DLRM: {result.world_size} {'CPU' if on_cpu else 'GPU'} ranks"
+            result.report.save_html(config.report, f"{title}, {config.batch_size:,} samples each")
+            console.print(f"The report of dreamshard's plan, with figures: {config.report}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,6 +205,18 @@ class Report:
             return {name: None if value == float("inf") else value for name, value in values}
 
         return asdict(self, dict_factory=entry)
+
+    def save_html(self, path: str | Path, title: str | None = None) -> None:
+        """Write one HTML file with figures; see :func:`dreamshard_planner.picture.save_html`."""
+        from dreamshard_planner.picture import save_html
+
+        save_html(self, path, title)
+
+    def save_png(self, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
+        """Write its figures; see :func:`dreamshard_planner.picture.save_png`."""
+        from dreamshard_planner.picture import save_png
+
+        return save_png(self, folder, title)
 
     def __str__(self) -> str:
         lines = [

@@ -70,7 +70,9 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     planners = ["dreamshard", "torchrec", "torchrec_default", "lookup_greedy"]
     file = tmp_path / "result.json"
     options = ["--max-rows=500", "--dim=8", "--batch-size=8", "--steps=8", "--block=2", "--copies=2", "--skewed=2"]
-    done = _run(*options, f"--planners={','.join(planners)}", f"--json={file}", ranks=2)
+    done = _run(
+        *options, f"--planners={','.join(planners)}", f"--json={file}", f"--report={tmp_path / 'report.html'}", ranks=2
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert [entry["name"] for entry in result["planners"]] == [*planners, "skewed_0", "skewed_1"]
@@ -86,6 +88,10 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
         assert len(entry["forward_ms"]) == len(entry["backward_ms"]) == len(entry["predicted"]["rank_ms"]) == 2
         assert min(entry["forward_ms"] + entry["backward_ms"] + list(entry["predicted"]["rank_ms"])) > 0
         assert entry["name"] in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "Predicted against measured" in page and "under the plan of lookup_greedy" in page
+    assert f"{result['planners'][0]['forward_ms'][1]:.3f}" in page
+    assert done.stdout.replace("\n", "").rstrip().endswith("report.html")
     assert "cost source" in done.stdout and "cut to 500 rows" in done.stdout
 
     command = [sys.executable, str(BENCHMARKS / "step_formula.py"), str(file)]

@@ -17,10 +17,15 @@ from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 if TYPE_CHECKING:
     from dreamshard_planner.offline import PlannedJob
     from dreamshard_planner.plan_file import SavedPlan
-    from dreamshard_planner.report import MemoryEntry
+    from dreamshard_planner.report import MemoryEntry, Report
 
 TABLES_SHOWN = 20
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
+
+HtmlOption = Annotated[
+    Path | None, output("The report with figures, .html: one file, without scripts or network; needs matplotlib.")
+]
+PngOption = Annotated[Path | None, typer.Option(help="Folder for its figures; needs matplotlib.", file_okay=False)]
 
 
 @command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus 8 --hbm 80GB --batch-size 8192")
@@ -28,6 +33,8 @@ PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard
 def plan(
     options: JobOptions,
     out: Annotated[Path | None, output("Plan to write, .json: JsonPlanLoader reads it in training.")] = None,
+    html: HtmlOption = None,
+    png: PngOption = None,
     every_table: Annotated[bool, typer.Option("--all", help="Show all tables, not only the costliest.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
@@ -36,7 +43,8 @@ def plan(
     if out is not None:
         planned.planner.save_plan(out)
         typer.echo(f"written to {out}", err=True)
-    report = planned.report
+    report, job = planned.report, planned.job
+    _picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
     show(_document(planned), format, str(report), "", _costliest(planned, None if every_table else TABLES_SHOWN))
 
 
@@ -55,10 +63,13 @@ def explain(
     show(found.to_dict(), format, str(found))
 
 
-@command("dreamshard report plan.json")
-def report(plan: PlanArgument, format: FormatOption = Format.table) -> None:
+@command("dreamshard report plan.json --html plan.html")
+def report(
+    plan: PlanArgument, html: HtmlOption = None, png: PngOption = None, format: FormatOption = Format.table
+) -> None:
     """What a plan in a file costs, as it was predicted when it was made, and where its tables are."""
     saved = _saved(plan)
+    _picture(saved, html, png)
     show(saved.to_dict(), format, *_saved_tables(saved))
 
 
@@ -70,6 +81,18 @@ def compare(before: PlanArgument, after: PlanArgument, format: FormatOption = Fo
 
         found = compare(before, after)
     show(found.to_dict(), format, str(found))
+
+
+def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, title: str | None = None) -> None:
+    """What was asked for."""
+    from dreamshard_planner.picture import save_html, save_png
+
+    if html is not None:
+        save_html(subject, html, title)
+        typer.echo(f"written to {html}", err=True)
+    if png is not None:
+        files = save_png(subject, png, title)
+        typer.echo(f"written to {png}: {', '.join(file.name for file in files)}", err=True)
 
 
 def _saved(path: Path) -> SavedPlan:
