@@ -142,7 +142,7 @@ class Scale:
     iterations: int = 10
     converged: int = 40
     """Iterations that convergence takes."""
-    prefixes: tuple[int, ...] = (10, 30, 100, 300)
+    prefixes: tuple[int, ...] = (10, 30, 100)
     """Measured placements, the first ones of the converged training, of the learning curve."""
     fit_updates: int = 300
     policy_updates: int = 10
