@@ -110,8 +110,6 @@ class Fit:
     loss: str = "mean"
     composed: bool = False
     """Whether placements are composed of random measured sets, not the measured ones."""
-    effort: int = 1
-    """Times the published updates."""
 
 
 FITS = {
@@ -120,7 +118,6 @@ FITS = {
     "relative errors": Fit(loss="relative"),
     "placements composed of measured sets": Fit(composed=True),
     "composed, relative": Fit(loss="relative", composed=True),
-    "twice the updates": Fit(effort=2),
     "three more features": Fit(MoreFeatures),
     "mean over tables": Fit(MeanOfTables),
     "maximum over tables": Fit(MaxOfTables),
@@ -251,7 +248,7 @@ class Models:
 
         def make(network: PaperCostNetwork) -> None:
             sets, index_ND = self.published(setting, seed, iterations).measured(self.half, count)
-            updates = scale.iterations * scale.fit_updates * chosen.effort
+            updates = scale.iterations * scale.fit_updates
             config = PaperFitConfig(
                 updates=updates, devices=setting.devices, bytes_per_ms=BYTES_PER_MS, loss=chosen.loss, seed=seed
             )
