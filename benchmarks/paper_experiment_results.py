@@ -162,6 +162,30 @@ def compared(kinds: dict[str, np.ndarray], kind: str, base: str) -> tuple[float,
     return float(np.exp(log_T.mean())), np.exp(mean_interval(log_T, np.random.default_rng(0)))
 
 
+def pooled(tables: dict[str, dict[str, np.ndarray]], kind: str, base: str | None = None) -> tuple[float, np.ndarray]:
+    """As :func:`compared`, over the tasks of all settings; ``base`` is each setting's strongest rule by default. In
+    the setting that others transfer from, what is transferred is what was trained there."""
+    logs = [np.zeros(0)]
+    for kinds in tables.values():
+        ours, theirs = (
+            name if name in kinds else name.partition("<")[0] for name in (kind, base or strongest_rule(kinds))
+        )
+        if ours in kinds and theirs in kinds:
+            logs.append(np.log(kinds[ours]).mean(0) - np.log(kinds[theirs]).mean(0))
+    log_T = np.concatenate(logs)
+    log_T = log_T[np.isfinite(log_T)]
+    return float(np.exp(log_T.mean())), np.exp(mean_interval(log_T, np.random.default_rng(0)))
+
+
+PAIRS = (
+    ("default", "published"), ("default_policy", "published"), ("published_search", "published"),
+    ("default", "published_search"), ("default", "default_policy"), ("published", "autoshard"),
+    ("published<{home}", "published"), ("converged<{home}", "published"), ("default<{home}", "default"),
+    ("default", "torchrec"), ("published", "torchrec"), ("default", "default_shipped"),
+)  # fmt: skip
+"""What is held against what, over all settings."""
+
+
 def print_results(
     records: Sequence[dict], summary: dict, settings: Sequence[Setting], home: Setting, console: Console, chart: Path
 ) -> None:
@@ -173,6 +197,13 @@ def print_results(
         ("over the task's strongest rule (by mean), 95 % interval over tasks", _ratio_cell),
     ):
         _print(title, tables, cell, console)
+    for kind in dict.fromkeys(kind for kinds in tables.values() for kind in kinds if kind not in RULES):
+        ratio, (low, high) = pooled(tables, kind)
+        console.print(f"{kind} over the strongest rule, all settings that have it: {ratio:.3f} ({low:.3f}-{high:.3f})")
+    for kind, base in PAIRS:
+        kind, base = kind.format(home=home), base.format(home=home)
+        ratio, (low, high) = pooled(tables, kind, base)
+        console.print(f"{kind} over {base}, all settings: {ratio:.3f} ({low:.3f}-{high:.3f})")
     for setting, kinds in tables.items():
         count = next(iter(kinds.values())).shape[1]
         alone = sum(r["one_table_is_the_bottleneck"] for r in records if r["pool"] == setting)

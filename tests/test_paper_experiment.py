@@ -21,7 +21,7 @@ from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper_experiment import main
 from paper_experiment_models import MaxOfTables, MeanOfTables, WithoutCosts
-from paper_experiment_results import by_kind, compared, strongest_rule
+from paper_experiment_results import by_kind, compared, pooled, strongest_rule
 from paper_experiment_setting import Setting, halves
 from paper_experiment_training import Published, labelled_placements, named_placement, train_published
 
@@ -95,6 +95,8 @@ def test_figures_by_hand() -> None:
     assert strongest_rule(kinds) == "lookup_greedy"
     assert compared(kinds, "a", "lookup_greedy")[0] == pytest.approx(0.5)  # tasks 1 and 1/4
     assert compared(kinds, "b", "lookup_greedy")[0] == pytest.approx(0.25)  # of the one that it places
+    tables = {"4x2": kinds, "6x2": by_kind([{**tasks[2], "overall_ms": {**rules, "a<4x2#0": 32.0}}], "6x2")}
+    assert pooled(tables, "a<4x2")[0] == pytest.approx((1 * 1 / 4 * 8) ** (1 / 3))  # tasks 1, 1/4 and, away, 8
 
 
 def test_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
