@@ -1,12 +1,16 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A sharding planner for TorchRec that learned from measured kernels what sets of tables cost.
 
-Importing this package starts neither CUDA nor a process group, and loads torch only when one of its names is used.
+Importing this package starts neither CUDA nor a process group, and loads torch only when one of its names is used. It
+warns where torch, FBGEMM or TorchRec is missing or of a release that was not tried.
 """
 
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from dreamshard_planner.environment import EnvironmentWarning, explained, warn_of_problems
+from dreamshard_planner.errors import MissingLibraryError
 
 if TYPE_CHECKING:
     from dreamshard_planner.checkpoint import Checkpoint
@@ -37,10 +41,12 @@ __all__ = [
     "DistributedModelParallel",
     "DreamShardError",
     "DreamShardPlanner",
+    "EnvironmentWarning",
     "Explanation",
     "FeatureStatistics",
     "FileError",
     "JsonPlanLoader",
+    "MissingLibraryError",
     "PlacementRules",
     "PlanError",
     "Report",
@@ -68,6 +74,8 @@ _HOMES = (
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""
 
+warn_of_problems(stacklevel=2)
+
 if "torch" in sys.modules:  # scripts that train: before there is a process group, see planner.py
     import torch.distributed.optim  # noqa: F401
 
@@ -75,7 +83,12 @@ if "torch" in sys.modules:  # scripts that train: before there is a process grou
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for home in _HOMES:
-            module = import_module(f"{__name__}.{home}")
+            try:
+                module = import_module(f"{__name__}.{home}")
+            except ModuleNotFoundError as error:
+                if missing := explained(error):
+                    raise missing from error
+                raise
             found = module.__dict__.get(name)
             if getattr(found, "__module__", None) == module.__name__:
                 globals()[name] = found

@@ -6,12 +6,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
-FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
-"""All bring one module, fbgemm_gpu."""
-TORCHREC = ((1, 6), (1, 9))
-"""Releases that are tested."""
+from dreamshard_planner import __version__
+from dreamshard_planner.environment import LIBRARIES, TORCHREC, Library, how_to_install, installed, untried
+
+_IMPORTED = {TORCHREC: "torchrec.distributed.planner"}
+"""Where more than the module itself has to load."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """All findings; never raises for what is missing."""
-    findings = [_python(), _dreamshard(), _library("torch"), _fbgemm(), _torchrec()]
+    findings = [_python(), _dreamshard(), *map(_library, LIBRARIES)]
     if any(finding.verdict == "missing" for finding in findings):
         return findings
     findings += [_cpu(), *_cuda()]
@@ -39,52 +39,23 @@ def _python() -> Finding:
 
 
 def _dreamshard() -> Finding:
-    from dreamshard_planner import __version__
-
     return Finding("dreamshard_planner", __version__)
 
 
-def installed(package: str) -> str | None:
-    """Version of a package, None where it is not installed."""
+def _library(library: Library) -> Finding:
+    """Whether it works here, and was tried."""
+    releases = library.releases()
+    found = releases[library.name] if list(releases) == [library.name] else library.described()
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _library(package: str, module: str | None = None, install: str | None = None) -> Finding:
-    try:
-        import_module(module or package)
+        import_module(_IMPORTED.get(library, library.module))
     except Exception as error:  # whatever a half installed library does
-        return Finding(
-            package,
-            f"{installed(package) or 'none'}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
-            "missing",
-            f"pip install {install or package}",
-        )
-    return Finding(package, installed(package) or "of unknown version")
-
-
-def _fbgemm() -> Finding:
-    found = {package: installed(package) for package in FBGEMM_PACKAGES if installed(package)}
-    name = " and ".join(f"{package} {release}" for package, release in found.items()) or "none"
-    if len(found) > 1:
-        return Finding(
-            "FBGEMM", name, "note", "these share one module, and the one installed last is used: uninstall the other"
-        )
-    finding = _library(next(iter(found), "fbgemm-gpu"), "fbgemm_gpu", "fbgemm-gpu, or fbgemm-gpu-cpu without a GPU")
-    return Finding("FBGEMM", name if finding.verdict == "ok" else finding.found, finding.verdict, finding.advice)
-
-
-def _torchrec() -> Finding:
-    finding = _library("torchrec", "torchrec.distributed.planner", "--no-deps torchrec")
-    if finding.verdict == "missing":
-        return finding
-    (low, high), release = TORCHREC, tuple(map(int, finding.found.split("+")[0].split(".")[:2]))
-    if low <= release <= high:
-        return Finding("torchrec", finding.found)
-    tested = f"{'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
-    return Finding("torchrec", finding.found, "note", f"tested are {tested}")
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Finding(library.name, f"{found or 'none'}: {why}", "missing", how_to_install(library))
+    if len(releases) > 1:
+        share = f"these share the module {library.module}, and the one installed last is used: uninstall the other"
+        return Finding(library.name, found, "note", share)
+    remark = untried(library)
+    return Finding(library.name, found or "of unknown version", "note" if remark else "ok", remark)
 
 
 def _cpu() -> Finding:

@@ -26,5 +26,9 @@ class StatisticsError(DreamShardError, ValueError):
     """Table statistics hold an impossible value or name a feature that the model lacks."""
 
 
+class MissingLibraryError(DreamShardError, ImportError):
+    """torch, FBGEMM or TorchRec is not installed; says how it is."""
+
+
 class TaskError(DreamShardError, ValueError):
     """A placement task is malformed: no devices, a table without rows, and the like."""

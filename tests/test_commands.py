@@ -253,7 +253,7 @@ def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
 
 
 def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dreamshard_planner import doctor
+    from dreamshard_planner import doctor, environment
 
     def broken(name: str):
         if name.startswith("torchrec"):
@@ -264,7 +264,7 @@ def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monk
     found = json.loads(run("doctor", "--format", "json", status=1).stdout)
     (torchrec,) = [finding for finding in found if finding["subject"] == "torchrec"]
     assert torchrec["verdict"] == "missing" and "libc10.so" in torchrec["found"]
-    assert torchrec["advice"] == "pip install --no-deps torchrec"
+    assert torchrec["advice"] == environment.how_to_install(environment.TORCHREC)
 
 
 def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from dreamshard_planner import __version__
+from dreamshard_planner.environment import explained
 from dreamshard_planner.errors import DreamShardError
 
 
@@ -28,9 +29,10 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if not is_users(error):
+            said = explained(error) or error
+            if not is_users(said):
                 raise
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"error: {' '.join(str(said).split())}", err=True)
             raise typer.Exit(1) from error
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
+from dreamshard_planner.environment import FBGEMM, TORCHREC, installed
 
-__all__ = ["describe_hardware", "hardware_key", "installed_version", "library_versions"]
-
-_FBGEMM_PACKAGES = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
+__all__ = ["describe_hardware", "hardware_key", "library_versions"]
 
 
 def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
@@ -52,8 +50,8 @@ def library_versions() -> dict[str, str]:
     """Of Python and of the libraries that compute embeddings, by name."""
     return {
         "torch": torch.__version__,
-        "fbgemm": installed_version(*_FBGEMM_PACKAGES),
-        "torchrec": installed_version("torchrec", "torchrec-cpu"),
+        "fbgemm": installed(*FBGEMM.packages) or "unknown",
+        "torchrec": installed(*TORCHREC.packages) or "unknown",
         "python": platform.python_version(),
     }
 
@@ -72,16 +70,6 @@ def available_bytes(device: torch.device | str) -> int:
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return max(0, free)
-
-
-def installed_version(*packages: str) -> str:
-    """Of the first of some packages that is installed, ``unknown`` where none is."""
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def _cpu_name() -> str:

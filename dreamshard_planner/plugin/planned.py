@@ -11,8 +11,9 @@ from pathlib import Path
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 from torchrec.distributed.types import ShardingPlan
 
+from dreamshard_planner import __version__
 from dreamshard_planner.explain import Explanation
-from dreamshard_planner.measure.hardware import installed_version, library_versions
+from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.placement.place import Contender, Placement
 from dreamshard_planner.plan_file import PlanInputs, Predicted, SavedPlan
 from dreamshard_planner.plugin.context import PlanningContext
@@ -110,4 +111,4 @@ class Planned:
 
 
 def _libraries() -> dict[str, str]:
-    return {"dreamshard_planner": installed_version("dreamshard_planner"), **library_versions()}
+    return {"dreamshard_planner": __version__, **library_versions()}

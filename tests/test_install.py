@@ -1,0 +1,215 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What is shipped, and that installing it leaves an environment's torch, FBGEMM and TorchRec as they are."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from dreamshard_planner import EnvironmentWarning, MissingLibraryError, __version__, environment
+from dreamshard_planner.doctor import diagnose
+
+ROOT = Path(__file__).parent.parent
+NOT_SHIPPED = (".*", "__pycache__", "*.egg-info", "build", "dist", "results", "data")
+SITE = Path(distribution("torch").locate_file(""))
+"""Where the tests' own libraries are."""
+DATA = ("py.typed", "checkpoints/cpu.safetensors", "checkpoints/roofline.safetensors", "workload/data/*.json")
+
+
+def run(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Of an environment, without this checkout on its path."""
+    surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
+    surroundings |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return subprocess.run(
+        [python, *arguments], cwd=python.parent, env=surroundings, capture_output=True, text=True, check=True
+    )
+
+
+def packages_of(python: Path) -> dict[str, str]:
+    """Version by name."""
+    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json").stdout)
+    return {package["name"]: package["version"] for package in listed}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A source archive of this checkout and a wheel made of that archive."""
+    folder = tmp_path_factory.mktemp("built")
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    for path in ROOT.iterdir():
+        if path.name == "dreamshard_planner":
+            shutil.copytree(path, checkout / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_dir() and not path.name.startswith("."):
+            shutil.copytree(path, checkout / path.name, ignore=shutil.ignore_patterns(*NOT_SHIPPED))
+        elif path.is_file() and path.name != ".git":
+            shutil.copy(path, checkout)
+    build = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", build, folder], cwd=checkout, capture_output=True, check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    command = ("wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", folder, archive)
+    run(Path(sys.executable), "-m", "pip", *command)
+    (wheel,) = folder.glob("*.whl")
+    return {"archive": archive, "wheel": wheel}
+
+
+@pytest.fixture(params=["fbgemm-gpu-cpu", "fbgemm-gpu"])
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Of a new environment with the libraries of the tests' own, FBGEMM's package by either name, but not with us."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for path in SITE.iterdir():
+        if path.name.startswith("fbgemm_gpu") and path.suffix == ".dist-info":
+            renamed = site / f"{request.param.replace('-', '_')}-{distribution('torchrec').version}.dist-info"
+            shutil.copytree(path, renamed)
+            text = (path / "METADATA").read_text()
+            (renamed / "METADATA").write_text(re.sub("(?m)^Name: .*$", f"Name: {request.param}", text, count=1))
+        elif "dreamshard" not in path.name and path.suffix != ".pth" and path.name != "__pycache__":
+            (site / path.name).symlink_to(path)
+    venv.create(tmp_path / "venv", with_pip=False)
+    (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (own / "libraries.pth").write_text(f"{site}\n")
+    yield tmp_path / "venv" / "bin" / "python"
+
+
+def test_archive_and_wheel_hold_the_package_and_its_data(built: dict[str, Path]) -> None:
+    wheel = set(zipfile.ZipFile(built["wheel"]).namelist())
+    with tarfile.open(built["archive"]) as archive:
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "dreamshard_planner").rglob("*.py")}
+    package |= {str(path.relative_to(ROOT)) for data in DATA for path in (ROOT / "dreamshard_planner").glob(data)}
+    assert len(package) > 80 and {name for name in wheel if ".dist-info/" not in name} >= package
+    assert shipped >= package | {"CHANGELOG.md", "LICENSE", "README.md", "docs/install.md", "tests/conftest.py"}
+    assert not [name for name in wheel if name.startswith(("tests", "benchmarks", "examples"))]
+
+
+def test_metadata_asks_for_none_of_the_three_and_tells_the_version_once(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        metadata = email.message_from_bytes(wheel.read(f"dreamshard_planner-{__version__}.dist-info/METADATA"))
+    assert metadata["Version"] == __version__
+    names = {re.match(r"[\w-]+", need)[0] for need in metadata.get_all("Requires-Dist")}
+    assert "numpy" in names and not [name for name in names if name.startswith(("torch", "fbgemm"))]
+    assert metadata.get_all("Project-URL")
+    assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert __version__ not in (ROOT / "setup.cfg").read_text()
+
+
+def test_installing_changes_nothing_else(built: dict[str, Path], python: Path) -> None:
+    before = packages_of(python)
+    assert {"torch", "torchrec"} < set(before) and "dreamshard_planner" not in before
+    install = ("-m", "pip", "install", "--no-index", built["wheel"])
+    report = python.parent / "plan.json"
+    run(python, *install, "--dry-run", "--report", report)
+    plan = [entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]]
+    assert plan == ["dreamshard_planner"]
+    run(python, *install)
+    after = packages_of(python)
+    assert after.pop("dreamshard_planner") == __version__
+    assert after == before
+    quiet = "import warnings; warnings.simplefilter('error'); import dreamshard_planner as d; print(d.__file__)"
+    assert str(python.parent.parent) in run(python, "-c", quiet).stdout
+    assert __version__ in run(python, python.parent / "dreamshard", "--version").stdout
+
+
+HIDE = """
+import sys, warnings
+
+hidden = sys.argv[1]
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import dreamshard_planner
+print(*(f"{warning.category.__name__} at {warning.filename}: {warning.message}" for warning in caught))
+warnings.simplefilter("ignore")
+try:
+    dreamshard_planner.DreamShardPlanner
+except ImportError as error:
+    print(f"{type(error).__name__}: {error}")
+from dreamshard_planner.cli import main
+sys.argv[1:] = ["plan", "--tables", "mlperf_dlrm_dcnv2", "--gpus", "8", "--batch-size", "8"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [("torch", "pip install 'torch"), ("torchrec", "pip install --no-deps 'torchrec")],
+)
+def test_import_says_what_is_missing_and_how_to_install_it(module: str, command: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", HIDE, module], capture_output=True, text=True)
+    assert ended.returncode == 1
+    warned, raised = ended.stdout.strip().splitlines()
+    assert warned.startswith("EnvironmentWarning at <string>: ") and f"{module} is not installed: {command}" in warned
+    assert raised.startswith("MissingLibraryError: ") and command in raised
+    assert ended.stderr.startswith("error: ") and command in ended.stderr and "Traceback" not in ended.stderr
+
+
+def releases(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Pretend that other releases are installed."""
+
+    def version(package: str) -> str:
+        if package not in given:
+            raise environment.PackageNotFoundError(package)
+        return given[package]
+
+    given = {"torch": "2.13.0", "fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}
+    given |= {name.replace("_", "-"): text for name, text in versions.items()}
+    monkeypatch.setattr(environment, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"torchrec": "2.0.0"}, "torchrec 2.0.0 has not been tried: tried are 1.6 to 1.9"),
+        ({"torchrec": "1.5.1"}, "torchrec 1.5.1 has not been tried"),
+        ({"torchrec": "1.6.1rc3"}, None),
+        ({"torch": "2.13.1+cu130"}, None),
+        ({"torch": "2.12.0"}, "torch 2.12.0 has not been tried"),
+        ({"fbgemm_gpu": "1.7.0"}, "fbgemm-gpu 1.7.0 has not been tried: torch 2.13 was tried with 1.8"),
+        ({"torchrec": "nightly"}, "torchrec nightly has not been tried"),
+    ],
+)
+def test_untried_releases_are_told_once_and_fail_nothing(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, versions: dict[str, str], said: str | None
+) -> None:
+    releases(monkeypatch, **versions)
+    environment.warn_of_problems(stacklevel=1)
+    assert [warning.category for warning in recwarn] == [EnvironmentWarning] * (said is not None)
+    assert said is None or said in str(recwarn.pop().message)
+    notes = [finding for finding in diagnose() if finding.subject in ("torch", "FBGEMM", "torchrec")]
+    assert [finding.verdict for finding in notes].count("note") == (said is not None)
+
+
+def test_doctor_and_import_agree_on_how_fbgemm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases(monkeypatch, fbgemm_gpu_cpu="1.8.0")
+    (finding,) = [finding for finding in diagnose() if finding.subject == "FBGEMM"]
+    assert finding.verdict == "note" and "uninstall the other" in finding.advice
+    assert "fbgemm-gpu-cpu==1.8.0" in environment.how_to_install(environment.FBGEMM)
+    releases(monkeypatch, torch="2.99.0")
+    assert "==" not in environment.how_to_install(environment.FBGEMM)
+
+
+def test_foreign_import_errors_stay_as_they_are() -> None:
+    assert environment.explained(ModuleNotFoundError("x", name="tensordict")) is None
+    assert environment.explained(OSError("torch")) is None
+    error = environment.explained(ModuleNotFoundError("x", name="torchrec.distributed"))
+    assert isinstance(error, MissingLibraryError) and isinstance(error, ImportError)
