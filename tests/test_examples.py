@@ -1,8 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Every example runs as its first lines say, and stays short."""
+"""Every example runs as its first lines say, stays short, and tells what it is to show."""
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import subprocess
 import sys
@@ -11,13 +13,32 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+FOLDER = Path(__file__).parent.parent / "examples"
+ON_RANKS = ("reuse_plan", "train_dlrm")
+ALONE = {
+    "calibrate": ("2", "my.safetensors"),
+    "parquet_statistics": (),
+    "plan_offline": ("plan.json",),
+    "torchrec_planner": (),
+    "train_policy": (),
+}
+"""Arguments of those that one process runs."""
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs_on_two_ranks(example: Path) -> None:
+def test_each_is_short_says_how_it_is_run_and_is_run_here() -> None:
+    examples = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
+    assert set(examples) == {*ON_RANKS, *ALONE}
+    for name, text in examples.items():
+        assert len(text.splitlines()) <= 60, name
+        start = "torchrun --nproc_per_node=2" if name in ON_RANKS else "python"
+        assert re.search(rf': {start} examples/{name}\.py( \d+)?("""$|$)', text.splitlines()[1]), name
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_example_runs_on_two_ranks(name: str) -> None:
+    example = FOLDER / f"{name}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     # The report names its source: examples use GPUs where there is one for each rank.
     gpus = torch.cuda.device_count() >= 2 and "cuda" in example.read_text()
@@ -26,13 +47,63 @@ def test_example_runs_on_two_ranks(example: Path) -> None:
     assert "trained 10 steps on 2 rank(s)" in done.stdout
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_short(example: Path) -> None:
-    assert len(example.read_text().splitlines()) < 60
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_says_what_has_to_start_it(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_example_says_what_has_to_start_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit, match=f"torchrun --nproc_per_node=2 examples/{example.name}"):
-        runpy.run_path(str(example), run_name="__main__")
+    with pytest.raises(SystemExit, match=f"torchrun --nproc_per_node=2 examples/{name}.py"):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation:FutureWarning")
+@pytest.mark.parametrize("name", ALONE)
+def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    if name == "parquet_statistics":
+        pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *ALONE[name]])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    TELLS[name](capsys.readouterr().out)
+
+
+def _calibrated(told: str) -> None:
+    assert re.search(r"^before: .*\nafter: .* held-out sets$", told, re.MULTILINE)
+    assert "Compute: network (my.safetensors" in told and ", calibrated on " in told
+    assert Path("my.safetensors").stat().st_size
+
+
+def _counted(told: str) -> None:
+    pooling = {name: float(factor) for name, factor in re.findall(r"^(\w+): ([\d.]+) lookups", told, re.MULTILINE)}
+    assert pooling == {"user": 1.0, "clicks": pytest.approx(20, rel=0.02), "brand": pytest.approx(3, rel=0.05)}
+    assert "0 of 3 features drifted" in told and "dreamshard " in told
+
+
+def _planned(told: str) -> None:
+    assert "Compute: roofline" in told and " of 16 ranks" in told and "Rank " in told
+    saved = json.loads(Path("plan.json").read_text())
+    assert len(saved["inputs"]["tables"]) == 30 and saved["inputs"]["topology"]["world_size"] == 16
+
+
+def _compared(told: str) -> None:
+    costs = {line[:30].strip(): float(line[30:].split()[0]) for line in told.splitlines() if "predicted" in line}
+    assert list(costs) == ["TorchRec", "TorchRec with our partitioner", "DreamShardPlanner"]
+    assert costs["DreamShardPlanner"] <= costs["TorchRec with our partitioner"] <= costs["TorchRec"]
+
+
+def _learned(told: str) -> None:
+    assert re.match(r"cost network: \d+% forward and \d+% backward off", told)
+    searched, rules = (
+        [float(ms) for ms in re.findall(rf"^  {what} +([\d.]+)$", told, re.MULTILINE)]
+        for what in ("policy and search", r"\w+_greedy")
+    )
+    assert len(searched) == 3 and len(rules) == 12
+    for i, ms in enumerate(searched):
+        assert ms <= min(rules[4 * i : 4 * i + 4])
+
+
+TELLS = {
+    "calibrate": _calibrated,
+    "parquet_statistics": _counted,
+    "plan_offline": _planned,
+    "torchrec_planner": _compared,
+    "train_policy": _learned,
+}

@@ -1,0 +1,32 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Fit the shipped checkpoint to this machine, and plan with it: python examples/calibrate.py 60
+
+Under torchrun the command does it on all ranks at once: dreamshard calibrate --seconds 60 --out my.safetensors
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.offline import Job, read_model
+from dreamshard_planner.training import calibrate
+
+
+def main(seconds: float, out: Path) -> None:
+    shipped = resolve("auto", "cpu")
+    calibrated = calibrate(shipped, out, seconds=seconds)  # times fused kernels; shows a bar
+    told = calibrated.metadata["calibration"]
+    for when in ("before", "after"):
+        forward, backward = told[f"{when}_mape"]
+        print(f"{when}: {forward:.1%} forward and {backward:.1%} backward off, {told['check_sets']} held-out sets")
+
+    machine = Machine(ranks_per_host=2, device="cpu", memory_bytes=64 * 10**9)
+    job = Job(model=read_model("merlin_tiny"), machine=machine, batch_size=512, settings={"checkpoint": out})
+    print(job.plan().report)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) > 2 else "my.safetensors"))
