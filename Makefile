@@ -5,7 +5,8 @@
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
 #                   it on two CPU ranks
-# Each makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
+# make docs         the pages of docs/ as a site, in site/; in .venv-docs, from requirements/docs.txt
+# Each other makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 LOCK := requirements/$(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),cuda,cpu).txt
@@ -26,7 +27,7 @@ DEVICE ?= cuda
 MINUTES ?= 25
 CASES ?= 1000
 
-.PHONY: venv demo test fuzz test-matrix gpu clean
+.PHONY: venv demo test fuzz test-matrix gpu docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -69,5 +70,14 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_estimates.py tests/test_plan_file.py; \
 	done
 
+.venv-docs/installed: requirements/docs.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+docs: .venv-docs/installed
+	$(<D)/bin/mkdocs build
+
 clean:
-	rm -rf .venv .matrix .pytest_cache *.egg-info demo.html
+	rm -rf .venv .venv-docs .matrix .pytest_cache *.egg-info demo.html site

@@ -1,19 +1,181 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What the pages on files show is read, and the keys that they list are those that there are."""
+"""README and docs: snippets run, commands are understood, what is generated is up to date, links lead somewhere."""
 
 from __future__ import annotations
 
+import gc
 import re
+import runpy
+import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_commands import parse
+from torchrec.datasets.random import RandomRecDataset
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import TableStatistics
+from dreamshard_planner.devices import Machine
 from dreamshard_planner.table_list import _FIELDS, read_table_list
 
-PAGE = (Path(__file__).parent.parent / "docs" / "file_formats.md").read_text()
+ROOT = Path(__file__).parent.parent
+FORMATS = (ROOT / "docs" / "file_formats.md").read_text()
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    gc.collect()  # models are cyclic and hold the group
+    dist.destroy_process_group()
+
+
+def _given() -> dict[str, Any]:
+    """Names that the snippets take for granted."""
+    rows, lookups = [5_000, 2_000, 1_000, 500, 100, 100], [20, 5, 10, 1, 1, 2]
+    features = [f"f{i}" for i in range(len(rows))]
+
+    def model(device: str) -> EmbeddingBagCollection:
+        tables = [EmbeddingBagConfig(rows[i], 32, name=f"t_{f}", feature_names=[f]) for i, f in enumerate(features)]
+        made = EmbeddingBagCollection(tables=tables, device=torch.device(device))
+        apply_optimizer_in_backward(RowWiseAdagrad, made.parameters(), {"lr": 0.02})
+        return made
+
+    data = RandomRecDataset(features, 64, hash_sizes=rows, ids_per_features=lookups, manual_seed=0)
+    return {
+        "some_batches": [batch for _, batch in zip(range(2), data, strict=False)],
+        "local_batch_size": 64,
+        "device": torch.device("cpu"),
+        "model": model("meta"),
+        "meta_model": model("meta"),
+        "sharders": get_default_sharders(),
+        "topology": Machine(ranks_per_host=2, gpu="h100").topology(),
+        "dist": dist,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation:FutureWarning")
+@pytest.mark.parametrize("page", WITH_SNIPPETS)
+def test_snippets_of_a_page_run_one_after_the_other(
+    page: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _given()
+    for number, snippet in enumerate(blocks(page, "python")):
+        exec(compile(snippet, f"{page}, snippet {number}", "exec"), names)
+
+
+def test_pages_that_need_snippets_have_them() -> None:
+    assert {"README.md", "planning.md", "sharding_types.md", "torchrec.md"} <= set(WITH_SNIPPETS)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")])
+def test_commands_of_a_page_are_understood(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # lines for GPUs are parsed where there is none
+    for line in "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            _check_command(words, line)
+
+
+def _check_command(words: list[str], line: str) -> None:
+    program, *arguments = words
+    program = program.removeprefix(".venv/bin/")
+    if program == "dreamshard":
+        return parse(*arguments)
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        for word in arguments:
+            name, is_variable, _ = word.partition("=")
+            assert re.search(rf"^{name} \?=" if is_variable else rf"^{name}:", makefile, re.MULTILINE), line
+        return None
+    if program in ("torchrun", "python"):
+        first = next(i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
+        target, rest = arguments[first], arguments[first + 1 :]
+        if target == "-m":
+            target, *rest = rest
+            if target == "dreamshard_planner":
+                return parse(*rest)
+            if target == "pytest":
+                return None
+            target = target.replace(".", "/") + ".py"
+        source = (ROOT / target).read_text()
+        for word in rest:
+            assert not word.startswith("--") or _has_option(source, word.partition("=")[0]), f"{word} in {line}"
+        return None
+    assert program == "cp", f"nobody checks {line}"
+
+
+def _has_option(source: str, option: str) -> bool:
+    """Of argparse, or of typer, which makes them of parameters."""
+    parameter = option.removeprefix("--").replace("-", "_")
+    return f'"{option}"' in source or re.search(rf"^    {parameter}: Annotated", source, re.MULTILINE) is not None
+
+
+def test_the_reference_of_the_command_line_is_up_to_date() -> None:
+    assert PAGES["cli.md"] == GENERATE["command_line"](), "run: python docs/generate.py"
+
+
+def test_what_is_never_proposed_is_what_the_planner_leaves_out() -> None:
+    assert GENERATE["block"]("never proposed") == GENERATE["never_proposed"](), "run: python docs/generate.py"
+
+
+def test_the_readmes_report_is_what_its_command_prints() -> None:
+    """To two in a hundred: processors round differently."""
+    number = r"(?<![\w.])\d[\d,]*(?:\.\d+)?"
+    shown, made = GENERATE["block"]("report"), GENERATE["report"]()
+    assert re.sub(number, "#", " ".join(shown.split())) == re.sub(number, "#", " ".join(made.split()))
+    numbers = ([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (shown, made))
+    assert next(numbers) == pytest.approx(next(numbers), rel=0.02), "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = folder / name if name else folder / page
+        assert path.exists(), target
+        if page != "README.md":
+            assert path.resolve().is_relative_to(folder), f"{target} is not on the site"
+        if anchor:
+            assert anchor in _anchors(path.read_text()), target
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_front_page_stays_short() -> None:
+    assert len(PAGES["README.md"].split("<!-- generated")[0].splitlines()) <= 120
+    assert len(PAGES["README.md"].splitlines()) <= 170
 
 
 def test_files_on_the_page_are_read(tmp_path: Path) -> None:
-    tables, statistics = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    tables, statistics = blocks("file_formats.md", "json")
     (tmp_path / "t.json").write_text(tables)
     (tmp_path / "s.json").write_text(statistics)
     assert [spec.embedding_dim for spec in read_table_list(tmp_path / "t.json")] == [128, 64]
@@ -21,5 +183,5 @@ def test_files_on_the_page_are_read(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_table_is_on_the_page() -> None:
-    section = PAGE.split("## Lists of tables")[1].split("## Statistics")[0]
+    section = FORMATS.split("## Lists of tables")[1].split("## Statistics")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(_FIELDS)

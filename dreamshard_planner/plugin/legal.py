@@ -49,6 +49,8 @@ class Combination:
     """A combination that TorchRec's planner proposes, and why ours does not."""
 
     sharding_types: frozenset[str]
+    where: str
+    """In words, for the documentation."""
     holds: Callable[[Situation], bool]
     reason: str
 
@@ -70,16 +72,19 @@ def is_weighted(module: nn.Module) -> bool:
 BROKEN = (
     Combination(
         frozenset({GRID}),
+        "mean pooling",
         lambda s: is_mean(s.config),
         "TorchRec returns sums where mean pooling is asked for",
     ),
     Combination(
         ROW_BLOCKS,
+        "mean pooling of weighted lookups",
         lambda s: is_mean(s.config) and is_weighted(s.module),
         "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
     ),
     Combination(
         frozenset({DP}),
+        "EmbeddingCollection on CPUs",
         lambda s: s.compute_device == "cpu" and _is_sequence(s),
         "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
     ),
@@ -95,11 +100,13 @@ MIXED_MEAN = (
 INEXACT = (
     Combination(
         frozenset({DP}),
+        "everywhere",
         lambda s: True,
         "it takes the in-backward optimizer away: the table's gradients wait for an optimizer of the script's own",
     ),
     Combination(
         frozenset({CW, TWCW, GRID}),
+        "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
         lambda s: s.optimizer not in ELEMENTWISE_OPTIMIZERS,
         "every column slice keeps a row-wise optimizer state of its own",
     ),
