@@ -81,8 +81,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 def main() -> None:
     (DOCS / "cli.md").write_text(command_line())
     for name, (page, make) in BLOCKS.items():
-        made = make()
-        page.write_text(_pattern(name).sub(lambda found, made=made: f"{found[1]}\n{made}\n\n{found[3]}", page.read_text()))
+        body = f"\n{make()}\n\n"
+        page.write_text(_pattern(name).sub(lambda found, body=body: found[1] + body + found[3], page.read_text()))
 
 
 if __name__ == "__main__":
