@@ -54,6 +54,8 @@ _STYLE = {
     "grid.linewidth": 0.8,
     "legend.frameon": False,
     "figure.facecolor": PAPER,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08,
     "axes.facecolor": "none",
     "savefig.facecolor": "auto",
     "svg.fonttype": "none",  # text stays text
@@ -62,6 +64,8 @@ _STYLE = {
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 _XLINK = "{http://www.w3.org/1999/xlink}href"
 _COLOUR = re.compile("|".join(light for light, _ in COLOURS.values()))
+_DIGITS = re.compile(r"(\.\d\d)\d+")
+"""Of coordinates in points; a thousand ranks have thousands of them."""
 _NAMES = {light: name for name, (light, _) in COLOURS.items()}
 
 
@@ -78,7 +82,7 @@ def png(draw: Callable[[], Figure], title: str, subtitle: str) -> bytes:
     buffer = io.BytesIO()
     with _drawn(draw) as figure:
         figure.suptitle(f"{title}\n{subtitle}", x=0.01, ha="left", fontsize=12, linespacing=1.5)
-        figure.savefig(buffer, format="png", dpi=PNG_DPI, bbox_inches="tight", pad_inches=0.2)
+        figure.savefig(buffer, format="png", dpi=PNG_DPI)
     return buffer.getvalue()
 
 
@@ -87,7 +91,7 @@ def svg(draw: Callable[[], Figure], name: str, alt: str) -> str:
     address in it, and ``alt`` is what screen readers say."""
     buffer = io.StringIO()
     with _drawn(draw) as figure:
-        figure.savefig(buffer, format="svg", metadata=_NO_METADATA, transparent=True, bbox_inches="tight")
+        figure.savefig(buffer, format="svg", metadata=_NO_METADATA, transparent=True)
     root = ElementTree.fromstring(buffer.getvalue())
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -95,6 +99,8 @@ def svg(draw: Callable[[], Figure], name: str, alt: str) -> str:
             element.set("id", f"{name}-{element.get('id')}")
         if _XLINK in element.attrib:
             element.set("href", f"#{name}-{element.attrib.pop(_XLINK)[1:]}")
+        if "d" in element.attrib:
+            element.set("d", _DIGITS.sub(r"\1", element.get("d")))
         for attribute, value in element.attrib.items():
             value = re.sub(r"url\(#", f"url(#{name}-", value) if attribute != "href" else value
             element.set(attribute, _COLOUR.sub(lambda light: f"var(--{_NAMES[light[0]]})", value))

@@ -129,6 +129,8 @@ def _tables(content: Content) -> Section:
     shown = content.tables[: charts.MAX_TABLES]
     costliest = content.tables[0]
     more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
+    several = any(len(set(table.ranks)) < len(table.ranks) for table in shown)
+    counted = " A number in a cell counts shards on that rank." if several else ""
     what = "costliest" if content.weighed_by == "ms alone" else "largest"
     by = (
         "by what a table's shards would cost if each had its rank for itself, in milliseconds"
@@ -138,7 +140,7 @@ def _tables(content: Content) -> Section:
     return Section(
         name="tables",
         title=f"The {what} tables, and where their shards went",
-        caption=f"Tables {by}{more}. A number in a cell counts shards on that rank.",
+        caption=f"Tables {by}{more}.{counted}",
         finding=f"{costliest.name}, {costliest.label} on {ranks_in_words(costliest.ranks)}, is first with "
         f"{costliest.weight:,.3f} {content.weighed_by}.",
         draw=partial(charts.tables, content),
