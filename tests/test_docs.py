@@ -127,9 +127,9 @@ def _check_command(words: list[str], line: str) -> None:
 
 
 def _has_option(source: str, option: str) -> bool:
-    """Of argparse, or of typer, which makes them of parameters."""
+    """Of argparse, or made of parameters or of a dataclass's fields."""
     parameter = option.removeprefix("--").replace("-", "_")
-    return f'"{option}"' in source or re.search(rf"^    {parameter}: Annotated", source, re.MULTILINE) is not None
+    return f'"{option}"' in source or re.search(rf"^    {parameter}: ", source, re.MULTILINE) is not None
 
 
 def test_the_reference_of_the_command_line_is_up_to_date() -> None:
