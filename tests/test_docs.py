@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from test_commands import parse
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -25,6 +26,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.table_list import _FIELDS, read_table_list
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +105,13 @@ def _check_command(words: list[str], line: str) -> None:
     program = program.removeprefix(".venv/bin/")
     if program == "dreamshard":
         return parse(*arguments)
+    if program == "pip" or arguments[:2] == ["-m", "pip"]:
+        for word in words[words.index("pip") + 2 :]:
+            if "=" in word:  # a bound on a version, which what the tests run with meets
+                need = Requirement(word)
+                packages = FBGEMM.packages if need.name in FBGEMM.packages else (need.name,)
+                assert need.specifier.contains(installed(*packages), prereleases=True), line
+        return None
     if program == "make":
         makefile = (ROOT / "Makefile").read_text()
         for word in arguments:
