@@ -95,7 +95,8 @@ def test_figures_by_hand() -> None:
     assert strongest_rule(kinds) == "lookup_greedy"
     assert compared(kinds, "a", "lookup_greedy")[0] == pytest.approx(0.5)  # tasks 1 and 1/4
     assert compared(kinds, "b", "lookup_greedy")[0] == pytest.approx(0.25)  # of the one that it places
-    tables = {"4x2": kinds, "6x2": by_kind([{**tasks[2], "overall_ms": {**rules, "a<4x2#0": 32.0}}], "6x2")}
+    away = {**rules, "a<4x2#0": 32.0}
+    tables = {"4x2": kinds, "6x2": by_kind([{**tasks[2], "overall_ms": away, "compute_ms": away}], "6x2")}
     assert pooled(tables, "a<4x2")[0] == pytest.approx((1 * 1 / 4 * 8) ** (1 / 3))  # tasks 1, 1/4 and, away, 8
 
 
