@@ -46,7 +46,7 @@ from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.placement_rules import PlacementRules
 from dreamshard_planner.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
-from dreamshard_planner.plugin.constraints import planning_constraints
+from dreamshard_planner.plugin.constraints import planning_constraints, with_device_groups
 from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
 from dreamshard_planner.plugin.joint_proposer import JointProposer
@@ -276,7 +276,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             self.plan_loader.bind(self._matched)
         elif self._exact_training and self._given_enumerator is None:
             self._beyond = self._beyond_exact_training(module, sharders, context, left)
-        return super().plan(module, sharders)
+        try:
+            return super().plan(module, sharders)
+        except PlannerError as error:
+            raise with_device_groups(error, constraints, self._topology.compute_device) from error
 
     def _beyond_exact_training(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], context: PlanningContext, left: Topology

@@ -115,6 +115,21 @@ def planning_constraints(
     return expanded
 
 
+def with_device_groups(
+    error: PlannerError, constraints: Mapping[str, ParameterConstraints], compute_device: str
+) -> PlannerError:
+    """The same error; of modules without a plan, with the tables that a constraint's device group left out."""
+    others = [name for name, c in constraints.items() if c.device_group and c.device_group != compute_device]
+    if not others or "not present in the sharding plan" not in str(error):
+        return error
+    groups = sorted({constraints[name].device_group for name in others})
+    return PlannerError(
+        f"{error} ParameterConstraints.device_group leaves out {', '.join(map(repr, others[:5]))}: it is "
+        f"{', '.join(map(repr, groups))} there, and this topology plans for {compute_device!r}.",
+        error.error_type,
+    )
+
+
 def _check_names(module: nn.Module, tables: Sequence[ShardableTable], constraints: Iterable[str]) -> None:
     """PlannerError where a constraint names no table of the module, sharded or not."""
     known = {table.name for table in tables} | table_configs(module).keys()
