@@ -77,7 +77,7 @@ def _cuda() -> list[Finding]:
         why = (
             "this torch is built without CUDA: pip install a CUDA build of torch"
             if torch.version.cuda is None
-            else f"torch is built for CUDA {torch.version.cuda} and sees no card: is there one, with a driver?"
+            else f"torch is built for CUDA {torch.version.cuda} and sees no card, or no driver for one"
         )
         found = [Finding("CUDA", "none", "note", f"{why}. Planning for GPUs works without one")]
     if installed("fbgemm-gpu-cpu"):
