@@ -46,7 +46,7 @@ from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.placement_rules import PlacementRules
 from dreamshard_planner.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
-from dreamshard_planner.plugin.constraints import planning_constraints, with_device_groups
+from dreamshard_planner.plugin.constraints import left_out_by_group, planning_constraints
 from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
 from dreamshard_planner.plugin.joint_proposer import JointProposer
@@ -279,7 +279,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
-            raise with_device_groups(error, constraints, self._topology.compute_device) from error
+            left_out = left_out_by_group(error, constraints, self._topology.compute_device)
+            if not left_out:
+                raise
+            raise PlannerError(f"{error} {left_out}", error.error_type) from error
 
     def _beyond_exact_training(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], context: PlanningContext, left: Topology

@@ -115,18 +115,17 @@ def planning_constraints(
     return expanded
 
 
-def with_device_groups(
+def left_out_by_group(
     error: PlannerError, constraints: Mapping[str, ParameterConstraints], compute_device: str
-) -> PlannerError:
-    """The same error; of modules without a plan, with the tables that a constraint's device group left out."""
+) -> str | None:
+    """Of modules that TorchRec finds without a plan: which tables a constraint's device group left out, in words."""
     others = [name for name, c in constraints.items() if c.device_group and c.device_group != compute_device]
     if not others or "not present in the sharding plan" not in str(error):
-        return error
+        return None
     groups = sorted({constraints[name].device_group for name in others})
-    return PlannerError(
-        f"{error} ParameterConstraints.device_group leaves out {', '.join(map(repr, others[:5]))}: it is "
-        f"{', '.join(map(repr, groups))} there, and this topology plans for {compute_device!r}.",
-        error.error_type,
+    return (
+        f"ParameterConstraints.device_group leaves out {', '.join(map(repr, others[:5]))}: it is "
+        f"{', '.join(map(repr, groups))} there, and this topology plans for {compute_device!r}."
     )
 
 
