@@ -167,6 +167,7 @@ class Collectives:
         self._ranks_per_host = ranks_per_host
         self._forward = self._alike([collective.forward for collective in self.collectives])
         self._backward = self._alike([collective.backward for collective in self.collectives])
+        self._both_alike = self._forward == self._backward
 
     def _alike(self, models: Sequence[CollectiveModel | None]) -> dict[tuple[str, CollectiveModel], list[int]]:
         """Columns that one formula rates, of one pass."""
@@ -200,7 +201,7 @@ class Collectives:
     def each_ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds of each, both [..., C]; those that move nothing take nothing."""
         forward_XC = self._pass_ms(self._forward, bytes_XCD)
-        return forward_XC, forward_XC if self._backward == self._forward else self._pass_ms(self._backward, bytes_XCD)
+        return forward_XC, forward_XC if self._both_alike else self._pass_ms(self._backward, bytes_XCD)
 
     def _pass_ms(self, alike: dict[tuple[str, CollectiveModel], list[int]], bytes_XCD: Tensor) -> Tensor:
         each_XC = bytes_XCD.new_zeros(bytes_XCD.shape[:-1])

@@ -118,7 +118,6 @@ def freed_memory_kept() -> Iterator[None]:
         yield
         return
     try:
-        libc.malloc_trim(0)  # more at the heap's end than the largest threshold would go back at every free
         for option, value in _KEEP_ALL.items():
             libc.mallopt(option, value)
         yield

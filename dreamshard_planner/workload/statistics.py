@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.files import brief, read_json, write_whole
 from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.words import nearest
 from dreamshard_planner.workload.counting import count_batches, count_lengths, merge_features
 from dreamshard_planner.workload.drift import Drift, drift
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -171,8 +171,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         unknown = [name for name in self if name not in set(known)]
         if not unknown:
             return
-        hints = {name: difflib.get_close_matches(name, known, n=1) for name in unknown[:10]}
-        named = [f"{name!r} (did you mean {match[0]!r}?)" if match else repr(name) for name, match in hints.items()]
+        named = [f"{name!r}{nearest(name, known)}" for name in unknown[:10]]
         rest = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
         raise StatisticsError(f"statistics for features that no table of the model serves: {', '.join(named)}{rest}")
 
