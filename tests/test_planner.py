@@ -292,3 +292,17 @@ def test_refine_needs_the_device_it_plans_for(monkeypatch: pytest.MonkeyPatch) -
         planner.plan(small_model(), SHARDERS)
     with pytest.raises(ValueError, match="refine must be"):
         DreamShardPlanner(topology=Topology(2, "cpu"), refine="guess")
+
+
+def test_a_model_whose_tables_no_sharder_handles_has_an_empty_plan() -> None:
+    model = nn.Module()
+    model.sparse = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])],
+        device=torch.device("meta"),
+    )
+    planner = DreamShardPlanner(topology=Topology(2, "cuda"), debug=False)
+    assert (
+        planner.plan(model, []).plan
+        == {}
+        == EmbeddingShardingPlanner(topology=Topology(2, "cuda"), debug=False).plan(model, []).plan
+    )

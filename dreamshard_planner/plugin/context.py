@@ -90,7 +90,7 @@ class PlanningContext:
         else:
             self.links = links_of(self.topology, self.checkpoint)
         # Perf and storage.
-        self._torchrec = torchrec_estimators(self.topology, self.constraints) if self.sharders else []
+        self._torchrec = torchrec_estimators(self.topology, self.constraints)
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place."""
