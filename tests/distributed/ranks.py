@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -20,6 +21,9 @@ import torch.multiprocessing as mp
 from torchrec.distributed import comm
 
 TIMEOUT_SECONDS = 120
+
+# Ranks are forked from one server that has imported what they all need: imports are most of a short test's time.
+multiprocessing.set_forkserver_preload(["torchrec", "dreamshard_planner", "torch.distributed.optim"])
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int, back
             (world_size, store.port, backend, folder, function, args),
             nprocs=world_size,
             join=False,
-            start_method="spawn",
+            start_method="forkserver",
         )
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not context.join(timeout=max(0.0, deadline - time.monotonic())):
