@@ -463,9 +463,7 @@ def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
 
 
 def labelled(data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
-    """A dataset as tensors to fit, or to judge by what was fitted to another: at the speed of ``usual_ms``, see
-    :meth:`CostDataset.at_speed_ms`; default: its own."""
-    return LabelledSets.of([data.workloads(index) for index in range(len(data))], data.at_speed_ms(usual_ms))
+    return LabelledSets.of_dataset(data, usual_ms)
 
 
 def hardware_name(hardware: dict[str, Any]) -> str:

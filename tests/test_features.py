@@ -3,10 +3,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
+import torch
 
 from dreamshard_planner import FeatureStatistics, TaskError
-from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, PAPER_FEATURES, Scaler, feature_matrix
+from dreamshard_planner.cost.dataset import WORKLOAD_FIELDS
+from dreamshard_planner.workload.features import (
+    FEATURE_INDEX,
+    FEATURE_NAMES,
+    PAPER_FEATURES,
+    Scaler,
+    feature_matrix,
+    features_of,
+)
 from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2
 from dreamshard_planner.workload.tables import Table, workloads_of
 
@@ -29,3 +42,12 @@ def test_tables_refuse_what_cannot_be() -> None:
         Table("t", 1, 4, ())
     with pytest.raises(TaskError, match="optimizer"):
         Table("t", 1, 4, (FeatureStatistics(1.0),), optimizer="lamb")
+
+
+def test_features_of_columns_are_those_of_workloads() -> None:
+    """A dataset's columns lack what kernels are not measured with, and numbers may exceed 64 bits."""
+    workloads = workloads_of(mlperf_dlrm_dcnv2(), 512)
+    columns = {name: np.array([getattr(workload, name) for workload in workloads]) for name in WORKLOAD_FIELDS}
+    assert torch.equal(features_of(columns), feature_matrix(workloads))
+    huge = replace(workloads[0], rows=10**25)
+    assert feature_matrix([huge])[0, FEATURE_INDEX["log2_rows"]] == pytest.approx(math.log2(10**25))

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.workload.features import feature_matrix
+from dreamshard_planner.workload.features import feature_matrix, features_of
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -36,6 +37,13 @@ class LabelledSets:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         features_SF = feature_matrix([workload for workloads in sets for workload in workloads])
         return cls(features_SF, offsets, labels_ms_X2.float())
+
+    @classmethod
+    def of_dataset(cls, data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
+        """From what was measured, as at the speed of ``usual_ms``, see :meth:`CostDataset.at_speed_ms`; default: its
+        own."""
+        offsets = torch.from_numpy(data.set_offsets)
+        return cls(features_of(data.columns), offsets, data.at_speed_ms(usual_ms).float())
 
     def __len__(self) -> int:
         return len(self.labels_ms_X2)

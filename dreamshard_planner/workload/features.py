@@ -6,10 +6,11 @@ Shapes: S shards, F features.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,63 +77,87 @@ def feature_matrix(workloads: Sequence[Workload]) -> Tensor:
     """Features of shards, [S, F] float32, columns in the order of :data:`FEATURE_NAMES`."""
     if not workloads:
         return torch.zeros(0, len(FEATURE_NAMES))
-    rows = zip(workloads, _cache_misses(workloads), strict=True)
-    return torch.tensor([_row(workload, misses) for workload, misses in rows], dtype=torch.float64).float()
+    values_of_field = zip(*map(attrgetter(*_FIELDS), workloads), strict=True)
+    return features_of({name: np.array(values) for name, values in zip(_FIELDS, values_of_field, strict=True)})
 
 
-def _cache_misses(workloads: Sequence[Workload]) -> list[float]:
+_FIELDS = tuple(entry.name for entry in fields(Workload) if entry.name not in ("name", "ids"))
+
+
+def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
+    """The same of shards given as one array [S] per field of :class:`Workload` (``reuse_histogram``: [S, 17]); fields
+    that are left out have their defaults."""
+    w = _completed(columns)
+    rows, dim, weight_bytes, distinct_rows = w["rows"], w["dim"], w["weight_bytes"], w["distinct_rows"]
+    lookups = w["pooling_factor"] * w["batch_size"]
+    samples = w["num_features"] * w["batch_size"] * w["output_share"]
+    values = {
+        "log2_rows": np.log2(rows),
+        "log2_dim": np.log2(dim),
+        "log2_pooling_factor": np.log2(1 + w["pooling_factor"] / w["num_features"]),
+        "log2_lookups": np.log2(1 + lookups),
+        "log2_distinct_rows": np.log2(1 + distinct_rows),
+        "log2_batch_size": np.log2(w["batch_size"]),
+        "log2_num_features": np.log2(w["num_features"]),
+        "log2_mean_reuse": np.log2(np.maximum(1.0, lookups / np.maximum(1.0, distinct_rows))),
+        "log2_distinct_bytes": np.log2(1 + distinct_rows * dim * weight_bytes),
+        "weight_bytes": weight_bytes,
+        "sequence": ~w["pooled"],
+        "weighted": w["weighted"],
+        "stateful_optimizer": w["optimizer"] != "sgd",
+        "tables": np.ones(len(rows)),
+        "samples": samples,
+        "lookups": lookups,
+        "lookup_elements": lookups * dim,
+        "lookup_bytes": lookups * dim * weight_bytes,
+        "distinct_rows": distinct_rows,
+        "distinct_elements": distinct_rows * dim,
+        "output_elements": np.where(w["pooled"], samples, lookups) * dim,
+        "dim": dim,
+        "rows": rows,
+        "pooling_factor": w["pooling_factor"],
+        "size": rows * dim * weight_bytes,
+        "uvm_caching": w["memory"] == "uvm_caching",
+        "uvm": w["memory"] == "uvm",
+        "cache_misses": _cache_misses(w, lookups),
+        "cache_prefetched": w["prefetched"],
+        **dict(zip(REUSE_FEATURES, w["reuse_histogram"].T, strict=True)),
+    }
+    return torch.from_numpy(np.stack([values[name].astype(np.float32) for name in FEATURE_NAMES], axis=1))
+
+
+def _completed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Whole numbers as float64, which holds them whatever their size, and defaults of fields that are left out."""
+    shards = len(columns["rows"])
+    complete = {
+        entry.name: columns[entry.name] if entry.name in columns else np.full(shards, entry.default)
+        for entry in fields(Workload)
+        if entry.name in _FIELDS
+    }
+    return {name: column.astype(float) if column.dtype.kind in "iuO" else column for name, column in complete.items()}
+
+
+def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndarray:
     """Shares of their distinct rows that miss the cache, [S]; zero without one. Every table is taken to have its own
     share of the cache that a fused group has."""
-
-    def key(w: Workload) -> tuple:  # blocks of a table that are alike, whatever their size, miss alike
-        return w.reuse_histogram, f"{w.lookups / w.rows:.9g}", f"{w.distinct_rows / w.rows:.9g}", w.cache_load_factor
-
-    of_key = {key(w): w for w in workloads if w.memory == "uvm_caching"}
-    if not of_key:
-        return [0.0] * len(workloads)
-    asked = [
-        (w.reuse_histogram, w.rows, w.lookups, w.distinct_rows, w.cache_load_factor * w.rows) for w in of_key.values()
+    misses_S = np.zeros(len(lookups_S))
+    cached = (w["memory"] == "uvm_caching").nonzero()[0]
+    if not len(cached):
+        return misses_S
+    rows_T, lookups_T, distinct_T = w["rows"][cached], lookups_S[cached], w["distinct_rows"][cached]
+    load_T, histograms_TK = w["cache_load_factor"][cached], w["reuse_histogram"][cached]
+    values = (histograms_TK, rows_T, lookups_T, distinct_T, load_T * rows_T)
+    asked = list(zip(*(value.tolist() for value in values), strict=True))
+    # Blocks of a table that are alike, whatever their size, miss alike.
+    keys = [
+        (*histogram, f"{lookups / rows:.9g}", f"{distinct / rows:.9g}", f"{cached_rows / rows:.9g}")
+        for histogram, rows, lookups, distinct, cached_rows in asked
     ]
-    _, hit_T = cache_hits(*zip(*asked, strict=True))
-    misses = dict(zip(of_key, (1 - hit_T).tolist(), strict=True))
-    return [misses[key(w)] if w.memory == "uvm_caching" else 0.0 for w in workloads]
-
-
-def _row(w: Workload, misses: float) -> list[float]:
-    lookups, elements = w.lookups, w.lookups * w.dim
-    values = {
-        "log2_rows": math.log2(w.rows),
-        "log2_dim": math.log2(w.dim),
-        "log2_pooling_factor": math.log2(1 + w.pooling_factor / w.num_features),
-        "log2_lookups": math.log2(1 + lookups),
-        "log2_distinct_rows": math.log2(1 + w.distinct_rows),
-        "log2_batch_size": math.log2(w.batch_size),
-        "log2_num_features": math.log2(w.num_features),
-        "log2_mean_reuse": math.log2(max(1.0, lookups / max(1.0, w.distinct_rows))),
-        "log2_distinct_bytes": math.log2(1 + w.distinct_rows * w.dim * w.weight_bytes),
-        "weight_bytes": w.weight_bytes,
-        "sequence": not w.pooled,
-        "weighted": w.weighted,
-        "stateful_optimizer": w.optimizer != "sgd",
-        "tables": 1,
-        "samples": w.pooled_vectors,
-        "lookups": lookups,
-        "lookup_elements": elements,
-        "lookup_bytes": elements * w.weight_bytes,
-        "distinct_rows": w.distinct_rows,
-        "distinct_elements": w.distinct_rows * w.dim,
-        "output_elements": w.output_elements,
-        "dim": w.dim,
-        "rows": w.rows,
-        "pooling_factor": w.pooling_factor,
-        "size": w.rows * w.dim * w.weight_bytes,
-        "uvm_caching": w.memory == "uvm_caching",
-        "uvm": w.memory == "uvm",
-        "cache_misses": misses,
-        "cache_prefetched": w.prefetched,
-        **dict(zip(REUSE_FEATURES, w.reuse_histogram, strict=True)),
-    }
-    return [float(values[name]) for name in FEATURE_NAMES]
+    once = dict(zip(keys, asked, strict=True))
+    _, hit_K = cache_hits(*zip(*once.values(), strict=True))
+    misses = dict(zip(once, (1 - hit_K).tolist(), strict=True))
+    misses_S[cached] = [misses[key] for key in keys]
+    return misses_S
 
 
 @dataclass(frozen=True)
