@@ -55,6 +55,8 @@ POOLS = ("meta_like_2021", "merlin_small", "broad")
 STAGES = ("forward", "backward")
 REPEATS = 3
 """Runs of a set in one round."""
+AGAIN = "-again"
+"""Ends the names of files whose sets are those of another file, measured a second time."""
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -165,6 +167,8 @@ def on_test_sets(
     the noise of one measurement in the error."""
     result = {}
     for path in sorted(data.glob(f"{device}-test*.npz")):
+        if path.stem.endswith(AGAIN):
+            continue
         held_out = CostDataset.load(path)
         test = labelled(held_out, usual_ms)
         relative_X2 = relative_errors(predict_ms(network, test), test.labels_ms_X2)
@@ -175,7 +179,22 @@ def on_test_sets(
             "network_by_kind": by_kind([held_out.workloads(i) for i in range(len(held_out))], relative_X2),
             "spread_tells_error": spread_tells_error(network, test, relative_X2),
         }
+        again = path.with_stem(path.stem + AGAIN)
+        if again.exists():
+            result[path.stem] |= measured_again(network, test, CostDataset.load(again))
     return result
+
+
+def measured_again(network: CostNetwork, test: LabelledSets, again: CostDataset) -> dict[str, list[float]]:
+    """What one measurement of these sets is worth: how far a second one is off, at the best scale, as hours differ in
+    speed; and how far the network is off the geometric mean of both."""
+    second_X2 = again.forward_backward_ms
+    second_X2 = second_X2 * best_scale(second_X2, test.labels_ms_X2.double())
+    both_X2 = (second_X2 * test.labels_ms_X2).sqrt()
+    return {
+        "measured_again": relative_errors(second_X2, test.labels_ms_X2).mean(0).tolist(),
+        "network_against_both": relative_errors(predict_ms(network, test), both_X2).mean(0).tolist(),
+    }
 
 
 def draw_figure(predictions: dict[str, Tensor], label_X2: Tensor, path: Path) -> None:
@@ -268,6 +287,12 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     for name, test in result["test_sets"].items():
         cells = ("{} {:.1%}/{:.1%}".format(cost, *test[cost]) for cost in ("network", "linear"))
         console.print(f"{name}, {test['sets']} sets measured once: {', '.join(cells)}")
+        if "measured_again" in test:
+            told = [
+                f"{forward:.1%}/{backward:.1%}"
+                for forward, backward in (test["measured_again"], test["network_against_both"])
+            ]
+            console.print(f"    measured again {told[0]}; the network against the mean of both {told[1]}")
     for seed, (forward, backward) in enumerate(result.get("network_by_seed", [])):
         console.print(f"network fitted with seed {seed}: {forward:.1%} forward, {backward:.1%} backward")
 
