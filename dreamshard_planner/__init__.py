@@ -25,9 +25,10 @@ if TYPE_CHECKING:
         TaskError,
     )
     from dreamshard_planner.explain import Explanation
+    from dreamshard_planner.model_parallel import DistributedModelParallel
     from dreamshard_planner.placement_rules import PlacementRules
     from dreamshard_planner.plan_file import SavedPlan
-    from dreamshard_planner.planner import DistributedModelParallel, DreamShardPlanner
+    from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
     from dreamshard_planner.report import Report
     from dreamshard_planner.workload.statistics import TableStatistics
@@ -70,6 +71,7 @@ _HOMES = (
     "explain",
     "placement_rules",
     "planner",
+    "model_parallel",
     "plugin.plan_loader",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""

@@ -31,6 +31,13 @@ _KNOWN += (ValueError, TypeError, RuntimeError, AssertionError, OSError)
 KNOWN_ERRORS = {f"{known.__module__}.{known.__qualname__}": known for known in _KNOWN}
 """Errors that one text makes again on another rank."""
 
+CALL_SECONDS = 5.0
+"""After which ranks that measure talk to each other, about, so that none takes the others for dead."""
+PATIENCE_TO_MEASURE = 4
+"""Calls that ranks which measure together must be ready to wait for."""
+MAX_SHARE_OF_TIMEOUT = 0.75
+"""Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -158,6 +165,43 @@ def group_timeout_seconds(pg: dist.ProcessGroup) -> float | None:
         return pg._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
         return None
+
+
+def check_patience(
+    sharding_group: int, ranks: int, patience_seconds: float | None, search_seconds: float | None, refines: bool
+) -> None:
+    """Whether a plan serves a process group, and is made while the group waits.
+
+    Args:
+        sharding_group: ranks that the plan is for.
+        ranks: of the process group.
+        patience_seconds: for which ranks wait for one another; None where that is unknown.
+        search_seconds: that rank 0 may search alone.
+        refines: whether the ranks measure together.
+
+    Raises:
+        DreamShardError: where not; says what would help.
+    """
+    if ranks % sharding_group:
+        raise DreamShardError(
+            f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
+            f"{sharding_group} ranks that the planner's topology has"
+        )
+    if ranks == 1 or patience_seconds is None:
+        return
+    seconds, most = search_seconds or 0.0, MAX_SHARE_OF_TIMEOUT * patience_seconds
+    if seconds > most:
+        raise DreamShardError(
+            f"rank 0 may plan for {seconds:g} s (search_seconds), but the other ranks wait for "
+            f"{patience_seconds:g} s, the process group's timeout: give less than {most:g} s, or "
+            "init_process_group(timeout=...) more"
+        )
+    if refines and patience_seconds < PATIENCE_TO_MEASURE * CALL_SECONDS:
+        raise DreamShardError(
+            f"ranks that measure together (refine) talk every {CALL_SECONDS:g} s or so, but the process group "
+            f"gives up after {patience_seconds:g} s: init_process_group(timeout=...) "
+            f"{PATIENCE_TO_MEASURE * CALL_SECONDS:g} s or more"
+        )
 
 
 def _require_pickles(plan: ShardingPlan) -> None:

@@ -8,17 +8,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 # TorchRec imports this late, in apply_optimizer_in_backward. Its default arguments then keep the process group that
 # there is by now, even past destroy_process_group, and gloo's threads may abort Python's exit. Early, there is none.
-import torch.distributed.optim
 from torch import nn
 from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -34,12 +30,12 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.canonical import canonical, digest
 from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
-from dreamshard_planner.collective import Together, group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.explain import Explanation
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
@@ -60,17 +56,9 @@ from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topo
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
 from dreamshard_planner.plugin.planned import AnyPlan, Planned
 from dreamshard_planner.plugin.reader import OptionReader
-from dreamshard_planner.plugin.refinement import CALL_SECONDS
 from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
 from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
-
-MAX_SHARE_OF_TIMEOUT = 0.75
-"""Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
-
-
-PATIENCE_TO_MEASURE = 4
-"""Calls that ranks which measure together must be ready to wait for."""
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):
@@ -385,7 +373,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
         def make(together: Together) -> ShardingPlan:
-            self._check_group(ranks, patience_seconds)
+            check_patience(
+                self._topology.world_size, ranks, patience_seconds, self._search_seconds, bool(self._refine_seconds)
+            )
             self._together = together
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
@@ -394,29 +384,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         finally:
             self._together = None
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
-
-    def _check_group(self, ranks: int, patience_seconds: float | None) -> None:
-        """DreamShardError unless a plan for this topology, made in this time, serves a group of so many ranks."""
-        if ranks % self._topology.world_size:
-            raise DreamShardError(
-                f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
-                f"{self._topology.world_size} ranks that the planner's topology has"
-            )
-        if ranks == 1 or patience_seconds is None:
-            return
-        seconds, most = self._search_seconds or 0.0, MAX_SHARE_OF_TIMEOUT * patience_seconds
-        if seconds > most:
-            raise DreamShardError(
-                f"rank 0 may plan for {seconds:g} s (search_seconds), but the other ranks wait for "
-                f"{patience_seconds:g} s, the process group's timeout: give less than {most:g} s, or "
-                "init_process_group(timeout=...) more"
-            )
-        if self._refine_seconds and patience_seconds < PATIENCE_TO_MEASURE * CALL_SECONDS:
-            raise DreamShardError(
-                f"ranks that measure together (refine) talk every {CALL_SECONDS:g} s or so, but the process group "
-                f"gives up after {patience_seconds:g} s: init_process_group(timeout=...) "
-                f"{PATIENCE_TO_MEASURE * CALL_SECONDS:g} s or more"
-            )
 
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
@@ -589,42 +556,3 @@ def _cpu_topology() -> Topology | None:
     if dist.get_backend() != "gloo":
         return None
     return Topology(world_size=dist.get_world_size(), compute_device="cpu", local_world_size=get_local_size())
-
-
-class DistributedModelParallel(TorchRecDistributedModelParallel):
-    """TorchRec's ``DistributedModelParallel`` plus ``planner=``.
-
-    Args:
-        planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``.
-
-    All other arguments are TorchRec's.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-        plan: ShardingPlan | None = None,
-        sharders: list[ModuleSharder[nn.Module]] | None = None,
-        *args: Any,
-        planner: EmbeddingShardingPlanner | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if planner is not None:
-            if plan is not None:
-                raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
-            plan = self._plan_with(planner, module, env, sharders)
-        super().__init__(module, env, device, plan, sharders, *args, **kwargs)
-
-    @staticmethod
-    def _plan_with(
-        planner: EmbeddingShardingPlanner,
-        module: nn.Module,
-        env: ShardingEnv | None,
-        sharders: list[ModuleSharder[nn.Module]] | None,
-    ) -> ShardingPlan:
-        sharders = get_default_sharders() if sharders is None else sharders
-        if env is not None and env.process_group is None:
-            return planner.plan(module, sharders)
-        return planner.collective_plan(module, sharders, env.process_group if env is not None else None)

@@ -56,8 +56,8 @@ class PlanningContext:
     cost_source: str = "auto"
     constraints: dict[str, ParameterConstraints] | None = None
     """As TorchRec's estimators take them."""
-    sharders: Sequence[ModuleSharder[nn.Module]] = ()
-    """Of the model, where options are to be estimated as TorchRec does; else they are taken to be estimated already."""
+    sharders: Sequence[ModuleSharder[nn.Module]] | None = None
+    """Of the model, where options are to be estimated as TorchRec does; None: they are estimated already."""
     found: dict[Hashable, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     """Positions of each table's units that a proposer has found already, by :func:`identity` of the proposal; a
     partitioner starts from them."""
@@ -90,15 +90,15 @@ class PlanningContext:
         else:
             self.links = links_of(self.topology, self.checkpoint)
         # Perf and storage.
-        self._torchrec = torchrec_estimators(self.topology, self.constraints)
+        self._torchrec = [] if self.sharders is None else torchrec_estimators(self.topology, self.constraints)
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place."""
-        estimate_all(self._torchrec[:1], options, self.sharders)
+        estimate_all(self._torchrec[:1], options, self.sharders or ())
 
     def estimate_storage(self, options: list[ShardingOption]) -> None:
         """Set the storage of every shard by TorchRec's own estimator, in place."""
-        estimate_all(self._torchrec[1:], options, self.sharders)
+        estimate_all(self._torchrec[1:], options, self.sharders or ())
 
     def enumerator(self, batch_size: int, perf: ShardEstimator) -> FastEnumerator:
         """TorchRec's enumerator for a planner's model, with pooling factors per feature before anything is estimated.

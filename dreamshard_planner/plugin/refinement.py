@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dreamshard_planner.collective import Together
+from dreamshard_planner.collective import CALL_SECONDS, Together
 from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
 from dreamshard_planner.cost.sharding import Chosen, ShardingCost
 from dreamshard_planner.errors import DreamShardError, TaskError
@@ -40,8 +40,6 @@ MAX_REASONS_SHOWN = 3
 SETS_TO_COMPARE = 4
 """That each of several ranks measures in one call, if there are so many: what all of them take says how fast the rank
 is just now."""
-CALL_SECONDS = 5.0
-"""After which ranks that measure talk to each other, about, so that none takes the others for dead."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsError
-from dreamshard_planner.collective import Failure
+from dreamshard_planner.collective import Failure, check_patience
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
 from dreamshard_planner.placement.refine import RefineConfig
@@ -226,10 +226,9 @@ def test_planning_as_long_as_the_others_wait_is_refused(launch: Callable[..., li
 
 
 def test_ranks_that_measure_need_only_wait_for_each_other() -> None:
-    planner = DreamShardPlanner(topology=Topology(2, "cpu"), refine="measure", refine_seconds=600.0)
-    planner._check_group(2, 60.0)
+    check_patience(2, 2, 60.0, None, refines=True)
     with pytest.raises(DreamShardError, match=r"gives up after 15 s: init_process_group\(timeout=...\) 20 s or more"):
-        planner._check_group(2, 15.0)
+        check_patience(2, 2, 15.0, None, refines=True)
 
 
 def _refined(rank: Rank) -> tuple[str, list[str], list[float]]:

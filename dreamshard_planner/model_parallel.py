@@ -1,0 +1,52 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's ``DistributedModelParallel`` with a planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+
+
+class DistributedModelParallel(TorchRecDistributedModelParallel):
+    """TorchRec's ``DistributedModelParallel`` plus ``planner=``.
+
+    Args:
+        planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``.
+
+    All other arguments are TorchRec's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        *args: Any,
+        planner: EmbeddingShardingPlanner | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if planner is not None:
+            if plan is not None:
+                raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
+            plan = self._plan_with(planner, module, env, sharders)
+        super().__init__(module, env, device, plan, sharders, *args, **kwargs)
+
+    @staticmethod
+    def _plan_with(
+        planner: EmbeddingShardingPlanner,
+        module: nn.Module,
+        env: ShardingEnv | None,
+        sharders: list[ModuleSharder[nn.Module]] | None,
+    ) -> ShardingPlan:
+        sharders = get_default_sharders() if sharders is None else sharders
+        if env is not None and env.process_group is None:
+            return planner.plan(module, sharders)
+        return planner.collective_plan(module, sharders, env.process_group if env is not None else None)
