@@ -74,7 +74,7 @@ def untold_lookups() -> str:
 
 def split_tables() -> str:
     row = placements("2026-11-22-placements-splits.jsonl")
-    return f"{row['compute']:.3f} | [{row['tasks']} tasks]"
+    return f"{row['compute']:.3f} ({row['interval'][0]:.3f}–{row['interval'][1]:.3f}) | [{row['tasks']} tasks]"
 
 
 def hot_step() -> str:
