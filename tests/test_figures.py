@@ -16,6 +16,8 @@ from placement_summary import summarize
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
+WHOLE = "2026-11-22-placements-with-shards.jsonl"
+
 
 @cache
 def read(name: str) -> Any:
@@ -51,23 +53,23 @@ def placements(record: str, placer: str = "dreamshard", pool: str | None = None)
 
 
 def whole_tables() -> str:
-    row = placements("2026-11-22-placements-with-shards.jsonl")
+    row = placements(WHOLE)
     assert row["tasks"] == 60
     return f"{row['compute']:.3f} ({row['interval'][0]:.3f}–{row['interval'][1]:.3f})"
 
 
 def by_pool() -> str:
     pools = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")
-    return ", ".join(f"{placements('2026-11-22-placements-with-shards.jsonl', pool=pool)['compute']:.3f}" for pool in pools)
+    return ", ".join(f"{placements(WHOLE, pool=pool)['compute']:.3f}" for pool in pools)
 
 
 def of_mlperf() -> str:
-    gain = 1 - placements("2026-11-22-placements-with-shards.jsonl", pool="mlperf_dlrm_dcnv2")["compute"]
+    gain = 1 - placements(WHOLE, pool="mlperf_dlrm_dcnv2")["compute"]
     return f"{gain * 100:.0f} % without a hot one"
 
 
 def untold_lookups() -> str:
-    dearer = placements("2026-11-22-placements-with-shards.jsonl", "torchrec_default")["compute"]
+    dearer = placements(WHOLE, "torchrec_default")["compute"]
     return {1.2: "its plans then cost another fifth more"}[round(dearer, 1)]
 
 
