@@ -63,6 +63,8 @@ def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerErr
     assert any(f"'{kind}" in text for kind in ("bags", "weighted", "sequence", "towers")), (seed, text)
     if "no sharding type is left" in text or "which TorchRec can't mix" in text:
         return  # nothing that TorchRec could be given instead
+    if "leave some rank without any" in text:
+        return  # TorchRec plans such tables, and training then crashes: tests/distributed/test_sharding_types.py
     assert "bytes" in text, (seed, text)
     theirs = case.torchrec_plan(planner._constraints)
     assert theirs is None, f"seed {seed}: TorchRec finds a plan; ours: {text}"
