@@ -4,7 +4,7 @@
     python benchmarks/full_search.py --record benchmarks/results/2026-11-22-full-search.jsonl
 
 Four planners get the same model, topology (GPUs of 80 GB, eight to a host), batch and true pooling factors: TorchRec's
-``EmbeddingShardingPlanner``, the same with its ``DynamicProgrammingProposer``, NeuroShard's beam (``column_beam.py``),
+``EmbeddingShardingPlanner``, the same with its ``DynamicProgrammingProposer``, NeuroShard's beam (``beam.py``),
 and ours with ``cost_source="torchrec"``. Every plan is estimated afresh by TorchRec's estimators and rated by its perf
 model (the slowest rank's sum), and by our own cost source as well. Once with all sharding types, once without
 data-parallel, on all sides.
@@ -52,7 +52,7 @@ from torchrec.distributed.planner.types import Enumerator, PlannerError, Propose
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from column_beam import column_beam_plan
+from column_halves import column_beam_plan
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.placement.starts import JointOptions
 from dreamshard_planner.plugin.context import PlanningContext

@@ -14,7 +14,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 
-from beam import beam_search
+from beam import beam_sharding
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.placement.joint import DEFAULT_JOINT, joint_search
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
@@ -51,8 +51,8 @@ class SplitField:
             "torchrec": partial(self._torchrec, None, True),
             "torchrec_default": partial(self._torchrec, None, False),
             "torchrec_whole": partial(self._torchrec, (TW,), True),
-            "neuroshard": lambda task: _widened(task, beam_search(task.context.cost(task.allowed))),
-            "neuroshard_halvings": lambda task: beam_search(task.cost),
+            "neuroshard": lambda task: _widened(task, beam_sharding(task.context.cost(task.allowed))),
+            "neuroshard_halvings": lambda task: beam_sharding(task.cost),
             "joint_halvings": self._joint_halvings,
         }
 

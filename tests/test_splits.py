@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from beam import BeamConfig, beam_search
+from beam import BeamConfig, beam_sharding
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
@@ -90,10 +90,10 @@ def test_contract(name: str, tasks: list[SplitTask]) -> None:
 def test_beam_splits_the_hot_table_and_stays_within_memory(tasks: list[SplitTask]) -> None:
     cost = SplitTask(replace(tasks[1].contest, tight=False), FIELD.learned).cost
     few = BeamConfig(candidates=2, width=2, levels=2, caps=3, widest_cap=4.0)
-    whole, found = beam_search(cost, replace(few, levels=0)), beam_search(cost, few)
+    whole, found = beam_sharding(cost, replace(few, levels=0)), beam_sharding(cost, few)
     assert cost.fits(found) and cost.overall_ms(found) <= cost.overall_ms(whole)
     assert all(len(cost.problem.tables[t][option].units) == 1 for t, option in enumerate(whole.options))
-    assert found == beam_search(cost, few)
+    assert found == beam_sharding(cost, few)
 
 
 def test_kernels_of_a_rank_are_measured_by_group_and_added(tasks: list[SplitTask]) -> None:
