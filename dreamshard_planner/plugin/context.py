@@ -27,7 +27,9 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
-from dreamshard_planner.plugin.reader import Links, OptionReader, ReadProblem
+from dreamshard_planner.plugin.exchanges import Links
+from dreamshard_planner.plugin.read_problem import ReadProblem
+from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.plugin.slices import wider_slices
 from dreamshard_planner.workload.statistics import TableStatistics
 

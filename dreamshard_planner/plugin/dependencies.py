@@ -13,7 +13,7 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-from dreamshard_planner.plugin.reader import same_option
+from dreamshard_planner.plugin.read_problem import same_option
 
 
 def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:

@@ -20,7 +20,7 @@ from dreamshard_planner.placement.reshards import State
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes
-from dreamshard_planner.plugin.reader import ReadProblem, same_option
+from dreamshard_planner.plugin.read_problem import ReadProblem, same_option
 from dreamshard_planner.words import ranks_in_words
 
 MAX_TABLES = 5

@@ -21,7 +21,7 @@ from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.legal import SHARDING_TYPES
 from dreamshard_planner.plugin.limits import MEMORY_KINDS
 from dreamshard_planner.plugin.partitioner import single_thread
-from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.words import nearest
 
 NAMED = 5

@@ -32,7 +32,7 @@ from dreamshard_planner.plugin.grouping import known_kernels
 from dreamshard_planner.plugin.legal import CW, GRID, TW, TWCW
 from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer
-from dreamshard_planner.plugin.reader import ReadProblem
+from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.slices import is_torchrecs
 from dreamshard_planner.report import Report
 

@@ -33,8 +33,9 @@ from dreamshard_planner.plugin.baseline import torchrec_ranks
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
 from dreamshard_planner.plugin.dependencies import pin
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
-from dreamshard_planner.plugin.reader import ReadProblem, set_ranks, unit_span
+from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.refinement import Refinement
+from dreamshard_planner.plugin.units import set_ranks, unit_span
 from dreamshard_planner.workload.statistics import TableStatistics
 
 

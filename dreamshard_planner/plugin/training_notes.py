@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torchrec.distributed.planner.types import ShardingOption
 
 from dreamshard_planner.plugin.legal import DP, inexact
-from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.plugin.table_reader import TableReader
 
 MAX_NAMED = 5
 
 
-def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> list[str]:
+def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_device: str) -> list[str]:
     """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
     changed: dict[tuple[str, str], list[str]] = {}
     for option in plan:
@@ -26,7 +26,7 @@ def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute
     ]
 
 
-def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader) -> str | None:
+def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str | None:
     """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
     lost = [_name(option) for option in plan if option.sharding_type == DP and reader.in_backward(option)]
     if not lost:
