@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dreamshard_planner import training
 from dreamshard_planner.caveats import checkpoint_notes
 from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
 from dreamshard_planner.cli import app
@@ -19,7 +18,7 @@ from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.training import QUICK, TrainingConfig, calibrate
+from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, measuring, train
 
 
 def dreamshard(*arguments: str, status: int = 0):
@@ -48,7 +47,7 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
 
 
 def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, out, measure = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", training._measure
+    config, out, measure = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", measuring.measure
 
     def interrupted(config: TrainingConfig, sets: list, journal: Path, *arguments) -> CostDataset:
         dataset = measure(config, sets, journal, *arguments)
@@ -56,13 +55,13 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return dataset
 
-    monkeypatch.setattr(training, "_measure", interrupted)
+    monkeypatch.setattr(measuring, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, out, progress=False)
+        train(config, out, progress=False)
     monkeypatch.undo()
     journals = {path.name: path.read_bytes() for path in tmp_path.glob("*.journal")}
     assert set(journals) == {"x.test.journal", "x.round0.journal", "x.round1.journal"}
-    checkpoint = training.train(config, out, progress=False)
+    checkpoint = train(config, out, progress=False)
     measured = CostDataset.load(out.with_suffix(".dataset.npz"))
     # What was measured before is all there: round 0 as it was, round 1 and what the second run added to it.
     lines = {name: content.count(b"\n") - 1 for name, content in journals.items()}

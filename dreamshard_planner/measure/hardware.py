@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.environment import FBGEMM, TORCHREC, installed
 
-__all__ = ["describe_hardware", "hardware_key", "library_versions"]
+__all__ = ["describe_hardware", "hardware_key", "hardware_name", "library_versions"]
 
 
 def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
@@ -70,6 +71,11 @@ def available_bytes(device: torch.device | str) -> int:
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return max(0, free)
+
+
+def hardware_name(hardware: dict[str, Any]) -> str:
+    """Processor and threads, for people."""
+    return f"{hardware.get('name', hardware.get('device', '?'))}, {hardware.get('threads', '?')} thread(s)"
 
 
 def _cpu_name() -> str:

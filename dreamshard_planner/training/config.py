@@ -1,0 +1,109 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Settings of a training, and the tables that it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dreamshard_planner.checkpoint import RECIPES
+from dreamshard_planner.cost.fit import FitConfig
+from dreamshard_planner.cost.network import CostNetworkConfig
+from dreamshard_planner.cost.paper import PaperFitConfig
+from dreamshard_planner.measure.collect import draw_sets
+from dreamshard_planner.placement.policy import PolicyConfig
+from dreamshard_planner.placement.reinforce import ReinforceConfig
+from dreamshard_planner.placement.tasks import TaskConfig
+from dreamshard_planner.workload.pools import named_pool, split_tables
+from dreamshard_planner.workload.tables import Table, Workload
+
+SPLIT_SEED = 0
+"""Of the halves of every pool. No option: a table that one training holds out must not teach another."""
+
+WITH_ROOM = TaskConfig(heaviest=0.6)
+"""Tasks in which placing decides: in random ones one table alone is mostly the bottleneck."""
+
+PAPER_REINFORCE = ReinforceConfig(
+    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001, looks=0
+)
+"""Ten iterations of ten updates of ten episodes of one task, as published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """One training from nothing."""
+
+    pools: tuple[str, ...] = ("meta_like_2021", "merlin_tiny", "merlin_small")
+    """Table pools; half of the tables of each are held out."""
+    extra_pools: tuple[str, ...] = ("broad",)
+    """Measured like ``pools``, so that the cost network knows its bounds, but not what the policy trains on."""
+    device: str = "cpu"
+    threads: int = 1
+    """Intra-op threads of the measured kernels: what one rank has."""
+    seconds: float = 300.0
+    """Time for measuring, held-out sets included."""
+    rounds: int = 2
+    """Times that collect, fit and improve follow each other."""
+    test_share: float = 0.15
+    """Share of the time that goes into sets of held-out tables."""
+    repeats: int = 3
+    batch_sizes: tuple[int, ...] | None = None
+    """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
+    max_set_tables: int = 100
+    """Tables of the largest random set."""
+    arena_bytes: int | None = None
+    """Memory for the weights of measured kernels; larger tables are folded into it. Default: that of ``Arena``."""
+    num_tasks: int = 200
+    """Tasks that the policy trains on."""
+    validation_tasks: int = 60
+    """Tasks of held-out tables that it is judged on."""
+    tasks: TaskConfig = WITH_ROOM
+    network: CostNetworkConfig = field(default_factory=CostNetworkConfig)
+    fit: FitConfig = field(default_factory=FitConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    recipe: str = "default"
+    """``default``, or ``paper`` for the networks and hyper-parameters as published."""
+    paper_fit: PaperFitConfig = field(default_factory=PaperFitConfig)
+    paper_reinforce: ReinforceConfig = field(default_factory=lambda: PAPER_REINFORCE)
+    collectives: dict[str, Any] | None = None
+    """What ``python -m dreamshard_planner.measure.collectives`` measured; kept in the checkpoint."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        if not self.seconds > 0 or self.rounds < 1 or not 0 < self.test_share < 1:
+            raise ValueError(f"seconds, rounds and test_share must be positive, got {asdict(self)}")
+
+    def draw_sets(self, tables: Sequence[Table], num_sets: int, seed: int) -> list[list[Workload]]:
+        """Random sets to measure."""
+        return draw_sets(tables, num_sets, seed, self.batch_sizes, self.max_set_tables, device=self.device)
+
+
+QUICK = TrainingConfig(
+    pools=("merlin_tiny", "mlperf_dlrm_dcnv2"),
+    extra_pools=(),
+    seconds=8.0,
+    rounds=1,
+    batch_sizes=(256,),
+    arena_bytes=1 << 26,
+    num_tasks=8,
+    validation_tasks=4,
+    tasks=replace(WITH_ROOM, max_tables=12),
+    fit=FitConfig(epochs=10),
+    reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
+    paper_fit=PaperFitConfig(updates=20),
+)
+"""Runs through all of it in seconds; nothing that it makes is worth planning with."""
+
+
+def pool_tables(pools: Sequence[str]) -> tuple[list[Table], list[Table]]:
+    """Training and held-out tables of named pools; disjoint, and the same halves whoever asks."""
+    train_tables, test_tables = [], []
+    for name in pools:
+        train_part, test_part = split_tables(named_pool(name), SPLIT_SEED)
+        train_tables += train_part
+        test_tables += test_part
+    return train_tables, test_tables

@@ -1,0 +1,72 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Sets of tables measured on all ranks, for a share of a training's time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.measure.collect import collect
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.training.config import TrainingConfig
+from dreamshard_planner.workload.tables import Workload
+
+MAX_SETS_PER_SECOND = 30
+"""More than any machine measures; sets are drawn for this rate."""
+
+
+def most_sets(seconds: float, ranks: Ranks) -> int:
+    """Sets to draw for so much time: more than are measured in it."""
+    return ranks.size * int(seconds * MAX_SETS_PER_SECOND) + 1
+
+
+def measure(
+    config: TrainingConfig,
+    sets: Sequence[Sequence[Workload]],
+    journal: Path,
+    share: float,
+    progress: bool,
+    ranks: Ranks,
+) -> CostDataset:
+    """Measure for this share of the time. Memory for kernels is taken for that alone: what follows needs it."""
+    device = ranks.device(config.device)
+    arena = Arena(device, config.arena_bytes, seed=config.seed)
+    try:
+        return collect(
+            sets,
+            journal,
+            device=device,
+            threads=config.threads,
+            repeats=config.repeats,
+            seed=config.seed,
+            seconds=config.seconds * share,
+            progress=progress,
+            arena=arena,
+            ranks=ranks,
+        )
+    finally:
+        arena.release()
+
+
+def measure_once(
+    config: TrainingConfig,
+    sets: Sequence[Sequence[Workload]],
+    journal: Path,
+    share: float,
+    progress: bool,
+    ranks: Ranks,
+) -> CostDataset:
+    """The same, done once. What an earlier run finished is read only: more sets there would lead to
+    other networks, and so to other sets in later rounds than that run has measured."""
+    finished = ranks.from_first(finished_mark(journal).is_file)
+    dataset = measure(config, sets, journal, 0.0 if finished else share, progress, ranks)
+    if ranks.leads:
+        finished_mark(journal).touch()
+    return dataset
+
+
+def finished_mark(journal: Path) -> Path:
+    """File that says that a training's measurements of this journal came to their end."""
+    return journal.with_suffix(".finished")

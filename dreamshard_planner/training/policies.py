@@ -1,0 +1,124 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Policies trained on tasks that a cost prices, and judged on tasks of held-out tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.checkpoint import RECIPES
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.measure.collect import MAX_SET_WORK, set_work
+from dreamshard_planner.placement.environment import TaskBatch
+from dreamshard_planner.placement.policy import AnyPolicy, greedy_plan, roll_out
+from dreamshard_planner.placement.reinforce import UpdateStatistics, train_policy
+from dreamshard_planner.placement.rules import RULES, place_by_rule
+from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.training.config import TrainingConfig
+from dreamshard_planner.workload.tables import Table, Workload
+
+BANDWIDTHS = (2e9 / 1e3, 600e9 / 1e3)
+"""All-to-all bytes per millisecond of training tasks, log-uniform: from Ethernet (2 GB/s) to NVLink (600 GB/s). A
+policy does not observe the bandwidth, so it learns what is good on average; the search afterwards knows it."""
+
+
+def improve(
+    config: TrainingConfig, compute: ComputeCost, tables: Sequence[Table], progress: bool
+) -> tuple[AnyPolicy, list[UpdateStatistics], list[PricedTask]]:
+    """Train a policy by REINFORCE on the estimated MDP of ``compute``."""
+    make_policy, policy_config, *_ = RECIPES[config.recipe]
+    policy = make_policy(config.policy if config.recipe == "default" else policy_config(), seed=config.seed)
+    reinforce = config.paper_reinforce if config.recipe == "paper" else config.reinforce
+    tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
+    costs = [task.cost for task in tasks]
+    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    with progress_bar("improving the policy", reinforce.updates, progress) as advance:
+        statistics = train_policy(
+            policy, costs, reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
+        )
+    return policy, statistics, tasks
+
+
+@dataclass(frozen=True)
+class PricedTask:
+    """A task of the policy's training with its cost."""
+
+    workloads: tuple[Workload, ...]
+    cost: PlacementCost
+
+
+@torch.no_grad()
+def priced_tasks(
+    compute: ComputeCost, tables: Sequence[Table], num_tasks: int, config: TaskConfig, seed: int, device: str = "cpu"
+) -> list[PricedTask]:
+    """Random tasks over ``tables``, for that kind of device, with their costs."""
+
+    def single_ms(workloads: Sequence[Workload]) -> Tensor:
+        return PlacementCost(problem_of(workloads, 1), compute, CollectiveModel(1, BANDWIDTHS[0])).single_ms_S
+
+    low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
+    share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
+    priced = []
+    for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms, device), share_T, strict=True):
+        collectives = CollectiveModel(task.problem.num_devices, math.exp(low + (high - low) * share))
+        priced.append(PricedTask(task.workloads, PlacementCost(task.problem, compute, collectives)))
+    return priced
+
+
+def proposed_sets(
+    policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int, seed: int, device: str = "cpu"
+) -> list[list[Workload]]:
+    """What the policy puts on one device in sampled placements of its training tasks: sets worth measuring,
+    because planning will meet their like."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = -(-num_sets // len(tasks))
+    sets = []
+    for task in tasks:
+        environment = roll_out(policy, TaskBatch.collate([task.cost]), samples, generator).environment
+        assignment_ES = environment.assignments(0)[environment.alive_E]
+        device_E = torch.randint(task.cost.problem.num_devices, (len(assignment_ES),), generator=generator)
+        for chosen_S in (assignment_ES == device_E[:, None]).tolist():
+            sets.append([workload for workload, chosen in zip(task.workloads, chosen_S, strict=True) if chosen])
+    order = torch.randperm(len(sets), generator=generator).tolist()
+    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= MAX_SET_WORK[device]]
+
+
+def validate_policy(
+    policy: AnyPolicy, compute: ComputeCost, tables: Sequence[Table], config: TrainingConfig
+) -> dict[str, Any]:
+    """Predicted cost of one greedy roll-out over each rule's, on tasks of held-out tables.
+
+    Geometric means over the tasks that both place; infeasible tasks are counted.
+    """
+    tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
+    costs = [task.cost for task in tasks]
+    policy_ms, rule_ms = [], {rule: [] for rule in RULES}
+    with torch.no_grad():
+        for cost in costs:
+            policy_ms.append(rated_ms(cost, greedy_plan(policy, cost)))
+            for rule in RULES:
+                rule_ms[rule].append(rated_ms(cost, place_by_rule(cost.problem, rule)))
+    ours = torch.tensor(policy_ms)
+    ratios = {}
+    for rule, values in rule_ms.items():
+        theirs = torch.tensor(values)
+        both = ours.isfinite() & theirs.isfinite()
+        ratios[rule] = round(float((ours[both] / theirs[both]).log().mean().exp()), 4)
+    infeasible = {rule: int(torch.tensor(values).isinf().sum()) for rule, values in rule_ms.items()}
+    return {
+        "policy_over_rule": ratios,
+        "infeasible": {"policy": int(ours.isinf().sum()), **infeasible},
+        "tasks": config.validation_tasks,
+    }
+
+
+def rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
+    """Predicted overall cost of one placement; infinite where there is none."""
+    return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])

@@ -1,0 +1,130 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Whole trainings: collect -> fit -> improve, then again with placements that the current policy proposes."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.files import check_writable
+from dreamshard_planner.measure.hardware import hardware_name
+from dreamshard_planner.measure.journals import remove_journals
+from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.training.config import TrainingConfig, pool_tables
+from dreamshard_planner.training.costs import fit, labelled, validate_cost
+from dreamshard_planner.training.measuring import finished_mark, measure_once, most_sets
+from dreamshard_planner.training.policies import PricedTask, improve, proposed_sets, validate_policy
+from dreamshard_planner.workload.tables import Workload
+
+
+def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks: Ranks | None = None) -> Checkpoint:
+    """Measure, fit and improve, and write the checkpoint ``out``; the dataset is kept beside it.
+
+    An interrupted training, started again with the same settings, continues its measurements. All ``ranks`` measure,
+    the first one does the rest.
+    """
+    out, ranks = Path(out), ranks or Ranks()
+    for file in (out, out.with_suffix(".dataset.npz"), out.with_suffix(".test.npz")):
+        check_writable(file)
+    train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
+    max_sets = most_sets(config.seconds, ranks)
+    test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
+    train_sets = config.draw_sets(train_tables, max_sets, config.seed)
+    journals = [out.with_suffix(".test.journal")]
+    test = measure_once(config, test_sets, journals[0], config.test_share, progress, ranks)
+
+    datasets: list[CostDataset] = []
+    round_share = (1 - config.test_share) / config.rounds
+    learned: tuple[Checkpoint, list[PricedTask]] | None = None
+
+    def proposed() -> list[list[Workload]]:
+        checkpoint, tasks = learned
+        return proposed_sets(checkpoint.policy, tasks, max_sets, config.seed + 100 * round_index, config.device)
+
+    for round_index in range(config.rounds):
+        sets = ranks.from_first(proposed) if round_index else train_sets
+        journals.append(out.with_suffix(f".round{round_index}.journal"))
+        datasets.append(measure_once(config, sets, journals[-1], round_share, progress, ranks))
+        if ranks.leads:
+            learned = learn(config, CostDataset.concatenate(datasets), test, progress)
+
+    def saved() -> Checkpoint:
+        checkpoint, _ = learned
+        return _saved(checkpoint, out, CostDataset.concatenate(datasets), test, journals)
+
+    checkpoint = ranks.from_first(saved)
+    remove_journals(journals, ranks)  # all they hold is in the datasets
+    return checkpoint
+
+
+def _saved(
+    checkpoint: Checkpoint, out: Path, measured: CostDataset, test: CostDataset, journals: Sequence[Path]
+) -> Checkpoint:
+    checkpoint.save(out)  # first, since the journals still have all of the datasets
+    measured.save(out.with_suffix(".dataset.npz"))
+    test.save(out.with_suffix(".test.npz"))
+    for journal in journals:
+        finished_mark(journal).unlink(missing_ok=True)
+    return Checkpoint.load(out)
+
+
+def learn(
+    config: TrainingConfig, train_data: CostDataset, test_data: CostDataset, progress: bool = True
+) -> tuple[Checkpoint, list[PricedTask]]:
+    """Fit the cost network to measured sets, train a policy on it, and judge both on held-out tables.
+
+    Returns:
+        The checkpoint, and the policy's training tasks.
+    """
+    train_tables, test_tables = pool_tables(config.pools)
+    train_sets, test_sets = labelled(train_data), labelled(test_data, train_data.usual_ms)
+    network = fit(config, train_sets, progress)
+    policy, statistics, tasks = improve(config, network, train_tables, progress)
+    metadata = {
+        "recipe": config.recipe,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": train_data.hardware,
+        "hardware_name": hardware_name(train_data.hardware),
+        "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
+        "reference_ms": train_data.usual_ms,
+        "collectives": config.collectives,
+        "pools": list(config.pools),
+        "extra_pools": list(config.extra_pools),
+        "batch_sizes": np.unique(train_data.columns["batch_size"]).tolist(),
+        "validation": {
+            **validate_cost(network, train_sets, test_sets),
+            **validate_policy(policy, network, test_tables, config),
+        },
+        "reinforce": asdict(statistics[-1]),
+    }
+    return Checkpoint(policy, network, metadata), tasks
+
+
+def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
+    """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
+    check_writable(out)
+    from torchrec.distributed.planner.types import Topology
+
+    config = replace(config, device="cuda")
+    train_tables, test_tables = pool_tables(config.pools)
+    roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device=config.device))
+    policy, statistics, _ = improve(config, roofline, train_tables, progress)
+    metadata = {
+        "recipe": config.recipe,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {},
+        "hardware_name": "nothing: roofline model",
+        "pools": list(config.pools),
+        "validation": validate_policy(policy, roofline, test_tables, config),
+        "reinforce": asdict(statistics[-1]),
+    }
+    checkpoint = Checkpoint(policy, None, metadata)
+    checkpoint.save(out)
+    return Checkpoint.load(out)
