@@ -20,9 +20,10 @@ import dlrm
 import run_dlrm
 import step_formula
 from dlrm_memory import ModelMemory, memory_of_models
+from dlrm_options import Config
+from dlrm_results import ratio_interval
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
-from run_dlrm import ratio_interval
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -156,10 +157,10 @@ def test_what_cannot_run_is_said(
 
 
 def test_steps_and_blocks_follow_the_device() -> None:
-    on_cpu, on_gpu = (run_dlrm.Config(copies=3).on(kind) for kind in ("cpu", "cuda"))
+    on_cpu, on_gpu = (Config(copies=3).on(kind) for kind in ("cpu", "cuda"))
     assert (on_cpu.steps, on_cpu.block, on_cpu.rounds, on_cpu.size) == (120, 2, 20, "small")
     assert (on_gpu.steps, on_gpu.block, on_gpu.rounds, on_gpu.size) == (1200, 20, 20, "mlperf")
-    assert run_dlrm.Config(steps=8, block=1, batch_size=4).on("cuda").batch_size == 4
+    assert Config(steps=8, block=1, batch_size=4).on("cuda").batch_size == 4
 
 
 def test_memory_of_all_models_is_told_before_they_are_built() -> None:

@@ -1,0 +1,118 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Options of the DLRM benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dlrm import SIZES
+from dreamshard_planner.placement.rules import RULES
+from dreamshard_planner.plugin.legal import SHARDING_TYPES
+
+SKEWED = "skewed_"
+OURS = {
+    "dreamshard": {},
+    "roofline": {"cost_source": "roofline"},
+}
+"""Arguments of our planner, by name."""
+REFINED = "_refined"
+OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to run; each field is an option of the command."""
+
+    tables: str = _option("mlperf_dlrm_dcnv2", "table collection")
+    count: int = _option(0, "so many tables of the collection, drawn by the seed; 0: all")
+    max_rows: int = _option(100_000, "scale larger tables down to this many rows")
+    dim: int = _option(0, "embedding dim of all tables; 0: the collection's, which must be the same for all")
+    planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
+    skewed: int = _option(0, "placements more, from balanced to badly skewed")
+    refine_seconds: float = _option(60.0, "of measuring, for the planners that refine")
+    copies: int = _option(3, "models per planner")
+    steps: int = _option(0, "timed steps of each planner, over all its models; 0: 120 on CPU, 1200 on GPUs")
+    block: int = _option(0, "steps of one model before it is another's turn; 0: 2 on CPU, 20 on GPUs")
+    train_seconds: float = _option(0.0, "end after the round that is under way then; 0: no limit")
+    batch_size: int = _option(0, "samples per rank and step; 0: 512 on CPU, 8192 on a GPU")
+    hot: float = _option(1.0, "multiply the lookups of the table that is read most")
+    sharding_types: str = _option("table_wise", "what planners may use, separated by commas")
+    min_partition: int = _option(0, "narrowest column slice; 0: TorchRec's default")
+    optimizer: str = _option("rowwise_adagrad", f"of the tables, in the backward: {', '.join(OPTIMIZERS)}")
+    size: str = _option("", f"dense layers: {', '.join(SIZES)}; small on CPU and mlperf on GPUs by default")
+    checkpoint: str = _option("auto", "of dreamshard")
+    processor_time: bool = _option(False, "CPU kernels by what their thread computes: others use this machine as well")
+    seed: int = _option(0, "of weights, data, search and order")
+    profile: int = _option(0, "steps more of a model of each planner under torch's profiler: where their time goes")
+    json: str = _option("", "write everything to this file")
+    report: str = _option("", "write the report of dreamshard's plan with figures to this file, .html")
+
+    def __post_init__(self) -> None:
+        if min(self.max_rows, self.copies) < 1:
+            raise ValueError(f"rows and copies must be at least 1: {self}")
+        counts = ("dim", "batch_size", "skewed", "steps", "block", "train_seconds", "count", "profile")
+        if min(getattr(self, name) for name in counts) < 0:
+            raise ValueError(f"{', '.join(counts)} must be at least 0: {self}")
+        if not self.refine_seconds > 0:
+            raise ValueError(f"refine_seconds must be above 0, got {self.refine_seconds}")
+        if not self.hot > 0 or self.min_partition < 0:
+            raise ValueError(f"hot must be above 0 and min_partition at least 0, got {self.hot}, {self.min_partition}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        unknown = [kind for kind in self.kinds if kind not in SHARDING_TYPES]
+        if unknown or not self.kinds:
+            raise ValueError(f"sharding types must be some of {', '.join(SHARDING_TYPES)}; got {self.sharding_types!r}")
+        if self.size not in ("", *SIZES):
+            raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
+        known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *RULES)
+        chosen = self.names[: len(self.names) - self.skewed]
+        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):
+            raise ValueError(f"planners must be some of {', '.join(known)}, each once; got {self.planners!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The planners, skewed ones last."""
+        chosen = [name.strip() for name in self.planners.split(",") if name.strip()]
+        return (*chosen, *(f"{SKEWED}{index}" for index in range(self.skewed)))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Sharding types that planners may use."""
+        return tuple(kind.strip() for kind in self.sharding_types.split(",") if kind.strip())
+
+    def on(self, kind: str) -> Config:
+        """With what is left to the device: ``cpu`` or ``cuda``. Each change of models drains a GPU's queue: blocks are
+        longer there."""
+        batch_size, size, steps, block = (512, "small", 120, 2) if kind == "cpu" else (8192, "mlperf", 1200, 20)
+        return replace(
+            self,
+            batch_size=self.batch_size or batch_size,
+            size=self.size or size,
+            steps=self.steps or steps,
+            block=self.block or block,
+        )
+
+    @property
+    def rounds(self) -> int:
+        """Blocks of each model."""
+        return -(-self.steps // (self.block * self.copies))
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with an option for each field of :class:`Config`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in fields(Config):
+        flag = f"--{option.name.replace('_', '-')}"
+        text = f"{option.metadata['help']} (default: {option.default!r})"
+        kind = {"action": "store_true"} if option.default is False else {"type": type(option.default)}
+        parser.add_argument(flag, **kind, default=option.default, help=text)
+    return parser

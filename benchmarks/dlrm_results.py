@@ -1,0 +1,177 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Results of the DLRM benchmark: plans, steps, and their ratios to the base's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dlrm_node import Node
+from dlrm_options import Config
+from dlrm_planners import Planned
+from dlrm_steps import Trained
+from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.report import Report, ReportEntry
+from provenance import provenance
+
+
+@dataclass(frozen=True)
+class PlannerResult:
+    """One planner's plan, and what it was like to train on it. Medians and quartiles are over blocks of steps."""
+
+    name: str
+    plan_seconds: float
+    ranks: dict[str, list[int]]
+    """Of each table's shards."""
+    split: dict[str, str]
+    """Sharding type of each table that is not whole."""
+    predicted: ReportEntry
+    """By DreamShard's cost model, whoever made the plan."""
+    measured: ReportEntry | None
+    """Of a refined plan, by what its planner measured."""
+    step_ms: tuple[float, float, float]
+    """Lower quartile, median, upper quartile; a block takes as long as on its slowest rank."""
+    ratio: tuple[float, float, float]
+    """Of the step time to the base's, between the bounds of its 95 % interval: :func:`ratio_interval`."""
+    forward_ms: tuple[float, ...]
+    """Fused kernels of each rank."""
+    backward_ms: tuple[float, ...]
+    kernel_ratio: tuple[float, float, float]
+    """Of the slower rank's kernels to the base's, as :attr:`ratio`."""
+    samples_per_second: float
+    kernel_ms: tuple[tuple[tuple[float, ...], ...], ...]
+    """Forward + backward of the blocks, by rank and model, per step."""
+    block_ms: tuple[tuple[float, ...], ...]
+    """By model, per step."""
+    losses: tuple[float, ...]
+    profile: tuple[dict[str, float], ...] = ()
+    """Of each rank, milliseconds per step by kind of work, of some steps under torch's profiler."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        times_ms: np.ndarray,
+        base_ms: np.ndarray,
+        losses: np.ndarray,
+        config: Config,
+        node: Node,
+        plan: dict,
+    ) -> PlannerResult:
+        """From milliseconds per step [ranks, models, rounds, (step, forward, backward)] of the planner and of the
+        base."""
+        block_ms, base_block_ms = times_ms[..., 0].max(0), base_ms[..., 0].max(0)
+        median_ms = np.median(times_ms, axis=(1, 2))
+        kernel_ms, base_kernel_ms = (times[..., 1:].sum(-1) for times in (times_ms, base_ms))
+        step_ms = np.percentile(block_ms, (25, 50, 75)).tolist()
+        return cls(
+            name=name,
+            step_ms=tuple(step_ms),
+            ratio=ratio_interval(block_ms, base_block_ms),
+            forward_ms=tuple(median_ms[:, 1].tolist()),
+            backward_ms=tuple(median_ms[:, 2].tolist()),
+            kernel_ratio=ratio_interval(kernel_ms.max(0), base_kernel_ms.max(0)),
+            kernel_ms=tuple(tuple(map(tuple, of_rank)) for of_rank in kernel_ms.tolist()),
+            samples_per_second=config.batch_size * node.world_size / step_ms[1] * 1e3,
+            block_ms=tuple(map(tuple, block_ms.tolist())),
+            losses=tuple(losses.tolist()),
+            **plan,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything about one run."""
+
+    provenance: dict[str, Any]
+    config: Config
+    scaling: str
+    base: str
+    """The planner that ratios refer to."""
+    cost_source: str
+    loss_difference: float
+    """Largest between two models, any step and rank."""
+    reference_ms: float
+    """Of the reference set, between the steps: median over rounds, mean over ranks."""
+    checkpoint_reference_ms: float | None
+    """What it took when the checkpoint's kernels were measured; None where they were not."""
+    world_size: int
+    planners: tuple[PlannerResult, ...]
+    report: Report
+    """On dreamshard's plan, with what its kernels took in the steps."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Trained], planned: Planned, scaling: str, config: Config, node: Node) -> Result:
+        """From what all ranks saw, and what was planned."""
+        base = "torchrec" if "torchrec" in config.names else config.names[0]
+        times = {name: np.array([trained.blocks[name] for trained in ranks]) for name in config.names}
+        losses_RCN = {name: np.array([trained.losses[name] for trained in ranks]) for name in config.names}
+        planners = []
+        for name in config.names:
+            told = planned.told[name]
+            if config.profile:
+                told = told | {"profile": tuple(trained.profiles[name] for trained in ranks)}
+            losses = losses_RCN[name].mean((0, 1))
+            planners.append(PlannerResult.of(name, times[name], times[base], losses, config, node, told))
+        report = planned.judge.report()
+        return cls(
+            provenance=provenance(node.device),
+            config=config,
+            scaling=f"{config.tables}: {scaling}",
+            base=base,
+            cost_source=report.cost_source,
+            report=with_steps(report, planners, base),
+            reference_ms=float(np.mean([trained.reference_ms for trained in ranks])),
+            checkpoint_reference_ms=resolve(config.checkpoint, node.device.type).metadata.get("reference_ms"),
+            loss_difference=float(np.ptp(np.concatenate(list(losses_RCN.values()), axis=1), axis=1).max()),
+            world_size=node.world_size,
+            planners=tuple(planners),
+        )
+
+    @property
+    def speed(self) -> float | None:
+        """How many times as long as then kernels take now, by the reference set; None where nobody knows."""
+        usual_ms = self.checkpoint_reference_ms
+        return self.reference_ms / usual_ms if usual_ms else None
+
+
+def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> Report:
+    """A report of dreamshard's plan with what was measured in training, if it trained."""
+    mine = next((entry for entry in results if entry.name == "dreamshard"), None)
+    steps = tuple(
+        f"measured in training: a step takes {entry.step_ms[1]:.1f} ms under the plan of {entry.name}"
+        + (f", {entry.ratio[1]:.3f} of {base}'s" if entry.name != base else "")
+        for entry in results
+    )
+    if mine is None:
+        return replace(report, notes=(*report.notes, *steps))
+    rank_ms = tuple(map(sum, zip(mine.forward_ms, mine.backward_ms, strict=True)))
+    measured = replace(
+        report.chosen,
+        total_ms=max(rank_ms) + report.chosen.collectives_ms,
+        rank_ms=rank_ms,
+        forward_ms=mine.forward_ms,
+        backward_ms=mine.backward_ms,
+    )
+    return replace(report, measured=measured, notes=(*report.notes, *steps))
+
+
+def ratio_interval(block_ms_CN: np.ndarray, base_ms_KN: np.ndarray, draws: int = 1000) -> tuple[float, float, float]:
+    """Ratio of a planner's blocks to the base's between the bounds of its 95 % bootstrap interval.
+
+    The median over the N rounds, in which both were hit by the same spells of the machine, then the geometric mean over
+    pairs of one of the planner's C models and one of the base's K; the bootstrap resamples models and rounds.
+    """
+    logs_CKN = np.log(block_ms_CN)[:, None] - np.log(base_ms_KN)
+    copies, base_copies, rounds = logs_CKN.shape
+    generator = np.random.default_rng(0)
+
+    def resampled() -> float:
+        c, k, n = (generator.integers(size, size=size) for size in (copies, base_copies, rounds))
+        return float(np.exp(np.median(logs_CKN[np.ix_(c, k, n)], axis=-1).mean()))
+
+    low, high = np.percentile([resampled() for _ in range(draws)], (2.5, 97.5))
+    return float(low), float(np.exp(np.median(logs_CKN, axis=-1).mean())), float(high)

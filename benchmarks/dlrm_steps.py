@@ -1,0 +1,119 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Training steps of many models side by side, a few of one after a few of another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dlrm_node import Node
+from dlrm_options import Config
+from dreamshard_planner.measure.collect import REFERENCE_SETS
+from dreamshard_planner.measure.kernels import Arena, FusedKernel
+from dreamshard_planner.measure.timing import Samples, processor_time, time_groups
+from kernel_clock import KernelClock
+from step_profile import profile_steps
+
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw, by planner."""
+
+    blocks: dict[str, list[list[tuple[float, float, float]]]]
+    """Of each model: milliseconds per step of its blocks, all of it, and forward and backward of its kernels."""
+    losses: dict[str, list[list[float]]]
+    """Of each model, by step."""
+    profiles: dict[str, dict[str, float]]
+    """Milliseconds per step by kind of work."""
+    reference_ms: float
+    """Of the reference set, median over the rounds."""
+
+
+def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: Node) -> Trained:
+    """Build all models and train them, block by block in an order that is shuffled anew each round; then profile one of
+    each planner.
+
+    Args:
+        build: a model of a planner.
+        config: how many models, blocks and steps, and how long.
+        node: this rank.
+    """
+    order = random.Random(config.seed)
+    arena = Arena(node.device, 2 << 30, seed=config.seed)
+    reference = FusedKernel(REFERENCE_SETS[node.device.type], node.device, config.seed, arena)
+    models = list(itertools.product(config.names, range(config.copies)))
+    trainees = {(name, index): build(name) for name, index in order.sample(models, len(models))}
+    for trainee in trainees.values():
+        trainee.train(WARMUP_STEPS, timed=False)
+    reference_ms: list[float] = []
+    deadline = time.monotonic() + (config.train_seconds or math.inf)
+    for count in range(config.rounds):
+        if count and any(node.gather(time.monotonic() > deadline)):
+            break
+        reference_ms.append(float(time_reference(reference, config).median_ms.sum()))
+        for name in order.sample(models, len(models)):
+            trainees[name].train(config.block)
+    profiles = {
+        name: profile_steps(partial(trainees[name, 0].train, timed=False), config.profile)
+        for name in (config.names if config.profile else ())
+    }
+    by_planner = {name: [trainees[name, index] for index in range(config.copies)] for name in config.names}
+    return Trained(
+        {name: [trainee.blocks for trainee in mine] for name, mine in by_planner.items()},
+        {name: [torch.stack(trainee.losses).tolist() for trainee in mine] for name, mine in by_planner.items()},
+        profiles,
+        float(np.median(reference_ms)),
+    )
+
+
+def time_reference(kernel: FusedKernel, config: Config) -> Samples:
+    """The set that every collection times beside its sets: how fast the machine is just now."""
+    with processor_time() if config.processor_time else nullcontext():
+        return time_groups([kernel], repeats=3)[0]
+
+
+class Trainee:
+    """One planner's model in TorchRec's train pipeline."""
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], node: Node, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._node = node
+        self.clock = KernelClock(model, node.device, now)
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))
+        optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
+        self._pipeline = TrainPipelineSparseDist(model, optimizer, node.device)
+        self._batches: Iterator[Batch] = itertools.cycle(batches)
+        self.losses: list[Tensor] = []
+        self.blocks: list[tuple[float, float, float]] = []
+
+    def train(self, steps: int, timed: bool = True) -> None:
+        """Train some steps; if timed, keep the milliseconds per step: all, and the kernels' forward and backward."""
+        self._node.synchronize()
+        dist.barrier()
+        self.clock.on = timed
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.losses.append(self._pipeline.progress(self._batches)[0])
+        self._node.synchronize()
+        step_ms = 1e3 * (time.perf_counter() - start) / steps
+        if timed:
+            self.blocks.append((step_ms, *self.clock.per_step_ms(steps)))
