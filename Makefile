@@ -67,7 +67,8 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	@set -e; for release in $(MATRIX); do \
 	    echo "== torchrec $$release"; \
 	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q \
-	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_estimates.py tests/test_plan_file.py; \
+	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_table_reader.py tests/test_refusals.py \
+	        tests/test_report.py tests/test_links.py tests/test_estimates.py tests/test_plan_file.py; \
 	done
 
 .venv-docs/installed: requirements/docs.txt

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from test_plugin import SHARDERS, collection, ranks_of, table, topology
+from small_models import SHARDERS, collection, ranks_of, table, topology
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.planner import EmbeddingShardingPlanner

@@ -12,7 +12,7 @@ from enum import Enum
 
 import pytest
 import torch
-from test_plugin import SHARDERS, collection, ranks_of, table, topology
+from small_models import SHARDERS, collection, ranks_of, table, topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption

@@ -7,7 +7,7 @@ import copy
 import json
 
 import pytest
-from test_plugin import SHARDERS, collection, table, topology
+from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics

@@ -28,8 +28,8 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save
+from small_models import SHARDERS, small_model, topology
 from test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
-from test_plugin import SHARDERS, small_model, topology
 from torchrec.distributed.planner.planners import validate_rank_assignment
 from torchrec.distributed.planner.types import PlannerError
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_plugin import SHARDERS, planner, ranks_of, small_model, topology
+from small_models import SHARDERS, planner, ranks_of, small_model, topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Storage
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_plugin import SHARDERS, collection, table, topology
+from small_models import SHARDERS, collection, table, topology
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 

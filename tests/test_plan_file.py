@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import SHARDERS, collection, ranks_of, table, topology
 from test_context import model, statistics
-from test_plugin import SHARDERS, collection, ranks_of, table, topology
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology

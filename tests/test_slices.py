@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from test_plugin import SHARDERS, collection, planner, table, topology
+from small_models import SHARDERS, collection, planner, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner import FeatureStatistics, TableStatistics

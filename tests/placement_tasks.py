@@ -1,0 +1,42 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Tiny placement tasks, their cost, and a short search."""
+
+from __future__ import annotations
+
+import torch
+
+from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.placement.search import SearchConfig
+from dreamshard_planner.placement.tasks import problem_of
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+
+ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5, forward_launch_ms=0.02, backward_launch_ms=0.06)
+SEARCH = SearchConfig(samples=4, candidates=2000)
+
+
+def tables(count: int, seed: int = 0) -> list[Table]:
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(count, 3, generator=generator).tolist()
+    return [
+        Table(f"t{i}", int(10 ** (2 + 3 * a)), 2 ** int(2 + 5 * b), (FeatureStatistics(10 ** (1.5 * c)),))
+        for i, (a, b, c) in enumerate(draws)
+    ]
+
+
+def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups: int = 1, seed: int = 0):
+    workloads = workloads_of(tables(count, seed), 256)
+    problem = problem_of(workloads, devices, memory_bytes, [i % groups for i in range(count)])
+    return PlacementCost(problem, ROOFLINE, CollectiveModel(devices, 1e6))
+
+
+def storage_problem(sizes: list[int], capacities: list[int]) -> PlacementProblem:
+    base = make_cost(len(sizes), len(capacities)).problem
+    return PlacementProblem(
+        **{
+            **{name: getattr(base, name) for name in base.__dataclass_fields__},
+            "storage_SM": torch.tensor(sizes)[:, None],
+            "capacity_DM": torch.tensor(capacities)[:, None],
+        }
+    )

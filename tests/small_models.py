@@ -1,0 +1,64 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Models of a few tables, and planners for them: what many tests start from."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+
+SHARDERS = [EmbeddingBagCollectionSharder()]
+TABLE_WISE = {"sharding_types": ["table_wise"]}
+MB = 2**20
+
+
+def table(name: str, rows: int = 1000, dim: int = 16, features: int = 1, **arguments) -> EmbeddingBagConfig:
+    names = [f"{name}_f{k}" for k in range(features)]
+    return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **arguments)
+
+
+def collection(*tables: EmbeddingBagConfig, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=list(tables), is_weighted=weighted, device=torch.device("meta"))
+
+
+def small_model() -> nn.Module:
+    model = nn.Module()
+    model.sparse = collection(*(table(f"t{i}", 100 * (i + 1), 8 * (1 + i % 3), 1 + i % 2) for i in range(6)))
+    return model
+
+
+def topology(world_size: int = 2, memory: int = 2**34, device: str = "cpu") -> Topology:
+    return Topology(world_size=world_size, compute_device=device, ddr_cap=memory, hbm_cap=memory)
+
+
+def planner(**arguments) -> DreamShardPlanner:
+    arguments.setdefault("topology", topology())
+    return DreamShardPlanner(batch_size=64, stats=[], debug=False, **arguments)
+
+
+def ranks_of(plan) -> dict[str, list[int]]:
+    return {name: sharding.ranks for module in plan.plan.values() for name, sharding in module.items()}
+
+
+def scarce_planner(**arguments) -> tuple[DreamShardPlanner, EmbeddingBagCollection]:
+    """Four tables on two GPUs whose memory holds only some of them; two are read often."""
+    sizes_mb = {"z": 11_000, "a": 9_000, "b": 4_500, "c": 4_500}
+    model = collection(*(table(name, size * MB // 256, 64) for name, size in sizes_mb.items()))
+    pooling = {"z": 0.01, "a": 0.01, "b": 60.0, "c": 60.0}
+    statistics = TableStatistics({f"{name}_f0": FeatureStatistics(factor) for name, factor in pooling.items()})
+    made = DreamShardPlanner(
+        topology=Topology(2, "cuda", hbm_cap=11_900 * MB, ddr_cap=2**40),
+        batch_size=16_384,
+        statistics=statistics,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        stats=[],
+        debug=False,
+        **arguments,
+    )
+    return made, model

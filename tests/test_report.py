@@ -1,0 +1,127 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What reports say of a plan: which one, what it costs, by which source, and why there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import SHARDERS, planner, scarce_planner, small_model, topology
+from torch import nn
+from torchrec.distributed.planner.types import PlannerError
+
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def test_report_says_what_and_why() -> None:
+    chosen = planner()
+    chosen.plan(small_model(), SHARDERS)
+    report = chosen.report()
+    assert len(report.chosen.rank_ms) == 2
+    assert report.chosen.total_ms == pytest.approx(max(report.chosen.rank_ms) + report.chosen.collectives_ms)
+    names = {rival.name for rival in report.rivals}
+    assert names >= {"torchrec", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", "policy"}
+    assert "network (cpu.safetensors, measured on" in report.cost_source
+    text = str(report)
+    assert "dreamshard" in text and report.cost_source in text
+    assert report.to_dict()["chosen"]["total_ms"] == report.chosen.total_ms
+    with pytest.raises(KeyError, match="size_greedy"):
+        report.rival("nobody")
+
+
+def test_report_is_of_the_plan_that_won() -> None:
+    made, model = scarce_planner()
+    options: list = []
+    made._callbacks.append(lambda plan: options.extend(plan) or plan)
+    made.plan(model, SHARDERS)
+    kernels = {option.name: option.compute_kernel for option in options}
+    assert set(kernels.values()) == {"fused", "fused_uvm_caching"}  # several proposals were rated
+    assert made.report().chosen.total_ms == pytest.approx(made.predict(options).total_ms)
+
+
+def test_report_is_of_the_plan_that_callbacks_made() -> None:
+    def all_on_rank_0(plan: list) -> list:
+        for option in plan:
+            option.shards[0].rank = 0
+        return plan
+
+    made = planner(callbacks=[all_on_rank_0])
+    made.plan(small_model(), SHARDERS)
+    report = made.report()
+    assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
+    assert any("callbacks moved tables" in note for note in report.notes)
+
+
+def test_report_after_callbacks_changed_kernels() -> None:
+    def to_host(plan: list) -> list:
+        for option in plan:
+            option.compute_kernel = "fused_uvm"
+        return plan
+
+    kept, changed = (planner(topology=topology(device="cuda"), callbacks=given) for given in (None, [to_host]))
+    for made in (kept, changed):
+        made.plan(small_model(), SHARDERS)
+    report = changed.report()
+    assert report.chosen.total_ms > kept.report().chosen.total_ms and report.rivals == kept.report().rivals
+    assert any("callbacks changed options after they were placed" in note for note in report.notes)
+
+    def split(plan: list) -> list:
+        plan[0].sharding_type = "row_wise"
+        return plan
+
+    made = planner(callbacks=[split])
+    assert made.plan(small_model(), SHARDERS).plan["sparse"]["t0"].sharding_type == "row_wise"
+    with pytest.raises(DreamShardError, match="(?s)callbacks changed .* cost is not known: table 'sparse.t0'"):
+        made.report()
+
+
+def test_report_says_why_there_is_none() -> None:
+    made = planner(topology=topology(memory=1000))
+    with pytest.raises(DreamShardError, match="no report: plan first, on this rank"):
+        made.report()
+    with pytest.raises(PlannerError):
+        made.plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="(?s)no report: the last plan failed, PlannerError: .*bytes are missing"):
+        made.report()
+    made = planner()
+    made.plan(small_model(), SHARDERS)
+    assert made.report().chosen.feasible
+    assert made.plan(nn.Linear(2, 2), SHARDERS).plan == {}  # as TorchRec plans a model without tables
+    with pytest.raises(DreamShardError, match="no report: the last planned module has no table"):
+        made.report()
+    with pytest.raises(StatisticsError):
+        failing = planner(statistics=TableStatistics({"nobody": FeatureStatistics(1.0)}))
+        failing.plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="the last plan failed, StatisticsError: .*'nobody'"):
+        failing.report()
+
+
+def test_cuda_without_measurements_says_roofline() -> None:
+    chosen = planner(topology=topology(device="cuda"))
+    chosen.plan(small_model(), SHARDERS)
+    assert chosen.report().cost_source.startswith("roofline")
+    assert any("nothing was measured" in note for note in chosen.report().notes)
+
+
+def test_search_that_is_cut_short_says_so() -> None:
+    chosen = planner(search_seconds=1e-6)
+    chosen.plan(small_model(), SHARDERS)
+    assert any("cut short" in note for note in chosen.report().notes)
+
+
+def test_batches_larger_than_measured_are_noted() -> None:
+    notes = {}
+    for batch_size in (16_384, 131_072):
+        made = DreamShardPlanner(topology=topology(2), batch_size=batch_size, stats=[], debug=False)
+        made.plan(small_model(), SHARDERS)
+        notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note]
+    assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0]
+
+
+def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made, model = scarce_planner(refine="measure", refine_seconds=1.0)
+    made.plan(model, SHARDERS)
+    assert any("nothing was measured" in note and "outside of device memory" in note for note in made.report().notes)
+    assert made.report().measured is None

@@ -1,0 +1,94 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Local search over placements, and the sums that it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from placement_tasks import SEARCH, make_cost
+
+from dreamshard_planner.cost.model import PlacementCost, Preload
+from dreamshard_planner.placement import changes
+from dreamshard_planner.placement.search import local_search
+from dreamshard_planner.placement.states import States
+
+
+def test_search_finds_the_optimum_of_a_small_task() -> None:
+    cost = make_cost(7, 2, seed=5)
+    every = torch.tensor([[(code >> shard) & 1 for shard in range(7)] for code in range(2**7)])
+    best_ms = float(cost.rate(every).overall_ms_B.min())
+    start = torch.zeros(7, dtype=torch.int64)
+    result = local_search(cost, [start], SEARCH, torch.Generator().manual_seed(0))
+    assert result.overall_ms == pytest.approx(best_ms, rel=1e-4)
+    assert not result.cut_short
+
+
+def preloaded(cost: PlacementCost, collectives: int) -> PlacementCost:
+    """The same shards, their outputs carried by several all-to-alls, on devices that hold something already."""
+    problem = replace(
+        cost.problem, num_collectives=collectives, collective_S=torch.arange(cost.problem.num_shards) % collectives
+    )
+    latent_DGH = cost.group_latents(torch.arange(problem.num_shards)[None] % 3)[0] / 2
+    return PlacementCost(problem, cost.compute, cost.collectives, Preload(latent_DGH, 0.3, 0.4))
+
+
+@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4)])
+def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
+    """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
+    cost = make_cost(12, 4, groups=groups)
+    cost = preloaded(cost, collectives) if collectives else cost
+    assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
+    states = States(cost, assignment_BS)
+    row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
+    bottlenecks = changes.Bottlenecks.of(states, row_B, bottleneck_B)
+    every = [
+        [
+            (leaving, home if arrival >= 0 else device, arrival)
+            for leaving in (assignment_S == bottleneck).nonzero()[:, 0].tolist()
+            for arrival, home in [(-1, -1), *enumerate(assignment_S.tolist())]
+            for device in range(4)
+            if home != bottleneck and bottleneck != device and (arrival < 0 or device == home)
+        ]
+        for assignment_S, bottleneck in zip(assignment_BS[row_B], bottleneck_B.tolist(), strict=True)
+    ]
+    count = min(map(len, every))
+    assert count >= 3 * 3 + 3 * 9  # moves and swaps
+    leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in every]).unbind(-1)
+    candidates = changes.Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
+    rated = changes._rate(states, bottlenecks, candidates)
+    overall_BC, _ = changes._scores(states, bottlenecks, device_BC, leaving_BC, arrival_BC, *rated, 1.0)
+    for index, row in enumerate(row_B.tolist()):
+        for candidate in range(count):
+            changed_S = assignment_BS[row].clone()
+            changed_S[leaving_BC[index, candidate]] = device_BC[index, candidate]
+            if arrival_BC[index, candidate] >= 0:
+                changed_S[arrival_BC[index, candidate]] = bottleneck_B[index]
+            expected = float(cost.rate(changed_S[None]).overall_ms_B)
+            assert float(overall_BC[index, candidate]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shards on one device: only the heaviest may leave in one step, and still all devices end up in use."""
+    monkeypatch.setattr(changes, "MAX_PAIRS", 600)
+    cost = make_cost(60, 4)
+    start_S = torch.zeros(60, dtype=torch.int64)
+    result = local_search(cost, [start_S], SEARCH, torch.Generator().manual_seed(0))
+    assert result.assignment_S.unique().tolist() == [0, 1, 2, 3]
+    assert result.overall_ms < 0.5 * float(cost.rate(start_S[None]).overall_ms_B)
+
+
+@pytest.mark.parametrize("collectives", [0, 2])
+def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
+    cost = make_cost(24, 4, groups=2)
+    cost = preloaded(cost, collectives) if collectives else cost
+    states = States(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
+    before_B, row_B = states.overall_ms_B(), torch.arange(2)
+    rated = [changes.improve(states, row_B, states.device_ms_BD.argmax(-1), 16, 1.0)[1] for _ in range(5)]
+    afresh = States(cost, states.assignment_BS)
+    assert (states.overall_ms_B() < 0.8 * before_B).all() and all(rated)
+    for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
+        assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
+            name
+        )
