@@ -16,13 +16,12 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.measure.kernels import draw_inputs
 from dreamshard_planner.plugin.legal import SHARDING_TYPES
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from meta_model import feature_names, meta_collection
 
 DENSE_FEATURES = 13  # Criteo's
 SIZES = {"small": ((128,), (128, 1)), "mlperf": ((512, 256), (1024, 1024, 512, 256, 1))}
@@ -77,31 +76,14 @@ def _heated(table: Table, times: float) -> Table:
     return replace(table, features=features)
 
 
-def feature_names(table: Table) -> list[str]:
-    """One name per feature that the table serves."""
-    return [f"{table.name}_f{index}" for index in range(len(table.features))]
-
-
 def make_model(tables: Sequence[Table], size: str, seed: int, device: torch.device) -> DLRMTrain:
     """DLRM with its loss.
 
     Dense weights come from the seed and are on ``device``. Embeddings are on no device until the model is sharded;
     :func:`fill_tables` then gives them weights.
     """
-    collection = EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=table.name,
-                num_embeddings=table.rows,
-                embedding_dim=table.dim,
-                feature_names=feature_names(table),
-            )
-            for table in tables
-        ],
-    )
     below, above = SIZES[size]
-    arguments = (collection, DENSE_FEATURES, [*below, tables[0].dim], list(above))
+    arguments = (meta_collection(tables), DENSE_FEATURES, [*below, tables[0].dim], list(above))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if size == "mlperf":

@@ -49,8 +49,6 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import Enumerator, PlannerError, Proposer, ShardingOption
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from column_halves import column_beam_plan
 from dreamshard_planner import DreamShardPlanner
@@ -63,6 +61,7 @@ from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
 from dreamshard_planner.workload import named_pool
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from meta_model import meta_collection
 from provenance import commit, provenance
 
 SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
@@ -97,18 +96,7 @@ class FullTask:
     def model(self) -> nn.Module:
         """On the meta device: planning reads shapes only."""
         model = nn.Module()
-        model.sparse = EmbeddingBagCollection(
-            device=torch.device("meta"),
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name,
-                    num_embeddings=table.rows,
-                    embedding_dim=table.dim,
-                    feature_names=[f"{table.name}_{index}" for index in range(len(table.features))],
-                )
-                for table in self.make()
-            ],
-        )
+        model.sparse = meta_collection(self.make())
         return model
 
     def constraints(self, setting: str) -> dict[str, ParameterConstraints]:

@@ -24,8 +24,6 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, Mem
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
@@ -43,6 +41,7 @@ from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, lo
 from dreamshard_planner.placement.tasks import Task
 from dreamshard_planner.training import labelled
 from dreamshard_planner.workload.tables import Table
+from meta_model import meta_collection
 from torchrec_estimates import TorchRecCost, torchrec_table_ms
 
 DATA = Path(__file__).parent / "data"
@@ -284,18 +283,7 @@ class Field:
         """TorchRec's planner, table-wise in fused kernels, with the contest's memory."""
         problem = contest.task.problem
         names = [table.name for table in contest.tables]
-        module = EmbeddingBagCollection(
-            device=torch.device("meta"),
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name,
-                    num_embeddings=table.rows,
-                    embedding_dim=table.dim,
-                    feature_names=[f"{table.name}_{index}" for index in range(len(table.features))],
-                )
-                for table in contest.tables
-            ],
-        )
+        module = meta_collection(contest.tables)
         constraints = {
             table.name: ParameterConstraints(
                 ["table_wise"],

@@ -22,7 +22,6 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -42,6 +41,7 @@ from dreamshard_planner.plugin.slices import wider_slices
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
+from meta_model import feature_names, meta_collection
 
 HEAT = (1.5, 4.0)
 """What a hot table costs, by the linear cost, over the mean of the ranks."""
@@ -192,7 +192,11 @@ class SplitTask:
         self.module = nn.ModuleDict({"sparse": _module(contest.tables)})
         self.sharders = [EmbeddingBagCollectionSharder()]
         self.constraints = self.constraints_with(contest.sharding_types, known=True)
-        features = {_feature(t, i): f for t in contest.tables for i, f in enumerate(t.features)}
+        features = {
+            name: feature
+            for table in contest.tables
+            for name, feature in zip(feature_names(table), table.features, strict=True)
+        }
         self.statistics = TableStatistics(features)
         self.topology = self._topology(1 << 50)
         self.reader = OptionReader(self.constraints, self.statistics, self.sharders)
@@ -304,24 +308,9 @@ def _key(option: ShardingOption) -> tuple[str, str, str]:
     return option.name, option.sharding_type, option.compute_kernel
 
 
-def _feature(table: Table, index: int) -> str:
-    return f"{table.name}_{index}"
-
-
 def _module(tables: Sequence[Table]) -> EmbeddingBagCollection:
     """On meta, with the optimizer that the tables name."""
-    module = EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(
-                name=table.name,
-                num_embeddings=table.rows,
-                embedding_dim=table.dim,
-                feature_names=[_feature(table, index) for index in range(len(table.features))],
-            )
-            for table in tables
-        ],
-    )
+    module = meta_collection(tables)
     optimizers: dict[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}
     for table in tables:
         parameter = module.embedding_bags[table.name].weight
