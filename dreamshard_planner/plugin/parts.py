@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
@@ -32,12 +32,40 @@ class Parts:
         self,
         option: ShardingOption,
         table: Table,
+        whole: Workload,
+        group: int,
+        exchanges: Callable[[Workload], Iterable[tuple[Collective, float]]],
+        with_storage: bool,
+    ) -> list[int]:
+        """The parts of an option; returns the row of each shard's, the same for those that are alike.
+
+        Args:
+            option: with its shards.
+            table: of the option.
+            whole: what the whole table asks for.
+            group: fused group of the parts.
+            exchanges: collectives that carry the output of a part, and bytes to each peer.
+            with_storage: whether storage is estimated already.
+        """
+        row_of: dict[tuple, int] = {}
+        rows = []
+        for shard in option.shards:
+            key = _alike(shard, whole, with_storage)
+            if key not in row_of:
+                workload = whole.part(*shard.size, shard.offset[0])
+                row_of[key] = self._add_part(option, table, shard, workload, group, exchanges(workload))
+            rows.append(row_of[key])
+        return rows
+
+    def _add_part(
+        self,
+        option: ShardingOption,
+        table: Table,
         shard: Shard,
         workload: Workload,
         group: int,
         exchanges: Iterable[tuple[Collective, float]],
     ) -> int:
-        """A part, by one of the shards that are alike; returns its row."""
         row = len(self.workloads)
         self.workloads.append(workload)
         self.shards.append(shard)
@@ -68,7 +96,7 @@ class Parts:
         return storage_PM
 
 
-def alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
+def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
     """What shards of one option that ask for the same have in common."""
     storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
     # Where it is known which ids are read, blocks of rows differ by where they lie.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from dreamshard_planner.plugin.grouping import group_key, known_kernels
 from dreamshard_planner.plugin.legal import DP
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import available_bytes, check_needs
-from dreamshard_planner.plugin.parts import Parts, alike
+from dreamshard_planner.plugin.parts import Parts
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.table_reader import TableReader
 from dreamshard_planner.plugin.units import check_hosts, pinned_positions, units_of
@@ -81,19 +82,12 @@ class OptionReader(TableReader):
         read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
             table = self.table(option, topology)
-            fused_with = group_key(option, table, self._config(option), self._fused_params(option))
-            group = groups.setdefault(fused_with, len(groups))
+            key = group_key(option, table, self._config(option), self._fused_params(option))
+            group = groups.setdefault(key, len(groups))
             element_bytes = wire_bytes(option, self._sharder(option))
-            row_of: dict[tuple, int] = {}
-            of_shards = []
-            for shard in option.shards:
-                key = alike(shard, whole, with_storage)
-                if key not in row_of:
-                    workload = whole.part(*shard.size, shard.offset[0])
-                    exchanges = exchanges_of(option, workload, topology, links, element_bytes)
-                    row_of[key] = parts.add(option, table, shard, workload, group, exchanges)
-                of_shards.append(row_of[key])
-            choice = Option(units_of(option, of_shards, topology), option.sharding_type, option.compute_kernel)
+            exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
+            rows = parts.add(option, table, whole, group, exchanges, with_storage)
+            choice = Option(units_of(option, rows, topology), option.sharding_type, option.compute_kernel)
             read[option.fqn].append(replace(choice, pinned=pinned_positions(option, choice)))
         check_hosts(flat, topology)
         if with_storage:
