@@ -44,7 +44,7 @@ from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect, draw_sets
-from dreamshard_planner.training import labelled, pool_tables
+from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
 from placers import best_scale
 from provenance import provenance
@@ -170,7 +170,7 @@ def on_test_sets(
         if path.stem.endswith(AGAIN):
             continue
         held_out = CostDataset.load(path)
-        test = labelled(held_out, usual_ms)
+        test = LabelledSets.of_dataset(held_out, usual_ms)
         relative_X2 = relative_errors(predict_ms(network, test), test.labels_ms_X2)
         result[path.stem] = {
             "sets": len(held_out),
@@ -228,7 +228,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     test = LabelledSets.of(sets, label_X2)
     topology = Topology(world_size=1, compute_device=args.device)
     data = CostDataset.concatenate([CostDataset.load(path) for path in args.train])
-    train = labelled(data)
+    train = LabelledSets.of_dataset(data)
     unseen = {w.name for workloads in sets for w in workloads}
     if seen := unseen & {w.name for w in data.all_workloads()}:
         raise SystemExit(f"tables of the test sets are in the training sets too: {', '.join(sorted(seen)[:5])}")

@@ -39,7 +39,6 @@ from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.placement.tasks import Task
-from dreamshard_planner.training import labelled
 from dreamshard_planner.workload.tables import Table
 from meta_model import meta_collection
 from torchrec_estimates import TorchRecCost, torchrec_table_ms
@@ -168,7 +167,7 @@ class Field:
 
     @cached_property
     def _train(self) -> LabelledSets:
-        return labelled(self._measured)
+        return LabelledSets.of_dataset(self._measured)
 
     @cached_property
     def linear(self) -> LinearCost:

@@ -29,10 +29,10 @@ from rich.table import Table as RichTable
 from cost_accuracy import REPEATS, measure_rounds
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import calibrate_cost_network, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.fit import LabelledSets, calibrate_cost_network, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, labelled, pool_tables
+from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, pool_tables
 from placers import best_scale
 from provenance import provenance
 
@@ -58,8 +58,9 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[CostDataset, CostDa
 def judge(args: argparse.Namespace, few: CostDataset, rest: CostDataset, test: CostDataset) -> dict[str, Any]:
     """Errors of all five on the held-out sets, all at the speed of the machine while the held-out sets were timed."""
     shipped = resolve(args.checkpoint, args.device).cost
-    first = labelled(few, test.usual_ms)
-    sets, held_out = labelled(CostDataset.concatenate([few, rest]), test.usual_ms), labelled(test)
+    first = LabelledSets.of_dataset(few, test.usual_ms)
+    sets = LabelledSets.of_dataset(CostDataset.concatenate([few, rest]), test.usual_ms)
+    held_out = LabelledSets.of_dataset(test)
     label_X2 = held_out.labels_ms_X2
     calibrated, changed = calibrate_cost_network(shipped, first, args.seed)
     as_shipped_X2 = predict_ms(shipped, held_out)

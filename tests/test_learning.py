@@ -26,7 +26,6 @@ from dreamshard_planner.placement.policy import Policy, PolicyConfig
 from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.training import (
     TrainingConfig,
-    labelled,
     pool_tables,
     priced_tasks,
     proposed_sets,
@@ -43,7 +42,7 @@ def measured() -> tuple[LabelledSets, LabelledSets]:
     train, test = CostDataset.load(DATA / "cpu-train.npz"), CostDataset.load(DATA / "cpu-test.npz")
     names = [{workload.name for workload in dataset.all_workloads()} for dataset in (train, test)]
     assert not names[0] & names[1]
-    return labelled(train), labelled(test)
+    return LabelledSets.of_dataset(train), LabelledSets.of_dataset(test)
 
 
 def test_network_beats_the_additive_baseline_on_measured_sets(measured) -> None:
@@ -58,7 +57,7 @@ def test_shipped_network_beats_the_additive_baseline(measured) -> None:
     train, test = measured
     linear_2 = mape_2(predict_ms(LinearCost.fit(train), test), test.labels_ms_X2)
     shipped = resolve("auto", "cpu")  # knows the machine at the speed that it had over all training data
-    test = labelled(CostDataset.load(DATA / "cpu-test.npz"), shipped.metadata["reference_ms"])
+    test = LabelledSets.of_dataset(CostDataset.load(DATA / "cpu-test.npz"), shipped.metadata["reference_ms"])
     shipped_2 = mape_2(predict_ms(shipped.cost, test), test.labels_ms_X2)
     assert (shipped_2 < 0.6 * linear_2).all() and (shipped_2 < 0.10).all(), (shipped_2, linear_2)
 

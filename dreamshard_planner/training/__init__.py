@@ -6,7 +6,6 @@ The only part that needs hardware is the collection; everything after it works o
 
 from dreamshard_planner.training.calibration import calibrate
 from dreamshard_planner.training.config import PAPER_REINFORCE, QUICK, WITH_ROOM, TrainingConfig, pool_tables
-from dreamshard_planner.training.costs import labelled
 from dreamshard_planner.training.measuring import MAX_SETS_PER_SECOND
 from dreamshard_planner.training.policies import PricedTask, priced_tasks, proposed_sets, rated_ms, validate_policy
 from dreamshard_planner.training.rounds import learn, train, train_on_roofline
@@ -19,7 +18,6 @@ __all__ = [
     "PricedTask",
     "TrainingConfig",
     "calibrate",
-    "labelled",
     "learn",
     "pool_tables",
     "priced_tasks",

@@ -9,7 +9,7 @@ from typing import Any
 
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import calibrate_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.fit import LabelledSets, calibrate_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.files import check_writable
@@ -18,7 +18,6 @@ from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
-from dreamshard_planner.training.costs import labelled
 from dreamshard_planner.training.measuring import measure, most_sets
 
 
@@ -86,7 +85,7 @@ def _calibrated(
 ) -> Checkpoint:
     """Fit on to measured sets, ``data[0]``, check on ``data[1]``, and write."""
     network = checkpoint.cost
-    sets, check = (labelled(part, data[0].usual_ms) for part in data)
+    sets, check = (LabelledSets.of_dataset(part, data[0].usual_ms) for part in data)
     calibrated, changed = calibrate_cost_network(network, sets, seed)
     errors = {
         f"{when}_mape": [round(value, 4) for value in mape_2(predict_ms(cost, check), check.labels_ms_X2).tolist()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost
@@ -13,11 +12,6 @@ from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.paper import PaperCostNetwork, fit_paper_network
 from dreamshard_planner.progress import progress_bar
 from dreamshard_planner.training.config import TrainingConfig
-
-
-def labelled(data: CostDataset, usual_ms: float | None = None) -> LabelledSets:
-    """See :meth:`LabelledSets.of_dataset`."""
-    return LabelledSets.of_dataset(data, usual_ms)
 
 
 def fit(config: TrainingConfig, train_sets: LabelledSets, progress: bool) -> CostNetwork | PaperCostNetwork:

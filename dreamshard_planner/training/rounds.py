@@ -12,13 +12,14 @@ import numpy as np
 
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.files import check_writable
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
-from dreamshard_planner.training.costs import fit, labelled, validate_cost
+from dreamshard_planner.training.costs import fit, validate_cost
 from dreamshard_planner.training.measuring import finished_mark, measure_once, most_sets
 from dreamshard_planner.training.policies import PricedTask, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.tables import Workload
@@ -84,7 +85,7 @@ def learn(
         The checkpoint, and the policy's training tasks.
     """
     train_tables, test_tables = pool_tables(config.pools)
-    train_sets, test_sets = labelled(train_data), labelled(test_data, train_data.usual_ms)
+    train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
     network = fit(config, train_sets, progress)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
