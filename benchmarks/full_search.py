@@ -25,7 +25,6 @@ import argparse
 import json
 import logging
 import math
-import random
 import resource
 import signal
 import subprocess
@@ -33,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,8 +40,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table as RichTable
-from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.perf_models import NoopPerfModel
@@ -56,83 +53,15 @@ from dreamshard_planner.placement.starts import JointOptions
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.plugin.joint_proposer import usable_options
-from dreamshard_planner.plugin.legal import CW, DP, RW, TW, TWCW, TWRW
+from dreamshard_planner.plugin.legal import TW
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
-from dreamshard_planner.workload import named_pool
-from dreamshard_planner.workload.pools import meta_like
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
-from meta_model import meta_collection
+from full_search_summary import PLANNERS, Key, summarize
+from full_search_tasks import QUICK, SETTINGS, FullTask, tasks
 from provenance import commit, provenance
 
-SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
-"""Sharding types of each setting: those that TorchRec's planner uses unasked, with and without data-parallel."""
 SHARDERS = [EmbeddingBagCollectionSharder()]
-GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
 RESERVED = 0.15
 """Share of memory that TorchRec's planner reserves by default."""
-MAX_SECONDS = {"random 50 x 8": 1.5, "random 200 x 8": 4.0, "random 200 x 64": 10.0, "random 800 x 64": 40.0}
-"""Targets of ours."""
-
-
-def random_tables(count: int) -> list[Table]:
-    """Rows from a thousand to thirty million, pooling factors to a hundred."""
-    rng = random.Random(0)
-    shapes = [(int(10 ** rng.uniform(3, 7.5)), rng.choice([32, 64, 128, 256])) for _ in range(count)]
-    return [
-        Table(f"t{index}", rows, dim, (FeatureStatistics(10 ** rng.uniform(0, 2)),))
-        for index, (rows, dim) in enumerate(shapes)
-    ]
-
-
-@dataclass(frozen=True)
-class FullTask:
-    """A model and the ranks that it is to be planned for."""
-
-    name: str
-    make: Callable[[], list[Table]]
-    ranks: int
-    batch_size: int = 8192
-
-    def model(self) -> nn.Module:
-        """On the meta device: planning reads shapes only."""
-        model = nn.Module()
-        model.sparse = meta_collection(self.make())
-        return model
-
-    def constraints(self, setting: str) -> dict[str, ParameterConstraints]:
-        """True pooling factors and the setting's sharding types, for every planner alike."""
-        return {
-            table.name: ParameterConstraints(
-                sharding_types=list(SETTINGS[setting]) if setting != "all" else None,
-                pooling_factors=[feature.pooling_factor for feature in table.features],
-            )
-            for table in self.make()
-        }
-
-    def topology(self) -> Topology:
-        """Hosts of eight GPUs."""
-        return Topology(
-            self.ranks, "cuda", hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=min(RANKS_PER_HOST, self.ranks)
-        )
-
-
-def tasks() -> dict[str, FullTask]:
-    """All of them, small ones first."""
-    made = [FullTask("mlperf x 8", lambda: named_pool("mlperf_dlrm_dcnv2"), 8)]
-    made += [FullTask(f"meta {n} x {ranks}", lambda n=n: meta_like(num_tables=n), ranks) for n, ranks in META]
-    made += [FullTask(f"random {n} x {ranks}", lambda n=n: random_tables(n), ranks, 2048) for n, ranks in RANDOM]
-    made += [
-        FullTask(f"merlin {model} x {ranks}", lambda model=model: named_pool(f"merlin_{model}"), ranks)
-        for model in MERLIN
-        for ranks in (8, 16, 64, 128)
-    ]
-    return {task.name: task for task in sorted(made, key=lambda task: len(task.make()) * task.ranks)}
-
-
-META = ((60, 8), (200, 8), (60, 64), (200, 64))
-RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
-MERLIN = ("tiny", "small", "medium", "large")
-QUICK = ("mlperf x 8", "random 50 x 8")
 
 
 @dataclass(frozen=True)
@@ -300,10 +229,6 @@ def kill_seconds(limit: float) -> float:
     return 60 + 3 * limit
 
 
-Key = tuple[str, str, str]
-"""Task, setting, planner."""
-
-
 def in_own_process(key: Key, limit: float) -> dict[str, Any]:
     """Plan and rate in a new process; ended where it takes too long."""
     line: dict[str, Any] = dict(zip(("task", "setting", "planner"), key, strict=True))
@@ -328,87 +253,6 @@ def read_record(path: Path) -> dict[Key, dict[str, Any]]:
 def append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """NaN of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-PLANNERS = ("dreamshard", "torchrec", "torchrec_dynamic", "column_beam")
-TYPE_NAMES = {"data_parallel": "dp", "table_column_wise": "twcw", "table_row_wise": "twrw"}
-TYPE_NAMES |= {"table_wise": "tw", "column_wise": "cw", "row_wise": "rw", "fused_": ""}
-
-
-def summarize(record: dict[Key, dict[str, Any]], console: Console) -> None:
-    """Tables by setting, geometric means, and the targets."""
-    names = [name for name in tasks() if any(key[0] == name for key in record)]
-    for setting in SETTINGS:
-        shown = [name for name in names if (name, setting, "dreamshard") in record]
-        if shown:
-            _print_setting(record, setting, shown, console)
-    for setting in SETTINGS:
-        _print_targets(record, setting, console)
-
-
-def _cell(line: dict[str, Any] | None, key: str, scale: float = 1.0, digits: int = 2) -> str:
-    if line is None:
-        return ""
-    if key not in line:
-        return "-" if "error" in line else ""
-    mark = "" if line.get("finished", True) else ">"
-    return f"{mark}{line[key] * scale:.{digits}f}"
-
-
-def _print_setting(record: dict[Key, dict[str, Any]], setting: str, names: Sequence[str], console: Console) -> None:
-    table = RichTable(title=f"{setting}: rating by TorchRec's perf model (ms), by our cost (ms)")
-    for heading in ("task", "planner"):
-        table.add_column(heading)
-    for heading in ("torchrec ms", "x dreamshard", "own ms", "CPU s", "HBM GiB", "peak GB"):
-        table.add_column(heading, justify="right")
-    table.add_column("types")
-    for name in names:
-        ours = record[name, setting, "dreamshard"].get("torchrec_ms")
-        for planner in (*PLANNERS, "bound"):
-            line = record.get((name, setting, planner))
-            if line is None:
-                continue
-            if planner == "bound":
-                line = line | {"torchrec_ms": max(line["level_ms"], line["largest_ms"])}
-            ratio = f"{line['torchrec_ms'] / ours:.3f}" if ours and "torchrec_ms" in line else ""
-            kinds = line.get("error") or " ".join(f"{count} {kind}" for kind, count in line.get("types", {}).items())
-            for long, short in TYPE_NAMES.items():
-                kinds = kinds.replace(long, short)
-            cells = [_cell(line, "torchrec_ms"), ratio, _cell(line, "own_ms"), _cell(line, "seconds", digits=1)]
-            cells += [_cell(line, "hbm_bytes", 2**-30, 1), _cell(line, "peak_bytes", 1e-9)]
-            table.add_row(name if planner == PLANNERS[0] else "", planner, *cells, kinds[:60])
-        table.add_section()
-    console.print(table)
-
-
-def _print_targets(record: dict[Key, dict[str, Any]], setting: str, console: Console) -> None:
-    ours = {name: line for (name, kind, planner), line in record.items() if (kind, planner) == (setting, "dreamshard")}
-    for rival in PLANNERS[1:]:
-        for which in ("torchrec_ms", "own_ms"):
-            ratios = {
-                name: (line[which] / record[name, setting, rival][which], record[name, setting, rival]["finished"])
-                for name, line in ours.items()
-                if which in line and which in record.get((name, setting, rival), {})
-            }
-            worse = ", ".join(f"{name} {ratio:.3f}" for name, (ratio, _) in ratios.items() if ratio > 1 + 1e-9)
-            if not ratios:
-                continue
-            mean, ended = geometric_mean(r for r, _ in ratios.values()), [r for r, done in ratios.values() if done]
-            console.print(
-                f"{setting}, {which}: dreamshard / {rival} {mean:.3f} over {len(ratios)} tasks, "
-                f"{geometric_mean(ended):.3f} over the {len(ended)} that {rival} finished; above 1: {worse or 'none'}"
-            )
-    for name, line in ours.items():
-        if line["seconds"] > MAX_SECONDS.get(name, math.inf):
-            console.print(f"{setting}: {name} took {line['seconds']:.1f} s, target {MAX_SECONDS[name]} s")
-        if line.get("peak_bytes", 0) > 2e9:
-            console.print(f"{setting}: {name} took {line['peak_bytes'] / 1e9:.2f} GB, target 2 GB")
 
 
 def main() -> None:

@@ -1,0 +1,80 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Models and ranks that plans over every sharding type are made for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.distributed.planner import ParameterConstraints, Topology
+
+from dreamshard_planner.plugin.legal import CW, DP, RW, TW, TWCW, TWRW
+from dreamshard_planner.workload import named_pool
+from dreamshard_planner.workload.pools import meta_like
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from meta_model import meta_collection
+
+SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
+"""Sharding types of each setting: those that TorchRec's planner uses unasked, with and without data-parallel."""
+GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
+META = ((60, 8), (200, 8), (60, 64), (200, 64))
+RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
+MERLIN = ("tiny", "small", "medium", "large")
+QUICK = ("mlperf x 8", "random 50 x 8")
+
+
+def random_tables(count: int) -> list[Table]:
+    """Rows from a thousand to thirty million, pooling factors to a hundred."""
+    rng = random.Random(0)
+    shapes = [(int(10 ** rng.uniform(3, 7.5)), rng.choice([32, 64, 128, 256])) for _ in range(count)]
+    return [
+        Table(f"t{index}", rows, dim, (FeatureStatistics(10 ** rng.uniform(0, 2)),))
+        for index, (rows, dim) in enumerate(shapes)
+    ]
+
+
+@dataclass(frozen=True)
+class FullTask:
+    """A model and the ranks that it is to be planned for."""
+
+    name: str
+    make: Callable[[], list[Table]]
+    ranks: int
+    batch_size: int = 8192
+
+    def model(self) -> nn.Module:
+        """On the meta device: planning reads shapes only."""
+        model = nn.Module()
+        model.sparse = meta_collection(self.make())
+        return model
+
+    def constraints(self, setting: str) -> dict[str, ParameterConstraints]:
+        """True pooling factors and the setting's sharding types, for every planner alike."""
+        return {
+            table.name: ParameterConstraints(
+                sharding_types=list(SETTINGS[setting]) if setting != "all" else None,
+                pooling_factors=[feature.pooling_factor for feature in table.features],
+            )
+            for table in self.make()
+        }
+
+    def topology(self) -> Topology:
+        """Hosts of eight GPUs."""
+        return Topology(
+            self.ranks, "cuda", hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=min(RANKS_PER_HOST, self.ranks)
+        )
+
+
+def tasks() -> dict[str, FullTask]:
+    """All of them, small ones first."""
+    made = [FullTask("mlperf x 8", lambda: named_pool("mlperf_dlrm_dcnv2"), 8)]
+    made += [FullTask(f"meta {n} x {ranks}", lambda n=n: meta_like(num_tables=n), ranks) for n, ranks in META]
+    made += [FullTask(f"random {n} x {ranks}", lambda n=n: random_tables(n), ranks, 2048) for n, ranks in RANDOM]
+    made += [
+        FullTask(f"merlin {model} x {ranks}", lambda model=model: named_pool(f"merlin_{model}"), ranks)
+        for model in MERLIN
+        for ranks in (8, 16, 64, 128)
+    ]
+    return {task.name: task for task in sorted(made, key=lambda task: len(task.make()) * task.ranks)}
