@@ -28,7 +28,7 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
         topology: what was planned for.
         uses_network: whether costs came from its network; else only its policy counts.
     """
-    metadata, notes = checkpoint.metadata, []
+    metadata, notes = checkpoint.metadata, [checkpoint.why] if checkpoint.why else []
     tasks = metadata.get("validation", {}).get("tasks")
     if tasks is not None and tasks < FEW_TASKS:
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")

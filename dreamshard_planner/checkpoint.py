@@ -7,58 +7,36 @@ Learning writes it, planning reads it. Nothing in it is executable.
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dreamshard_planner import kept
 from dreamshard_planner.ambient import neutral
 from dreamshard_planner.canonical import digest
-from dreamshard_planner.cost.collectives import fits_of
+from dreamshard_planner.checkpoint_file import (
+    FORMAT,
+    RECIPES,
+    VERSION,
+    check_sense,
+    describe,
+    description_of,
+    network_of,
+    opened,
+)
 from dreamshard_planner.cost.model import ComputeCost, CostSource
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
+from dreamshard_planner.cost.network import CostNetwork
+from dreamshard_planner.cost.paper import PaperCostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.files import brief, check_readable, parse_json, write_whole
-from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig
-from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.workload.features import FEATURE_NAMES, covers, feature_matrix
-from dreamshard_planner.workload.tables import Workload
-
-FORMAT = "dreamshard_planner"
-VERSION = 1
-RECIPES: dict[str, tuple[type, type, type, type]] = {
-    "default": (Policy, PolicyConfig, CostNetwork, CostNetworkConfig),
-    "paper": (PaperPolicy, PaperPolicyConfig, PaperCostNetwork, PaperCostConfig),
-    "autoshard": (RecurrentPolicy, RecurrentPolicyConfig, CostNetwork, CostNetworkConfig),
-}
-"""Policy, its configuration, cost network and its configuration, by recipe. ``default`` is ours, ``paper`` is
-DreamShard as published, ``autoshard`` the recurrent policy of AutoShard on our cost network, for comparison."""
-
-METADATA: dict[str, tuple[type, type]] = {
-    "recipe": (str, str),
-    "hardware_name": (str, str),
-    "hardware": (dict, str),
-    "pools": (list, str),
-    "extra_pools": (list, str),
-    "batch_sizes": (list, int),
-}
-"""What else of the description is read again: its type, and that of its elements."""
-
-MAX_SIZE = 4096
-"""Widest layer of a network, and most of anything that its configuration counts."""
-UNBOUNDED = ("_low", "_high")
-"""Ends of the names of buffers that may be infinite: ranges of networks that have seen nothing."""
-ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
+from dreamshard_planner.files import write_whole
+from dreamshard_planner.placement.policy import AnyPolicy
+from dreamshard_planner.workload.features import FEATURE_NAMES
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 
@@ -72,6 +50,8 @@ class Checkpoint:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Hardware, library versions, dataset digest, validation errors and the like."""
     name: str = "unsaved"
+    why: str = ""
+    """Why ``auto`` took it, where there was a choice: a user keeps checkpoints of their own."""
 
     def compute_cost(self, topology) -> ComputeCost:
         """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
@@ -83,7 +63,7 @@ class Checkpoint:
 
     @neutral()
     def digest(self) -> str:
-        """SHA-256 of networks and metadata, in hexadecimal; the name does not count."""
+        """SHA-256 of networks and metadata, in hexadecimal; what it is called and why it was taken don't count."""
         networks = [
             None if network is None else (network.config, network.state_dict()) for network in (self.policy, self.cost)
         ]
@@ -116,18 +96,14 @@ class Checkpoint:
                 the message names the file and the reason.
         """
         path = Path(path)
-        check_readable(path, CheckpointError, "checkpoint")
-        try:
-            with safe_open(path, framework="pt") as file:
-                description = _description(path, file.metadata() or {})
-                recipe = RECIPES[description.get("recipe", "default")]
-                policy = _network(path, "policy", *recipe[:2], description.get("policy"), file)
-                cost = None
-                if description.get("cost") is not None:
-                    cost = _network(path, "cost", *recipe[2:], description["cost"], file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
-        _check_sense(path, policy, cost)
+        with opened(path) as file:
+            description = description_of(path, file.metadata() or {})
+            recipe = RECIPES[description.get("recipe", "default")]
+            policy = network_of(path, "policy", *recipe[:2], description.get("policy"), file)
+            cost = None
+            if description.get("cost") is not None:
+                cost = network_of(path, "cost", *recipe[2:], description["cost"], file)
+        check_sense(path, policy, cost)
         if cost is not None:
             cost.requires_grad_(False)
             cost.source = CostSource("network", f"{path.name}, measured on {description.get('hardware_name', '?')}")
@@ -135,22 +111,79 @@ class Checkpoint:
         return cls(policy, cost, metadata, path.name)
 
 
-def resolve(checkpoint: str | Path | Checkpoint, compute_device: str, recipe: str = "default") -> Checkpoint:
+def resolve(
+    checkpoint: str | Path | Checkpoint,
+    compute_device: str,
+    recipe: str = "default",
+    threads: int | None = None,
+    calibrated: bool = True,
+) -> Checkpoint:
     """The checkpoint to plan with: a :class:`Checkpoint`, a path, or ``"auto"``.
 
-    ``"auto"`` takes the one that was measured on this type of device (for CUDA: on the card that this process sees),
-    and the roofline model with the policy trained on it where nothing was measured.
+    ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.kept`) that was measured on this machine's
+    kind of processor, or on the card that this process sees; else the one that ships for this type of device, and the
+    roofline model with the policy trained on it where nothing was measured.
+
+    Args:
+        checkpoint: what to look for.
+        compute_device: ``cpu`` or ``cuda``.
+        recipe: that it must be of.
+        threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
+        calibrated: whether ``"auto"`` may take one that was calibrated.
 
     Raises:
-        CheckpointError: where it can't be read, or is of another recipe.
+        CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own
+            can't be read, since plans would be made by other costs than those that the user measured.
     """
     if checkpoint == "auto":
-        checkpoint = shipped(SHIPPED, compute_device, recipe, _card(SHIPPED, compute_device))
+        checkpoint = _auto(compute_device, recipe, threads, calibrated)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
     if checkpoint.recipe != recipe:
         raise CheckpointError(f"{checkpoint.name}: made by recipe {checkpoint.recipe!r}, asked for {recipe!r}")
     return checkpoint
+
+
+def _auto(compute_device: str, recipe: str, threads: int | None, calibrated: bool) -> Checkpoint:
+    """One of the user's own, else what ships."""
+    try:
+        files = kept.files()
+        described = {path: describe(path) for path in files}
+    except OSError as error:  # of a home that is not this user's, say, where nobody can have kept anything
+        made = _shipped(compute_device, recipe)
+        return replace(made, why=f"{made.name} ships: {kept.folder()}, for your own, cannot be read ({error.strerror})")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
+        ) from error
+    candidates = {
+        path: metadata
+        for path, metadata in described.items()
+        if metadata.get("recipe", "default") == recipe
+        and metadata.get("hardware", {}).get("device") == compute_device
+        and (calibrated or "calibration" not in metadata)
+    }
+    here = kept.Here.of(compute_device, threads) if candidates else None  # asking for a card starts CUDA
+    best = here.best(candidates) if here else None
+    if best is not None:
+        found = best.stat()
+        why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on {here.name} as well"
+        return replace(_loaded(best, found.st_mtime_ns, found.st_size, found.st_ino), why=why)
+    made = _shipped(compute_device, recipe)
+    if not files:
+        return made
+    where = f"none of your own in {kept.folder()} ({len(files)}) is of recipe {recipe!r} and was measured on"
+    return replace(made, why=f"{made.name} ships: {where} {here.name if here and here.name else 'such a device'}")
+
+
+@cache
+def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
+    """A file as it is now."""
+    return Checkpoint.load(path)
+
+
+def _shipped(compute_device: str, recipe: str) -> Checkpoint:
+    return shipped(SHIPPED, compute_device, recipe, _card(SHIPPED, compute_device))
 
 
 def _card(folder: Path, compute_device: str) -> str | None:
@@ -163,7 +196,7 @@ def _card(folder: Path, compute_device: str) -> str | None:
 
 def measured_name(compute_device: str, card: str) -> str:
     """What a checkpoint is called that was measured on a device: ``cpu``, or the card's name as in file names."""
-    return "cpu" if compute_device == "cpu" else re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    return "cpu" if compute_device == "cpu" else kept.slug(card)
 
 
 @cache
@@ -182,87 +215,5 @@ def shipped(folder: Path, compute_device: str, recipe: str, card: str | None = N
     raise CheckpointError(f"no checkpoint of recipe {recipe!r} ships: make one with dreamshard train --recipe {recipe}")
 
 
-def _description(path: Path, header: dict[str, str]) -> dict[str, Any]:
-    if header.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
-    version = header.get("version", "")
-    if not (version.isascii() and version.isdecimal() and len(version) < 10):
-        raise CheckpointError(f"{path}: unreadable version {brief(version)}")
-    if int(version) > VERSION:
-        raise CheckpointError(
-            f"{path}: checkpoint version {version} is newer than this package reads ({VERSION}); upgrade the package"
-        )
-    try:
-        description = parse_json(header["description"])
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: its description is missing or damaged ({brief(error)})") from error
-    if not isinstance(description, dict):
-        raise CheckpointError(f"{path}: its description must be a mapping, got {brief(description)}")
-    features = description.get("features")
-    if not isinstance(features, list) or not covers(features):
-        raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
-    for name, (kind, of) in METADATA.items():
-        value = description.get(name)
-        if name in description and not (type(value) is kind and all(type(part) is of for part in value)):
-            raise CheckpointError(f"{path}: its {name} must be a {kind.__name__} of {of.__name__}, got {brief(value)}")
-    if description.get("recipe", "default") not in RECIPES:
-        raise CheckpointError(
-            f"{path}: its recipe must be one of {', '.join(RECIPES)}, got {brief(description['recipe'])}"
-        )
-    if description.get("collectives") is not None:
-        try:
-            fits_of(description["collectives"])
-        except ValueError as error:
-            raise CheckpointError(f"{path}: its collectives are no measurement ({brief(error)})") from error
-    return description
-
-
 def _state(prefix: str, module: nn.Module) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
-
-
-def _network(path: Path, what: str, make: type, config_type: type, values: Any, file: Any) -> nn.Module:
-    """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
-    sizes = list(values.values()) if isinstance(values, dict) else [values]
-    if not all(type(size) is int and 1 <= size <= MAX_SIZE for size in sizes):
-        raise CheckpointError(f"{path}: sizes of the {what} network must be from 1 to {MAX_SIZE}, got {brief(values)}")
-    try:
-        config = config_type(**values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: its description does not fit this package ({brief(error)})") from error
-    prefix = f"{what}."
-    held = {name.removeprefix(prefix): file.get_slice(name) for name in file.keys() if name.startswith(prefix)}
-    with FakeTensorMode():
-        expected = make(config).state_dict()
-    wrong = sorted(expected.keys() ^ held.keys()) or [
-        name for name in expected if list(expected[name].shape) != held[name].get_shape()
-    ]
-    if wrong:
-        raise CheckpointError(f"{path}: the {what} network does not fit this package (see {brief(wrong)})")
-    network, state = make(config), {name: file.get_tensor(prefix + name) for name in held}
-    for name, tensor in state.items():
-        _check_values(path, f"{what} network", name, tensor, expected[name].dtype)
-    network.load_state_dict(state)
-    return network.eval()
-
-
-def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise CheckpointError(f"{path}: the {network} holds {tensor.dtype} in {name}, not {dtype}")
-    if tensor.isnan().any():
-        raise CheckpointError(f"{path}: the {network} holds NaN in {name}")
-    if tensor.isinf().any() and not name.endswith(UNBOUNDED):
-        raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
-
-
-def _check_sense(path: Path, policy: AnyPolicy, cost: CostNetwork | PaperCostNetwork | None) -> None:
-    """Finite weights may still be none to compute with: too large, or scales of zero."""
-    features_SF = feature_matrix(ORDINARY)
-    with torch.no_grad():
-        if not bool(policy.represent(features_SF).isfinite().all()):
-            raise CheckpointError(f"{path}: the policy network computes no finite numbers for two ordinary tables")
-        if cost is None:
-            return
-        cost_ms = cost.group_cost_ms(cost.encode(features_SF).sum(0, keepdim=True))[0]
-    if not bool((cost_ms.isfinite() & (cost_ms >= 0)).all()):
-        raise CheckpointError(f"{path}: the cost network predicts {cost_ms.tolist()} ms for two ordinary tables")

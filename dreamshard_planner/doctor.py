@@ -30,7 +30,7 @@ def diagnose() -> list[Finding]:
     findings = [_python(), _dreamshard(), *map(_library, LIBRARIES)]
     if any(finding.verdict == "missing" for finding in findings):
         return findings
-    findings += [_cpu(), *_cuda()]
+    findings += [_cpu(), *_cuda(), _own_checkpoints()]
     return [*findings, *(_checkpoint(device) for device in ("cpu", "cuda"))]
 
 
@@ -87,6 +87,18 @@ def _cuda() -> list[Finding]:
     return found
 
 
+def _own_checkpoints() -> Finding:
+    """What the user keeps, and where."""
+    from dreamshard_planner import kept
+
+    subject = "your checkpoints"
+    try:
+        names = ", ".join(path.name for path in kept.files())
+    except OSError as error:
+        return Finding(subject, f"{kept.folder()}: {error.strerror}", "note", f"set {kept.VARIABLE} to another folder")
+    return Finding(subject, f"{names or 'none'}, in {kept.folder()}")
+
+
 def _checkpoint(device: str) -> Finding:
     """What ``checkpoint="auto"`` would take there, and why."""
     from dreamshard_planner.caveats import checkpoint_notes
@@ -98,14 +110,11 @@ def _checkpoint(device: str) -> Finding:
     try:
         checkpoint = resolve("auto", device)
     except CheckpointError as error:
-        return Finding(subject, str(error), "missing", "dreamshard train makes one")
+        return Finding(subject, str(error), "missing")
     if checkpoint.cost is None:
-        return Finding(
-            subject,
-            f"{checkpoint.name}: bandwidths, and a policy trained on them",
-            "note",
-            f"nothing was measured on such a device: on one, dreamshard train --device {device} --out FILE",
-        )
+        how = f"nothing was measured on such a device: on one, dreamshard train --device {device}"
+        advice = "; ".join(filter(None, (checkpoint.why, how)))
+        return Finding(subject, f"{checkpoint.name}: bandwidths, and a policy trained on them", "note", advice)
     notes = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device=device).topology())
     found = f"{checkpoint.name}: network, measured on {checkpoint.metadata['hardware_name']}"
-    return Finding(subject, found, "note" if notes else "ok", "; ".join(notes))
+    return Finding(subject, found, "note" if set(notes) - {checkpoint.why} else "ok", "; ".join(notes))

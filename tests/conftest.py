@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The folder of the user's own checkpoints: an empty one, not that of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DREAMSHARD_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -84,15 +84,30 @@ def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path
         assert Checkpoint.load(out).recipe == recipe
 
 
-def test_calibrate_fits_a_checkpoint_on(trained: Path, tmp_path: Path) -> None:
-    out = tmp_path / "here.safetensors"
-    command = ("calibrate", "--checkpoint", str(trained), "--out", str(out), "--seconds", "6", "--format", "json")
-    result = dreamshard(*command)
-    told = json.loads(result.stdout)
+def test_calibrate_fits_a_checkpoint_on_and_plans_take_it(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    result = dreamshard("calibrate", "--checkpoint", str(trained), "--seconds", "6", "--format", "json")
+    told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # no journal that a later one takes
+    assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")
     assert told["from"] == trained.name and told["sets"] >= 8 and len(told["after_mape"]) == 2
     made = Checkpoint.load(out).metadata
     assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # no journal that a later one would continue
+    job = (
+        "--tables",
+        "merlin_tiny",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--batch-size",
+        "64",
+        "--search-seconds",
+        "0.1",
+    )
+    report = json.loads(dreamshard("plan", *job, "--format", "json").stdout)["report"]
+    assert out.name in report["cost_source"] and any(f"{out.name} is one of your own" in n for n in report["notes"])
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])

@@ -134,7 +134,7 @@ def _check_command(words: list[str], line: str) -> None:
         for word in rest:
             assert not word.startswith("--") or _has_option(source, word.partition("=")[0]), f"{word} in {line}"
         return None
-    assert program == "cp", f"nobody checks {line}"
+    assert program in ("cp", "mkdir"), f"nobody checks {line}"
 
 
 def _has_option(source: str, option: str) -> bool:

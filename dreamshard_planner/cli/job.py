@@ -61,7 +61,7 @@ class JobOptions:
         typer.Option(min=0, max=0.99, help="Share of the memory kept for all else; default: TorchRec's estimate."),
     ] = None
     statistics: Annotated[Path | None, typer.Option(help="How features read their tables, of dreamshard stats.")] = None
-    checkpoint: Annotated[str, typer.Option(help="auto: what ships for the device.")] = "auto"
+    checkpoint: Annotated[str, typer.Option(help="auto: your own for this machine, else what ships.")] = "auto"
     cost_source: Annotated[CostSource, typer.Option(help="Whose costs.")] = CostSource.auto
     sharding_types: Annotated[
         str | None, typer.Option(help="TorchRec's names of the types to use, separated by commas; default: all.")

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,10 +24,43 @@ from dreamshard_planner.cli.options import (
     output,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, show
+from dreamshard_planner.files import check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import TrainingConfig
+
+
+KEPT = "default: among your own checkpoints, named by the hardware, where auto finds it."
+
+
+def _kept(hardware: Mapping[str, Any], recipe: str = "default", calibrated: bool = False) -> Path:
+    """Where a checkpoint goes that nobody gave a file for."""
+    from dreamshard_planner import kept
+
+    out = kept.new_file(hardware, recipe, calibrated)
+    check_writable(out)
+    return out
+
+
+def _described(device: Device, threads: int) -> dict[str, Any]:
+    """This machine."""
+    from dreamshard_planner.measure.hardware import describe_hardware
+
+    return describe_hardware(device.value, threads)
+
+
+def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
+    """What is of no use for planning on this machine must not be what auto takes."""
+    if out is None and (quick or roofline):
+        made = "a policy for any hardware" if roofline else "nothing to plan with"
+        raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
+
+
+def _tell_where(out: Path, given: bool) -> None:
+    """On stderr, what to do with a new checkpoint."""
+    how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}'
+    typer.echo(f"plan with it: {how}" if given else f"kept in {out}: plans on this machine take it now", err=True)
 
 
 @contextmanager
@@ -46,7 +79,7 @@ def _measuring(device: Device) -> Iterator[Ranks]:
 
 @command("dreamshard train --out my.safetensors")
 def train(
-    out: Annotated[Path, output("Checkpoint to write; its dataset is kept beside it.")],
+    out: Annotated[Path | None, output(f"Checkpoint to write, its dataset beside it; {KEPT}")] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Time for measuring kernels; 300, or 8 with --quick.")
     ] = None,
@@ -67,18 +100,21 @@ def train(
     """
     from dreamshard_planner.training import QUICK, TrainingConfig, train, train_on_roofline
 
+    _check_out(out, quick, roofline)
+    path = out or _kept(_described(device, threads), recipe.value)
     config = with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives))
     config = replace(config, device=device.value, threads=threads, seed=seed, recipe=recipe.value)
     config = config if seconds is None else replace(config, seconds=seconds)
     with _measuring(device) as ranks:
         if roofline:
-            checkpoint = ranks.from_first(lambda: train_on_roofline(config, out))
+            checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
         else:
-            checkpoint = train(config, out, ranks=ranks)
+            checkpoint = train(config, path, ranks=ranks)
         if ranks.leads:
             validation = checkpoint.metadata["validation"]
-            show(validation, format, facts(validation, str(out)))
+            _tell_where(path, out is not None)
+            show(validation, format, facts(validation, str(path)))
 
 
 @command("dreamshard collect --seconds 60 --out sets.npz")
@@ -137,7 +173,7 @@ def collect(
 def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
-    out: Annotated[Path, output("Checkpoint to write.")],
+    out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
     recipe: RecipeOption = Recipe.default,
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
@@ -149,21 +185,27 @@ def fit(
     from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.training import QUICK, TrainingConfig, learn
 
+    _check_out(out, quick)
     config = with_updates(QUICK if quick else TrainingConfig(), updates)
     config = replace(config, collectives=_read_collectives(collectives), recipe=recipe.value, seed=seed)
     train_data, test_data = (
         CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
     )
+    path = out or _kept(train_data.hardware, recipe.value)
     checkpoint, _ = learn(config, train_data, test_data)
-    checkpoint.save(out)
+    checkpoint.save(path)
     validation = checkpoint.metadata["validation"]
-    show(validation, format, facts(validation, str(out)))
+    _tell_where(path, out is not None)
+    show(validation, format, facts(validation, str(path)))
 
 
-@command("dreamshard calibrate --seconds 60 --out my.safetensors")
+@command("dreamshard calibrate --seconds 60")
 def calibrate(
-    out: Annotated[Path, output("Checkpoint to write.")],
-    checkpoint: Annotated[str, typer.Option(help="Checkpoint to start from; auto: what ships.")] = "auto",
+    out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(help="Checkpoint to start from; auto: your own that was trained on this machine, or what ships."),
+    ] = "auto",
     seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
@@ -179,16 +221,17 @@ def calibrate(
     from dreamshard_planner.errors import CheckpointError
     from dreamshard_planner.training import calibrate
 
-    start = resolve(checkpoint, device.value)
+    start = resolve(checkpoint, device.value, threads=threads, calibrated=False)
     if start.cost is None:
         raise CheckpointError(
             f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
-            f"like this: make one with dreamshard train --device {device.value} --out {out}"
+            f"like this: make one with dreamshard train --device {device.value}{'' if out is None else f' --out {out}'}"
         )
+    path = out or _kept(_described(device, threads), calibrated=True)
     with _measuring(device) as ranks:
         made = calibrate(
             start,
-            out,
+            path,
             seconds=seconds,
             device=device.value,
             threads=threads,
@@ -199,8 +242,8 @@ def calibrate(
         if not ranks.leads:
             return
     told = made.metadata["calibration"]
-    typer.echo(f'plan with it: DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}', err=True)
-    show(told, format, facts(told, str(out)))
+    _tell_where(path, out is not None)
+    show(told, format, facts(told, str(path)))
 
 
 def _read_collectives(path: Path | None) -> dict | None:

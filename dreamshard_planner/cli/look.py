@@ -49,11 +49,13 @@ def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, An
     """Kind and content of a file."""
     with quiet():
         from dreamshard_planner.checkpoint import Checkpoint, resolve
+        from dreamshard_planner.kept import folder
 
     path = Path(source)
     if source == "auto":
         checkpoint = resolve(source, device, recipe)
-        return "checkpoint", {"file": checkpoint.name, **checkpoint.metadata}
+        why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
+        return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
     if path.suffix == ".npz":
         return "dataset", _dataset(path)
     if path.suffix == ".json":
