@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dreamshard_planner.plan_file import Predicted, SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.plan_file import SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.predicted import Predicted
 from dreamshard_planner.stale import differences
 from dreamshard_planner.words import size_in_words
 
@@ -88,14 +90,16 @@ class Comparison:
 
     def _costs(self) -> list[str]:
         before, after = self.cost_before, self.cost_after
-        lines = [f"{'predicted ms':<14}{'before':>12}{'after':>12}"]
-        lines.append(f"{'total':<14}{before.total_ms:>12.3f}{after.total_ms:>12.3f}")
-        lines.append(f"{'collectives':<14}{before.collectives_ms:>12.3f}{after.collectives_ms:>12.3f}")
+        rows = [("predicted ms", "before", "after")]
+        rows.append(("total", _ms(before.total_ms), _ms(after.total_ms)))
+        rows.append(("collectives", _ms(before.collectives_ms), _ms(after.collectives_ms)))
         ranks = max(len(before.rank_ms), len(after.rank_ms))
         for rank in range(min(ranks, MAX_SHOWN)):
-            shown = [f"{costs[rank]:.3f}" if rank < len(costs) else "-" for costs in (before.rank_ms, after.rank_ms)]
-            lines.append(f"{f'rank {rank}':<14}{shown[0]:>12}{shown[1]:>12}")
-        lines += _more(ranks, "ranks")
+            shown = [_ms(costs[rank] if rank < len(costs) else None) for costs in (before.rank_ms, after.rank_ms)]
+            rows.append((f"rank {rank}", *shown))
+        more, chosen_from = [(line, "", "") for line in _more(ranks, "ranks")], _rivals(before, after)
+        width = max([14, *(len(name) + 1 for name, *_ in chosen_from)])
+        lines = [f"{row[0]:<{width}}{row[1]:>12}{row[2]:>12}".rstrip() for row in (*rows, *more, *chosen_from)]
         if self.one_cost_source:
             return [*lines, f"Compute: {after.cost_source}. Collectives: {after.collectives_source}."]
         return [
@@ -157,6 +161,18 @@ def _received(before: TableSharding, after: TableSharding, weight_bytes: int) ->
         new = (shard.size[0] * shard.size[1] - known) * weight_bytes
         received[shard.rank] = received.get(shard.rank, 0) + new
     return received
+
+
+def _rivals(before: Predicted, after: Predicted) -> list[tuple[str, str, str]]:
+    """Totals of the plans that each was chosen from, where the files say."""
+    one, other = ({rival.name: rival.entry.total_ms for rival in costs.rivals} for costs in (before, after))
+    rows = [(name, _ms(one.get(name)), _ms(other.get(name))) for name in dict.fromkeys([*one, *other])]
+    return [("chosen from, total", "", ""), *rows] if rows else []
+
+
+def _ms(value: float | None) -> str:
+    """Of an infinite one: no plan."""
+    return "-" if value is None else "infeasible" if math.isinf(value) else f"{value:.3f}"
 
 
 def _named(tables: tuple[str, ...]) -> str:

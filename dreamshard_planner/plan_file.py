@@ -4,9 +4,10 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 1,
+      "format": "dreamshard_planner plan", "version": 2,
       "libraries":  {name: version},
-      "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank},
+      "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
+                     "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},
       "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
                      "settings"},
       "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}]}}}
@@ -18,6 +19,7 @@ This module knows neither models nor planners: it reads, checks and writes.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,22 +29,22 @@ import torch
 
 from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.files import brief, read_json, write_whole
-from dreamshard_planner.report import MemoryEntry, ReportEntry
+from dreamshard_planner.predicted import STRICT, Predicted
+from dreamshard_planner.report import Report, TableEntry
 from dreamshard_planner.words import ranks_in_words
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 1
+VERSION = 2
+"""2: rivals, costs of each table and of each collective, and notes; files of version 1 are read without."""
 LINE = 150
 """Columns up to which a value is written on one line."""
-_STRICT = {"extra": "forbid", "strict": True}
-"""Pydantic's settings: nothing unknown, and no text for a number."""
 
 
 @dataclass(frozen=True)
 class ShardPlace:
     """A rectangle of a table, and the rank that has it."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     rank: int
     offset: tuple[int, int]
     """First row and column."""
@@ -65,7 +67,7 @@ class ShardPlace:
 class TableSharding:
     """How one table is sharded."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     sharding_type: str
     """TorchRec's name of it."""
     kernel: str
@@ -83,7 +85,7 @@ class TableSharding:
 class TableInputs:
     """A table as the model declared it."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     rows: int
     dim: int
     data_type: str
@@ -111,7 +113,7 @@ class TableInputs:
 class TopologyInputs:
     """The ranks that a plan was made for."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     compute_device: str
     world_size: int
     local_world_size: int
@@ -125,7 +127,7 @@ class TopologyInputs:
 class PlanInputs:
     """What a plan was made from."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     batch_size: int
     """Of a rank."""
     topology: TopologyInputs
@@ -142,43 +144,6 @@ class PlanInputs:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What a plan was predicted to cost, in milliseconds of embedding work per training step."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    total_ms: float
-    collectives_ms: float
-    forward_ms: tuple[float, ...]
-    """Compute of each rank."""
-    backward_ms: tuple[float, ...]
-    cost_source: str
-    """Of compute."""
-    collectives_source: str
-    memory: tuple[MemoryEntry, ...]
-    """What tables take on every rank, and what the storage reservation left."""
-
-    @property
-    def rank_ms(self) -> tuple[float, ...]:
-        """Compute of each rank, forward and backward."""
-        return tuple(map(sum, zip(self.forward_ms, self.backward_ms, strict=True)))
-
-    @classmethod
-    def of(
-        cls, entry: ReportEntry, cost_source: str, collectives_source: str, memory: tuple[MemoryEntry, ...]
-    ) -> Predicted:
-        """From a rated plan, to the nanosecond."""
-        total_ms, collectives_ms = round(entry.total_ms, 6), round(entry.collectives_ms, 6)
-        forward_ms, backward_ms = (tuple(round(ms, 6) for ms in each) for each in (entry.forward_ms, entry.backward_ms))
-        return cls(total_ms, collectives_ms, forward_ms, backward_ms, cost_source, collectives_source, memory)
-
-    def entry(self, name: str) -> ReportEntry:
-        """For a report."""
-        return ReportEntry(
-            name, True, self.total_ms, self.rank_ms, self.forward_ms, self.backward_ms, self.collectives_ms
-        )
-
-
-@dataclass(frozen=True)
 class SavedPlan:
     """A plan with all that it was made from; what :meth:`save` writes, and :meth:`load` reads.
 
@@ -187,7 +152,7 @@ class SavedPlan:
             that are not among the inputs; names the table.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     libraries: dict[str, str]
     """Versions."""
     predicted: Predicted
@@ -205,15 +170,48 @@ class SavedPlan:
         for fqn, sharding in sharded.items():
             table = self.inputs.tables[fqn]
             check_shards(fqn, sharding, table.rows, table.dim, world_size)
-        for costs in (self.predicted.forward_ms, self.predicted.backward_ms):
-            if len(costs) != world_size:
-                raise ValueError(f"costs of {len(costs)} ranks are predicted, the topology has {world_size}")
+        predicted = self.predicted
+        rivals = [rival.cost for rival in predicted.rivals]
+        for cost in filter(None, (predicted, *rivals, predicted.measured, predicted.measured_before)):
+            for of_ranks in (cost.forward_ms, cost.backward_ms):
+                if len(of_ranks) != world_size:
+                    raise ValueError(f"costs of {len(of_ranks)} ranks are predicted, the topology has {world_size}")
+        if predicted.alone_ms and (odd := sorted(sharded.keys() ^ predicted.alone_ms.keys())):
+            raise ValueError(f"predicted costs and sharding name different tables: {', '.join(odd[:5])}")
 
     def tables(self) -> Iterator[tuple[str, TableSharding]]:
         """Every table's fully qualified name, and how it is sharded."""
         for path, module in self.sharding.items():
             for name, sharding in module.items():
                 yield f"{path}.{name}".removeprefix("."), sharding
+
+    def report(self) -> Report:
+        """As it was when the plan was made. Of a file of version 1 there are no rivals, and costs of tables are NaN."""
+        predicted = self.predicted
+        measured, before = predicted.measured, predicted.measured_before
+        return Report(
+            chosen=predicted.entry("dreamshard"),
+            rivals=tuple(rival.entry for rival in predicted.rivals),
+            cost_source=predicted.cost_source,
+            collectives_source=predicted.collectives_source,
+            candidates=predicted.candidates,
+            reshards=predicted.reshards,
+            tables=tuple(
+                TableEntry(
+                    name,
+                    sharding.sharding_type,
+                    sharding.kernel,
+                    tuple(shard.rank for shard in sharding.shards),
+                    predicted.alone_ms.get(name, math.nan),
+                )
+                for name, sharding in self.tables()
+            ),
+            memory=predicted.memory,
+            collectives=tuple(predicted.each_collective_ms.items()),
+            notes=predicted.notes,
+            measured=measured and measured.entry("dreamshard"),
+            measured_before=before and before.entry("before"),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

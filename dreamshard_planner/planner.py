@@ -483,7 +483,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank (``collective_plan`` plans on rank 0).
             PlannerError, PlanError: as :meth:`predict`.
         """
-        return self._planned().saved(self._or_last(plan), name)
+        known = self._report if plan is None and isinstance(self._report, Report) else None
+        return self._planned().saved(self._or_last(plan), name, known)
 
     def save_plan(self, path: str | Path) -> None:
         """Write the last plan to a file that :class:`~dreamshard_planner.plugin.plan_loader.JsonPlanLoader` loads; on

@@ -205,12 +205,18 @@ def test_a_thousand_ranks_and_a_plan_without_tables(report: Report, tmp_path: Pa
     assert 'id="tables-section"' not in (tmp_path / "empty.html").read_text()
 
 
-def test_a_saved_plan_says_what_its_file_does_not_hold(planned: PlannedJob, tmp_path: Path) -> None:
+def test_a_saved_plan_shows_what_its_report_does_and_what_it_was_made_from(planned: PlannedJob, tmp_path: Path) -> None:
     saved: SavedPlan = planned.planner.saved_plan(name="saved.json")
     save_html(saved, tmp_path / "saved.html")
-    text = " ".join(Page(tmp_path / "saved.html").text)
-    assert "saved.json" in text and "neither the plans it was chosen from" in text and saved.libraries["torch"] in text
-    assert not [ms for ms in saved.predicted.forward_ms if f"{ms:.3f}" not in text]
+    fresh, text = planned.report, " ".join(Page(tmp_path / "saved.html").text)
+    assert "saved.json" in text and saved.libraries["torch"] in text
+    shown = [*saved.predicted.forward_ms, *(table.alone_ms for table in fresh.tables)]
+    shown += [rival.total_ms for rival in fresh.rivals if rival.feasible]
+    assert not [ms for ms in shown if f"{ms:.3f}" not in text]
+    old = replace(saved, predicted=replace(saved.predicted, rivals=(), alone_ms={}))
+    save_html(old, tmp_path / "old.html")
+    text = " ".join(Page(tmp_path / "old.html").text)
+    assert "GiB of weights" in text and "of version 1, which holds neither" in text and "Against other" not in text
 
 
 def test_commands_write_pictures(tmp_path: Path) -> None:
@@ -226,7 +232,7 @@ def test_commands_write_pictures(tmp_path: Path) -> None:
     assert "256 samples each" in page.read_text()
     assert json.loads(dreamshard("report", str(plan), "--html", str(page), "--png", str(folder), "--format", "json"))
     assert "plan.json" in page.read_text()
-    assert {path.name for path in folder.iterdir()} == {"ranks.png", "tables.png", "memory.png"}
+    assert {path.name for path in folder.iterdir()} == {"ranks.png", "plans.png", "tables.png", "memory.png"}
     refused = dreamshard("report", str(plan), "--html", str(folder), status=2)
     assert "cannot be written" in re.sub(r"\W+", " ", refused)
 

@@ -62,7 +62,16 @@ def test_saved_plans_of_random_models_load_to_the_same_plan(seed: int, tmp_path:
     assert other.plan(case.model, case.sharders).plan == plan.plan
     report = other.report()
     assert report.chosen.total_ms == pytest.approx(one.report().chosen.total_ms, rel=1e-6)
-    assert report.memory == one.report().memory and any("loaded from plan.json" in note for note in report.notes)
+    fresh = one.report()
+    assert report.memory == fresh.memory and any("loaded from plan.json" in note for note in report.notes)
+    assert [rival.name for rival in report.rivals] == [rival.name for rival in fresh.rivals]
+    saved = SavedPlan.load(tmp_path / "plan.json").report()
+    for was, now in zip(fresh.rivals, saved.rivals, strict=True):
+        assert (was.name, was.feasible) == (now.name, now.feasible)
+        assert was.total_ms == pytest.approx(now.total_ms, abs=1e-5)
+        assert was.rank_ms == pytest.approx(now.rank_ms, abs=1e-5)
+    alone_ms = {table.name: table.alone_ms for table in saved.tables}
+    assert alone_ms == pytest.approx({table.name: table.alone_ms for table in fresh.tables}, abs=1e-6)
     assert one.predict(plan).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
 
 
@@ -75,6 +84,32 @@ def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) 
     assert "since the plan was made: setting, seed: 0 -> 7" in report.notes
     again.save_plan(file)
     assert SavedPlan.load(file).predicted.total_ms == pytest.approx(report.chosen.total_ms, abs=1e-6)
+
+
+def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, file: Path) -> None:
+    fresh, saved = made[0].report(beyond=False), SavedPlan.load(file)
+    assert str(saved.report()).splitlines()[:8] == str(fresh).splitlines()[:8] and len(fresh.rivals) > 5
+    assert [name for name, _ in saved.report().collectives] == [name for name, _ in fresh.collectives]
+    text = str(compare(saved, saved)).splitlines()
+    (line,) = [line for line in text if line.startswith("torchrec")]
+    assert line.split() == ["torchrec", *[f"{fresh.rival('torchrec').total_ms:.3f}"] * 2]
+    dearer = planner(plan_loader=JsonPlanLoader(file), cost_source="torchrec")
+    dearer.plan(model(), SHARDERS)
+    assert dearer.report().rivals == () and any("by the costs of then" in note for note in dearer.report().notes)
+    given = made[0].saved_plan(saved)
+    assert given.predicted.rivals == () and given.predicted.alone_ms == saved.predicted.alone_ms
+
+
+def test_files_of_version_1_are_read(file: Path) -> None:
+    document = json.loads(file.read_text())
+    known = ("total_ms", "collectives_ms", "forward_ms", "backward_ms", "cost_source", "collectives_source", "memory")
+    document |= {"version": 1, "predicted": {name: document["predicted"][name] for name in known}}
+    file.write_text(json.dumps(document))
+    old = SavedPlan.load(file)
+    assert old.predicted.rivals == () and old.report().rivals == () and "table_wise" in str(old.report())
+    again = planner(plan_loader=JsonPlanLoader(file))
+    again.plan(model(), SHARDERS)
+    assert again.report().chosen.total_ms == pytest.approx(old.predicted.total_ms, rel=1e-6)
 
 
 def test_a_file_reads_well_in_a_diff(file: Path) -> None:
@@ -169,7 +204,7 @@ SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
     "no version": (_without("version"), "unreadable version None"),
-    "newer": (_with(2, "version"), r"version 2 is newer than this package reads \(1\)"),
+    "newer": (_with(3, "version"), r"version 3 is newer than this package reads \(2\)"),
     "no sharding": (_without("sharding"), "sharding: Field required"),
     "unknown entry": (_with(1, "surprise"), "surprise: Unexpected keyword"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: Input should be a valid integer"),
@@ -186,6 +221,11 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "no shards": (_with([], *SHARD[:-1]), "0 table_wise shard.* do not cover"),
     "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
     "no dtype": (_with("float31", "inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
+    "a cost of no table": (_with(1.0, "predicted", "alone_ms", "t9"), "costs and sharding name different tables: t9"),
+    "a rival of other ranks": (
+        _with([1.0] * 3, "predicted", "rivals", 0, "cost", "backward_ms"),
+        "costs of 3 ranks are predicted, the topology has 2",
+    ),
     "ranks less": (_with([1.0], "predicted", "forward_ms"), "costs of 1 ranks are predicted, the topology has 2"),
 }
 

@@ -40,12 +40,12 @@ def plan(
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
     planned = options.job().plan()
+    report, job = planned.report, planned.job
     if out is not None:
         planned.planner.save_plan(out)
         typer.echo(f"written to {out}", err=True)
-    report, job = planned.report, planned.job
     _picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
-    show(_document(planned), format, str(report), "", _costliest(planned, None if every_table else TABLES_SHOWN))
+    show(_document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
 @command("dreamshard explain --tables mlperf_dlrm_dcnv2 --gpus 8 --gpu h100 --batch-size 8192 --rank 3")
@@ -67,7 +67,7 @@ def explain(
 def report(
     plan: PlanArgument, html: HtmlOption = None, png: PngOption = None, format: FormatOption = Format.table
 ) -> None:
-    """What a plan in a file costs, as it was predicted when it was made, and where its tables are."""
+    """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
     saved = _saved(plan)
     _picture(saved, html, png)
     show(saved.to_dict(), format, *_saved_tables(saved))
@@ -116,11 +116,11 @@ def _document(planned: PlannedJob) -> dict[str, Any]:
     }
 
 
-def _costliest(planned: PlannedJob, limit: int | None) -> RenderableType:
+def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     from dreamshard_planner.words import ranges
 
-    tables = sorted(planned.report.tables, key=lambda table: -table.alone_ms)
+    tables = sorted(report.tables, key=lambda table: -table.alone_ms)
     shown = tables[:limit]
     rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), table.alone_ms) for table in shown]
     more = f", the {len(shown)} costliest of {len(tables)}" if len(shown) < len(tables) else ""
@@ -138,11 +138,10 @@ def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
     return [
         f"{saved.name}: {len(saved.inputs.tables)} tables on {topology.world_size} {topology.compute_device} ranks, "
         f"{topology.local_world_size} on a host, {saved.inputs.batch_size:,} samples each; {libraries}.",
-        f"Predicted: {predicted.total_ms:.3f} ms of embedding work per training step, of which collectives "
-        f"{predicted.collectives_ms:.3f}. Compute: {predicted.cost_source}. "
-        f"Collectives: {predicted.collectives_source}.",
+        str(saved.report()),
+        "",
         grid(("rank", "forward ms", "backward ms", *(f"{kind} GiB" for kind in memory)), per_rank),
-        grid(("table", "sharding"), [(name, sharding.label) for name, sharding in saved.tables()]),
+        _costliest(saved.report(), None),
     ]
 
 

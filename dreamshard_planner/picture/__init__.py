@@ -19,7 +19,7 @@ def save_html(subject: Report | SavedPlan, path: str | Path, title: str | None =
     """Write one HTML file that needs neither network nor scripts; an existing one is replaced as a whole.
 
     Args:
-        subject: a report; or a plan from a file, which holds less: neither rivals nor what each table costs.
+        subject: a report; or a plan from a file, whose page also says what it was made from.
         path: of the file.
         title: what was planned; ``Sharding plan``, or the name of the saved plan, by default.
 

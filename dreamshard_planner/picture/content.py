@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dreamshard_planner.plan_file import SavedPlan
@@ -88,37 +88,26 @@ class Content:
 
     @classmethod
     def _of_saved(cls, saved: SavedPlan, title: str | None) -> Content:
-        inputs, predicted, topology = saved.inputs, saved.predicted, saved.inputs.topology
-        tables = []
-        for name, sharding in saved.tables():
-            table = inputs.tables[name]
-            kernel = "" if sharding.kernel in ("fused", "dense") else f" {sharding.kernel}"
-            ranks = tuple(shard.rank for shard in sharding.shards)
-            gib = table.rows * table.dim * table.weight_bytes / 2**30
-            label = f"{sharding.sharding_type}{kernel}"
-            tables.append(ShownTable(printable(name), label, sharding.sharding_type, ranks, gib))
-        facts = [
+        content, inputs, topology = cls._of_report(saved.report(), title), saved.inputs, saved.inputs.topology
+        facts = (
             ("ranks", f"{topology.world_size:,} {topology.compute_device}, {topology.local_world_size:,} on a host"),
             ("samples per rank", f"{inputs.batch_size:,}"),
             *((f"{kind.upper()} of a rank", size_in_words(max(of_D))) for kind, of_D in topology.memory_bytes.items()),
             ("statistics", inputs.statistics or "none"),
             *((name, str(value)) for name, value in inputs.settings.items()),
             *saved.libraries.items(),
-        ]
-        return cls(
-            title=title or saved.name,
-            chosen=predicted.entry("dreamshard"),
-            rivals=(),
-            cost_source=predicted.cost_source,
-            collectives_source=predicted.collectives_source,
-            tables=_heaviest_first(tables),
-            weighed_by="GiB of weights",
-            memory=predicted.memory,
-            collectives=(),
-            measured=None,
-            measured_before=None,
-            notes=("a plan's file holds neither the plans it was chosen from nor what each table costs",),
-            facts=tuple(facts),
+        )
+        content = replace(content, title=title or saved.name, facts=(*content.facts, *facts))
+        if saved.predicted.alone_ms or not content.tables:
+            return content
+        gib = {
+            printable(name): table.rows * table.dim * table.weight_bytes / 2**30
+            for name, table in inputs.tables.items()
+        }
+        tables = [replace(table, weight=gib[table.name]) for table in content.tables]
+        note = "this file is of version 1, which holds neither the plans it was chosen from nor what each table costs"
+        return replace(
+            content, tables=_heaviest_first(tables), weighed_by="GiB of weights", notes=(*content.notes, note)
         )
 
     @cached_property

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from dreamshard_planner import __version__
 from dreamshard_planner.explain import Explanation
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.placement.place import Contender, Placement
-from dreamshard_planner.plan_file import PlanInputs, Predicted, SavedPlan
+from dreamshard_planner.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.explaining import explain
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
-from dreamshard_planner.report import Report, ReportEntry, memory_entries
+from dreamshard_planner.predicted import Predicted
+from dreamshard_planner.report import Report
 from dreamshard_planner.stale import differences
 
 AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
@@ -54,17 +56,12 @@ class Planned:
         """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
         return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
 
-    def saved(self, plan: AnyPlan, name: str) -> SavedPlan:
-        """A plan with all that it was made from."""
+    def saved(self, plan: AnyPlan, name: str, known: Report | None = None) -> SavedPlan:
+        """A plan with all that it was made from, and with its report, if that is ``known``."""
         rated = self.rated(plan)
         return SavedPlan(
             libraries=_libraries(),
-            predicted=Predicted.of(
-                ReportEntry.of(name, rated.costs),
-                str(rated.cost.compute.source),
-                rated.read.problem.collectives.world.source,
-                memory_entries(rated.cost, rated.sharding),
-            ),
+            predicted=Predicted.of_report(known or self._report(rated, self.context.notes())),
             inputs=self.inputs,
             sharding=shardings(rated.options),
             name=name,
@@ -94,12 +91,23 @@ class Planned:
         rated, now = self.rated(plan), _libraries()
         changed = [difference.text for difference in differences(saved.inputs, self.inputs)]
         changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
+        then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
+        alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
+            then.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
+        )
+        others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
         notes = [
-            f"the plan was loaded from {saved.name}, where its cost is {saved.predicted.total_ms:.3f} ms",
+            f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}",
             *(f"since the plan was made: {text}" for text in changed),
             *self.context.notes(),
             *self.context.reader.notes(plan),
         ]
+        report = self._report(rated, notes)
+        return replace(report, rivals=saved.report().rivals) if alike else report
+
+    @staticmethod
+    def _report(rated: Rated, notes: Sequence[str]) -> Report:
+        """On a plan that was not searched for."""
         placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
         return Report.of(rated.cost, rated.sharding, placement, notes=notes)
 
