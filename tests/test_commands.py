@@ -171,6 +171,11 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
         (("plan", "--tables", EXAMPLE, "--gpus", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"), "network"),
         (("plan", *SMALL, "--statistics", "gone.json"), "gone.json"),
         (("plan", *SMALL, "--checkpoint", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (
+            ("plan", *SMALL, "--together", "user_id,brnd"),
+            "'brnd', which the model does not have (did you mean 'brand'?)",
+        ),
+        (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
         (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (("info", "gone.json"), "gone.json: no such file"),
         (("report", "gone.json"), "gone.json"),
@@ -205,6 +210,12 @@ def test_mistakes_are_one_line_and_status_1(
         (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
         (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
         (("plan", *SMALL, "--out", "nowhere/x.json"), "nowhere"),
+        (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
+        (("plan", *SMALL, "--together", "brand,city", "--apart", "city,brand"), "are to be together and apart"),
+        (("plan", *SMALL, "--on-ranks", "brand"), "give a table and its ranks"),
+        (("plan", *SMALL, "--on-ranks", "brand=0,x"), "'x' is neither a rank"),
+        (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
+        (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
         (("what-if", *SMALL, "--vary", "colour=1"), "colour"),
         (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
@@ -278,6 +289,17 @@ def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) 
     assert "rank 7" in run("explain", *SMALL, "--rank", "7", status=1).stderr.lower()
     foreign = run("explain", *SMALL, "--plan", str(folder / "foreign.json"), status=1).stderr
     assert "foreign.json" in foreign
+
+
+def test_rules_of_the_command_line_are_kept() -> None:
+    rules = ("--together", "user_id,item_id,city", "--apart", "brand,category", "--on-ranks", "country=1")
+    report = json.loads(run("plan", *SMALL, *rules, "--on-ranks", "city=0-0", "--format", "json").stdout)["report"]
+    ranks = {table["name"].partition(".")[2]: table["ranks"] for table in report["tables"]}
+    assert ranks["user_id"] == ranks["item_id"] == ranks["city"] == [0] and ranks["country"] == [1]
+    assert not set(ranks["brand"]) & set(ranks["category"])
+    arguments = ("what-if", *SMALL, *rules, "--vary", "gpus=1,4", "--no-worst", "--no-smallest", "--format", "json")
+    fewer, more = json.loads(run(*arguments).stdout)["sweeps"]["ranks"]
+    assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
 
 
 def test_what_if_varies_what_is_asked(folder: Path) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, listed, size_bytes
+from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, listed, ranks_of, size_bytes
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline import Job
+    from dreamshard_planner.placement_rules import PlacementRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,23 @@ class JobOptions:
     sharding_types: Annotated[
         str | None, typer.Option(help="TorchRec's names of the types to use, separated by commas; default: all.")
     ] = None
+    together: Annotated[
+        list[str] | None,
+        typer.Option(help="Tables that must lie on one rank; may be given several times.", metavar="TABLE,TABLE,..."),
+    ] = None
+    apart: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tables of which no rank may hold two; may be given several times.", metavar="TABLE,TABLE,..."
+        ),
+    ] = None
+    on_ranks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The ranks that may hold a table, as user_id=0,2,4-7; may be given several times.",
+            metavar="TABLE=RANKS",
+        ),
+    ] = None
     exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0
     search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None
@@ -86,7 +104,7 @@ class JobOptions:
 
     def job(self) -> Job:
         """Read; mistakes in it are found before anything is planned."""
-        machine = self.machine()
+        machine, rules = self.machine(), self.placement_rules()
         with quiet():
             from dreamshard_planner.offline import Job, read_model
             from dreamshard_planner.workload.statistics import TableStatistics
@@ -99,10 +117,33 @@ class JobOptions:
             "cost_source": self.cost_source.value,
             "sharding_types": None if self.sharding_types is None else self.sharding_types_named(),
             "exact_training": self.exact_training,
+            "placement_rules": rules,
             "seed": self.seed,
             "search_seconds": self.search_seconds,
         }
         return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+
+    def placement_rules(self) -> PlacementRules | None:
+        """Where tables must lie; None where that is free."""
+        if not (self.together or self.apart or self.on_ranks):
+            return None
+        from dreamshard_planner.placement_rules import PlacementRules
+
+        on_ranks: dict[str, list[int]] = {}
+        for text in self.on_ranks or ():
+            name, equals, ranks = text.rpartition("=")
+            if not equals or not name.strip():
+                raise typer.BadParameter(f"--on-ranks {text!r}: give a table and its ranks, as user_id=0,2,4-7")
+            if on_ranks.setdefault(name.strip(), found := ranks_of(ranks)) is not found:
+                raise typer.BadParameter(f"--on-ranks names table {name.strip()!r} twice")
+        groups = {
+            name: [listed(text) for text in given or ()]
+            for name, given in (("together", self.together), ("apart", self.apart))
+        }
+        try:
+            return PlacementRules(**groups, on_ranks=on_ranks)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
 
     def sharding_types_named(self) -> tuple[str, ...]:
         """Those asked for."""

@@ -67,6 +67,8 @@ CollectivesOption = Annotated[
 UpdatesOption = Annotated[int | None, typer.Option(min=1, help="Policy updates; by default what a few minutes allow.")]
 
 
+MAX_RANKS = 2**20
+"""In one range of ranks."""
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -89,6 +91,18 @@ def bytes_per_s(text: str) -> float:
 def listed(text: str) -> tuple[str, ...]:
     """Words separated by commas."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def ranks_of(text: str) -> list[int]:
+    """``0,2,4-7`` as ranks."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part, re.ASCII)
+        last = match and int(match[2] or match[1])
+        if match is None or not 0 <= last - int(match[1]) < MAX_RANKS:
+            raise typer.BadParameter(f"{part!r} is neither a rank nor a range of them: give them as 0,2,4-7")
+        found += range(int(match[1]), last + 1)
+    return found
 
 
 class CostSource(str, Enum):
