@@ -147,8 +147,7 @@ def resolve(
 def _auto(compute_device: str, recipe: str, threads: int | None, calibrated: bool) -> Checkpoint:
     """One of the user's own, else what ships."""
     try:
-        files = kept.files()
-        described = {path: describe(path) for path in files}
+        described = {path: describe(path) for path in kept.files()}
     except OSError as error:  # of a home that is not this user's, say, where nobody can have kept anything
         made = _shipped(compute_device, recipe)
         return replace(made, why=f"{made.name} ships: {kept.folder()}, for your own, cannot be read ({error.strerror})")
@@ -156,24 +155,28 @@ def _auto(compute_device: str, recipe: str, threads: int | None, calibrated: boo
         raise CheckpointError(
             f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
         ) from error
-    candidates = {
+    alike = {
         path: metadata
         for path, metadata in described.items()
-        if metadata.get("recipe", "default") == recipe
-        and metadata.get("hardware", {}).get("device") == compute_device
-        and (calibrated or "calibration" not in metadata)
+        if metadata.get("hardware", {}).get("device") == compute_device
     }
-    here = kept.Here.of(compute_device, threads) if candidates else None  # asking for a card starts CUDA
-    best = here.best(candidates) if here else None
-    if best is not None:
-        found = best.stat()
-        why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on {here.name} as well"
-        return replace(_loaded(best, found.st_mtime_ns, found.st_size, found.st_ino), why=why)
-    made = _shipped(compute_device, recipe)
-    if not files:
-        return made
-    where = f"none of your own in {kept.folder()} ({len(files)}) is of recipe {recipe!r} and was measured on"
-    return replace(made, why=f"{made.name} ships: {where} {here.name if here and here.name else 'such a device'}")
+    if not alike:
+        return _shipped(compute_device, recipe)
+    here = kept.Here.of(compute_device, threads)  # for CUDA this asks for the card, which starts CUDA
+    best = here.best(
+        {
+            path: metadata
+            for path, metadata in alike.items()
+            if metadata.get("recipe", "default") == recipe and (calibrated or "calibration" not in metadata)
+        }
+    )
+    if best is None:
+        made = _shipped(compute_device, recipe)
+        which = f"is of recipe {recipe!r} and was measured on {here.name or 'a card that is here'}"
+        return replace(made, why=f"{made.name} ships: none of your own in {kept.folder()} {which}")
+    found = best.stat()
+    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here.name}"
+    return replace(_loaded(best, found.st_mtime_ns, found.st_size, found.st_ino), why=why)
 
 
 @cache

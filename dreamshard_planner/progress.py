@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
@@ -26,3 +26,13 @@ def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> 
     task = bar.add_task(what, total=total, completed=done, note="")
     with bar:
         yield lambda note, steps=1: bar.update(task, advance=steps, note=note)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """On stderr, if that is a terminal: that something is being done, and for how long already. Nothing stays."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(what, total=None)
+        yield

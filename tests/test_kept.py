@@ -43,13 +43,14 @@ def test_auto_takes_the_one_measured_on_this_machine_with_as_many_threads(folder
     keep(folder / "other.safetensors", hardware={"name": "another processor"})
     keep(folder / "paper.safetensors", recipe="paper")
     shipped = resolve("auto", "cpu")
-    assert shipped.name == "cpu.safetensors" and f"none of your own in {folder} (2)" in shipped.why
+    assert shipped.name == "cpu.safetensors" and f"none of your own in {folder} is of recipe" in shipped.why
     for threads in (2, 8):
         keep(folder / f"{threads}.safetensors", hardware={"threads": threads})
     assert [resolve("auto", "cpu", threads=n).name[0] for n in (1, 3, 5, 64)] == ["2", "2", "8", "8"]
     taken = resolve("auto", "cpu", threads=2)
     assert f"2.safetensors is one of your own checkpoints, in {folder}" in taken.why
-    assert resolve("auto", "cuda").name == "roofline.safetensors"  # and no card is asked for
+    assert resolve("auto", "cuda").name == "roofline.safetensors"
+    assert resolve("auto", "cuda").why == ""  # and no card is asked for
     with pytest.raises(CheckpointError, match="no checkpoint of recipe 'autoshard' ships"):
         resolve("auto", "cpu", "autoshard")
 

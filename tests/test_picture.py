@@ -233,11 +233,17 @@ def test_commands_write_pictures(tmp_path: Path) -> None:
     assert json.loads(dreamshard("report", str(plan), "--html", str(page), "--png", str(folder), "--format", "json"))
     assert "plan.json" in page.read_text()
     assert {path.name for path in folder.iterdir()} == {"ranks.png", "plans.png", "tables.png", "memory.png"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "jinja2", None)
+        patch.setattr("dreamshard_planner.offline.Job.plan", None)  # asked for before anything is planned
+        assert "there is no jinja2" in dreamshard("plan", *job, "--html", str(page), status=1)
     refused = dreamshard("report", str(plan), "--html", str(folder), status=2)
     assert "cannot be written" in re.sub(r"\W+", " ", refused)
 
 
 def test_what_is_missing_is_said(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DreamShardError, match=r"need matplotlib and jinja2 .*dreamshard_planner\[report\]"):
+    with pytest.raises(
+        DreamShardError, match=r"need matplotlib and jinja2, and there is no matplotlib.*dreamshard_planner\[report\]"
+    ):
         report.save_html(tmp_path / "report.html")

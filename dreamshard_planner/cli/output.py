@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 PIPE_COLUMNS = 200
 """Width of tables where stdout is no terminal."""
@@ -54,14 +55,14 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | Non
     return table
 
 
-def facts(document: dict[str, Any], title: str | None = None) -> Table:
+def facts(document: dict[str, Any], title: str) -> RenderableType:
     """Names and values, nested ones behind their names."""
-    table = Table(box=None, show_header=False, title=title, title_justify="left", pad_edge=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _flat(document):
         table.add_row(name, _cell(value))
-    return table
+    return Group(Text(title, style="italic"), table)  # a title of the table's own would be as narrow as that
 
 
 def _flat(document: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -80,7 +81,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "-" if not math.isfinite(value) else f"{value:.4g}" if abs(value) < 1 else f"{value:,.3f}"
+        return "-" if not math.isfinite(value) else f"{value:.4g}" if abs(value) < 0.1 else f"{value:,.3f}"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_cell, value))
     return str(value).replace("[", r"\[")

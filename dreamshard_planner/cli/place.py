@@ -13,9 +13,10 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, quiet
 from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.progress import working
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline import PlannedJob
+    from dreamshard_planner.offline import Job, PlannedJob
     from dreamshard_planner.plan_file import SavedPlan
     from dreamshard_planner.report import MemoryEntry, Report
 
@@ -39,8 +40,11 @@ def plan(
     format: FormatOption = Format.table,
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
-    planned = options.job().plan()
-    report, job = planned.report, planned.job
+    _check_picture(html, png)
+    job = options.job()
+    with working(_planning(job)):
+        planned = job.plan()
+        report = planned.report
     if out is not None:
         planned.planner.save_plan(out)
         typer.echo(f"written to {out}", err=True)
@@ -59,7 +63,8 @@ def explain(
     """Why a rank is slow: its fused kernels and costliest tables, and what leaving, splitting or caching them gains."""
     job = options.job()
     saved = None if given is None else _saved(given)
-    found = job.plan().planner.explain(rank, saved)
+    with working(_planning(job)):
+        found = job.plan().planner.explain(rank, saved)
     show(found.to_dict(), format, str(found))
 
 
@@ -68,6 +73,7 @@ def report(
     plan: PlanArgument, html: HtmlOption = None, png: PngOption = None, format: FormatOption = Format.table
 ) -> None:
     """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
+    _check_picture(html, png)
     saved = _saved(plan)
     _picture(saved, html, png)
     show(saved.to_dict(), format, *_saved_tables(saved))
@@ -81,6 +87,18 @@ def compare(before: PlanArgument, after: PlanArgument, format: FormatOption = Fo
 
         found = compare(before, after)
     show(found.to_dict(), format, str(found))
+
+
+def _planning(job: Job) -> str:
+    return f"planning {job.model.name} for {job.machine.title}"
+
+
+def _check_picture(html: Path | None, png: Path | None) -> None:
+    """That what draws is installed, before anything is planned."""
+    if html is not None or png is not None:
+        from dreamshard_planner.picture import check_libraries
+
+        check_libraries()
 
 
 def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, title: str | None = None) -> None:

@@ -41,6 +41,14 @@ def parquet(
         pairs = [name.partition("=") for name in listed(features)]
         names = {feature.strip(): (column or feature).strip() for feature, _, column in pairs}
     counted = statistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
+    if names is None:
+        from dreamshard_planner.workload.parquet import columns_left_out
+
+        if left := columns_left_out(paths):
+            typer.echo(
+                f"not counted, since they hold no lists: {', '.join(left)}; name all that are ids with --features",
+                err=True,
+            )
     _keep(counted, out, format)
 
 

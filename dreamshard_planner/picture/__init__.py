@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,14 +65,25 @@ def save_png(subject: Report | SavedPlan, folder: str | Path, title: str | None 
     return tuple(written)
 
 
-def _sections(content: object) -> tuple[Section, ...]:
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as missing:
+def check_libraries() -> None:
+    """DreamShardError where what draws is not installed; says how to install it. Loads nothing."""
+    missing = [name for name in ("matplotlib", "jinja2") if not _installed(name)]
+    if missing:
         raise DreamShardError(
-            f"pictures of reports need matplotlib and jinja2 ({missing}): pip install 'dreamshard_planner[report]'"
-        ) from missing
+            f"pictures of reports need matplotlib and jinja2, and there is no {' and no '.join(missing)}: "
+            "pip install 'dreamshard_planner[report]'"
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # of a module that is there by name alone
+        return False
+
+
+def _sections(content: object) -> tuple[Section, ...]:
+    check_libraries()
     from dreamshard_planner.picture.sections import sections
 
     return sections(content)

@@ -90,6 +90,14 @@ def _columns(path: Path, file: pq.ParquetFile, features: Sequence[str] | Mapping
     return names
 
 
+def columns_left_out(paths: str | Path | Sequence[str | Path]) -> list[str]:
+    """Columns of the first file that hold one whole number each, which may be ids, labels or times; those are counted
+    only where they are named."""
+    _, file = _opened(_files(paths)[0])
+    schema = file.schema_arrow
+    return [name for name, kind in zip(schema.names, schema.types, strict=True) if pa.types.is_integer(kind)]
+
+
 def _is_ids(kind: pa.DataType, lists_only: bool = False) -> bool:
     if any(is_list(kind) for is_list in LISTS):
         return pa.types.is_integer(kind.value_type)
