@@ -95,6 +95,9 @@ def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
         value = description.get(name)
         if name in description and not (type(value) is kind and all(type(part) is of for part in value)):
             raise CheckpointError(f"{path}: its {name} must be a {kind.__name__} of {of.__name__}, got {brief(value)}")
+    threads = description.get("hardware", {}).get("threads", 1)
+    if type(threads) is not int or threads < 1:
+        raise CheckpointError(f"{path}: threads of its hardware must be a whole number from 1, got {brief(threads)}")
     if description.get("recipe", "default") not in RECIPES:
         raise CheckpointError(
             f"{path}: its recipe must be one of {', '.join(RECIPES)}, got {brief(description['recipe'])}"

@@ -27,7 +27,7 @@ VARIABLE = "DREAMSHARD_HOME"
 
 def folder() -> Path:
     """Where the checkpoints are; need not be there."""
-    home = os.environ.get(VARIABLE)
+    home = os.path.expanduser(os.environ.get(VARIABLE, ""))
     return Path(home or platformdirs.user_data_path("dreamshard_planner", appauthor=False)) / "checkpoints"
 
 

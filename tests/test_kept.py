@@ -103,6 +103,10 @@ def test_a_damaged_one_is_an_error_that_names_it(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"bad.safetensors: not a safetensors.*remove the file, or name a check"):
         resolve("auto", "cpu")
     assert resolve(folder / "good.safetensors", "cpu").name == "good.safetensors"
+    for threads in (0, "many", None, 2.5, True):
+        keep(folder / "bad.safetensors", hardware={"threads": threads})
+        with pytest.raises(CheckpointError, match="bad.safetensors: threads of its hardware must be a whole number"):
+            resolve("auto", "cpu")
     doctor = CliRunner().invoke(app, ["doctor", "--format", "json"])
     assert doctor.exit_code == 1 and "bad.safetensors" in doctor.stdout
 
@@ -132,6 +136,9 @@ def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) 
 
 
 def test_without_the_variable_it_is_in_the_users_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DREAMSHARD_HOME", "~/mine")
+    assert kept.folder() == tmp_path / "mine" / "checkpoints"
     monkeypatch.delenv("DREAMSHARD_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert kept.folder() == tmp_path / "dreamshard_planner" / "checkpoints" and kept.files() == []

@@ -103,7 +103,9 @@ class Planned:
             *self.context.reader.notes(plan),
         ]
         report = self._report(rated, notes)
-        return replace(report, rivals=saved.report().rivals) if alike else report
+        if not alike:
+            return report
+        return replace(report, rivals=saved.report().rivals, candidates=then.candidates, reshards=then.reshards)
 
     @staticmethod
     def _report(rated: Rated, notes: Sequence[str]) -> Report:
