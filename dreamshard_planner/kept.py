@@ -20,6 +20,7 @@ import platformdirs
 import torch
 
 from dreamshard_planner.errors import FileError
+from dreamshard_planner.files import brief
 from dreamshard_planner.measure.hardware import describe_hardware
 
 VARIABLE = "DREAMSHARD_HOME"
@@ -59,10 +60,14 @@ def new_file(hardware: Mapping[str, Any], recipe: str = "default", calibrated: b
             does not replace what it was made from.
 
     Raises:
-        FileError: the folder cannot be made.
+        FileError: the folder cannot be made; or device or name are missing.
     """
-    parts = [hardware["device"], hardware["name"]]
-    parts += [f"{hardware['threads']} threads"] if hardware["device"] == "cpu" else []
+    device, name = hardware.get("device"), hardware.get("name")
+    if not (device and name):
+        raise FileError(
+            f"no name for a checkpoint of hardware that is not told ({brief(dict(hardware))}): say where to"
+        )
+    parts = [device, name, f"{hardware.get('threads', 1)} threads" if device == "cpu" else ""]
     parts += ["" if recipe == "default" else recipe, "calibrated" if calibrated else ""]
     try:
         folder().mkdir(parents=True, exist_ok=True)

@@ -129,6 +129,8 @@ def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) 
     assert (
         kept.new_file(h100, "paper", calibrated=True).name == "cuda-nvidia-h100-80gb-hbm3-paper-calibrated.safetensors"
     )
+    with pytest.raises(FileError, match="hardware that is not told"):
+        kept.new_file({"device": "cpu"})
     (folder / "x").write_text("")
     described = {folder / "x": {"hardware": h100}}
     assert Here("cuda", "NVIDIA H100 80GB HBM3", 8).best(described) == folder / "x"
