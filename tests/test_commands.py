@@ -232,6 +232,14 @@ def test_wrong_options_are_named_before_anything_is_done(
     assert not list(tmp_path.iterdir())
 
 
+def test_planning_shows_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as rich knows a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("plan", "explain"):
+        done = run(name, *SMALL, "--format", "json")
+        assert f"planning {EXAMPLE} for 2 NVIDIA H100 SXM" in done.stderr and json.loads(done.stdout)
+
+
 def test_sizes_and_rates_have_units() -> None:
     assert (size_bytes("80GB"), size_bytes("80 GiB"), size_bytes("1.5tb")) == (80 * 10**9, 80 * 2**30, 1.5 * 10**12)
     assert (bytes_per_s("25GB/s"), bytes_per_s("200Gb/s"), bytes_per_s("200Gbps")) == (25e9, 25e9, 25e9)
