@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Ranks are forked from one server that has imported what they all need: imports are most of a short test's time.
+multiprocessing.set_forkserver_preload(["torchrec", "dreamshard_planner.planner", "dreamshard_planner.measure.collect"])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -39,10 +39,9 @@ def _held(path: Path) -> int:
 
 
 def _on_two_ranks(function: Callable[[Ranks, Path], None], path: Path) -> list[int | None]:
-    """Exit codes. The forkserver imports the package once for all of them."""
+    """Exit codes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dreamshard_planner.measure.collect"])
     processes = [context.Process(target=_rank, args=(rank, store.port, function, path)) for rank in range(2)]
     for process in processes:
         process.start()

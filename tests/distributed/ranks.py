@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -21,9 +20,6 @@ import torch.multiprocessing as mp
 from torchrec.distributed import comm
 
 TIMEOUT_SECONDS = 120
-
-# Ranks are forked from one server that has imported what they all need: imports are most of a short test's time.
-multiprocessing.set_forkserver_preload(["torchrec", "dreamshard_planner", "torch.distributed.optim"])
 
 
 @dataclass(frozen=True)
