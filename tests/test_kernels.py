@@ -196,17 +196,27 @@ def test_backward_needs_its_forward() -> None:
         kernel.backward()
 
 
-def test_interrupted_runs_are_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, runs = FusedKernel([workload("a")], "cpu"), []
+@pytest.mark.parametrize(
+    ("usage", "attempts", "threads", "long_ms"),
+    [
+        ([(5, 0), (5, 0)], 1, 1, 1e3),  # nobody had the core
+        ([(5, 0), (6, 10**15)], 1, 1, 1e3),  # somebody for no time that counts: all of it was computed
+        ([(5, 0), (6, 0), (6, 0), (6, 0)], 2, 1, 1e3),
+        ([(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0)], 3, 1, 1e3),
+        ([(5, 0), (6, 10**15), (6, 0), (6, 0)], 2, 2, 1e3),  # of several threads it is not known for how long
+        ([(1, 0), (2, 0)], 1, 1, 0.0),  # long runs are kept
+    ],
+)
+def test_runs_of_which_others_took_a_part_are_done_again(
+    usage: list, attempts: int, threads: int, long_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, runs, told = FusedKernel([workload("a")], "cpu"), [], iter(usage)
     monkeypatch.setattr(kernel, "move", lambda: runs.append(1))
-    cases = (([5, 5], 1, 1e3), ([5, 6, 6, 6], 2, 1e3), ([1, 2, 3, 4, 5, 6], 3, 1e3), ([1, 2, 3, 4, 5, 6], 1, 0.0))
-    for interruptions, attempts, long_ms in cases:
-        monkeypatch.setattr(timing, "_LONG_MS", long_ms)  # runs above are kept, interrupted or not
-        counts = iter(interruptions)
-        monkeypatch.setattr(timing, "_interruptions", lambda counts=counts: next(counts))
-        runs.clear()
+    monkeypatch.setattr(timing, "_LONG_MS", long_ms)
+    monkeypatch.setattr(timing, "_usage", lambda: next(told))
+    with pinned(threads):
         (timed,) = time_groups([kernel], repeats=1, warmup=0)
-        assert len(runs) == attempts and timed.samples_ms.shape == (1, 2)
+    assert len(runs) == attempts and timed.samples_ms.shape == (1, 2)
 
 
 def test_time_groups_keeps_every_sample() -> None:

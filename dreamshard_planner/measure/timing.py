@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Time fused kernels: warm-up, interleaved repeats in shuffled order, every sample kept; on the CPU, a run during
-which the system gave the core to somebody else is no sample, and done again.
+which the system gave the core to somebody else for more than a hundredth of it is no sample, and done again.
 
 Cache state. Before every run a kernel's tables move to windows of the arena that no recent run has touched, so
 the forward pass reads cold rows. Indices, offsets and the output gradient are as warm as a previous layer leaves
@@ -18,6 +18,7 @@ Shape letters: R repeats, 2 (forward, backward).
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import time
@@ -38,9 +39,9 @@ _FLUSH_BYTES, _MAX_FLUSHES = 512 << 20, 16
 that takes longer, the device writes as often as it has to, up to the second figure."""
 
 
-_ATTEMPTS, _LONG_MS = 3, 250.0
-"""Runs on the CPU at most, to get one that is not interrupted: on a busy core, longer ones always are. Those above the
-second figure are kept: a time slice of a few ms matters little there."""
+_ATTEMPTS, _STOLEN_SHARE, _LONG_MS = 3, 0.01, 250.0
+"""Runs on the CPU at most, to get one during which others had the core for no more than this share of it: on a busy core
+they always do. Runs longer than the last figure are kept: a time slice of a few ms matters little there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +188,13 @@ def processor_time() -> Iterator[None]:
 
 
 class _CpuRuns:
-    """Runs with the host clock, or with that of the thread (:func:`processor_time`). By the host clock, a run that was
-    interrupted tells nothing of its kernel, and is done again."""
+    """Runs with the host clock, or with that of the thread (:func:`processor_time`). By the host clock, a run during
+    which others had the core tells nothing of its kernel, and is done again."""
 
     def __init__(self) -> None:
-        self._by_thread = _PROCESSOR_TIME.get()
-        if self._by_thread and torch.get_num_threads() > 1:
-            raise TaskError(f"processor time is that of one thread, but {torch.get_num_threads()} compute")
+        self._by_thread, self._threads = _PROCESSOR_TIME.get(), torch.get_num_threads()
+        if self._by_thread and self._threads > 1:
+            raise TaskError(f"processor time is that of one thread, but {self._threads} compute")
         self._now = time.thread_time_ns if self._by_thread else time.perf_counter_ns
 
     def warm_up(self, kernel: FusedKernel) -> None:
@@ -204,11 +205,18 @@ class _CpuRuns:
         if self._by_thread:
             return self._run(kernel)
         for _ in range(_ATTEMPTS):
-            before = _interruptions()
+            before = _usage()
             marks = self._run(kernel)
-            if _interruptions() == before or marks[-1] - marks[0] > _LONG_MS * 1e6:
+            run_ns = marks[-1] - marks[0]
+            if run_ns > _LONG_MS * 1e6 or self._stolen_ns(run_ns, before, _usage()) <= _STOLEN_SHARE * run_ns:
                 break
         return marks
+
+    def _stolen_ns(self, run_ns: int, before: tuple[int, int], after: tuple[int, int]) -> float:
+        """For how long others had the core; of several threads only known where nobody had."""
+        if before[0] == after[0]:
+            return 0.0
+        return run_ns - (after[1] - before[1]) if self._threads == 1 else math.inf
 
     def _run(self, kernel: FusedKernel) -> tuple[int, int, int]:
         kernel.move()
@@ -226,9 +234,10 @@ class _CpuRuns:
         return 0.0
 
 
-def _interruptions() -> int:
-    """How often the system has taken a core from this process so far, to let somebody else compute."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def _usage() -> tuple[int, int]:
+    """How often the system has taken a core from this process so far, to let somebody else compute; and for how many
+    nanoseconds this thread has computed."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, time.thread_time_ns()
 
 
 @dataclass(frozen=True, slots=True)
