@@ -40,8 +40,8 @@ that takes longer, the device writes as often as it has to, up to the second fig
 
 
 _ATTEMPTS, _STOLEN_SHARE, _LONG_MS = 3, 0.01, 250.0
-"""Runs on the CPU at most, to get one during which others had the core for no more than this share of it: on a busy core
-they always do. Runs longer than the last figure are kept: a time slice of a few ms matters little there."""
+"""Runs on the CPU at most, to get one during which others had the core for no more than this share of it: on a busy
+core they always do. Runs longer than the last figure are kept: a time slice of a few ms matters little there."""
 
 
 @dataclass(frozen=True, slots=True)
