@@ -8,6 +8,7 @@ import torch
 from small_models import SHARDERS, planner, scarce_planner, small_model, topology
 from torch import nn
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
 
@@ -125,3 +126,13 @@ def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) ->
     made.plan(model, SHARDERS)
     assert any("nothing was measured" in note and "outside of device memory" in note for note in made.report().notes)
     assert made.report().measured is None
+
+
+def test_optimizers_whose_kernels_are_unknown_are_noted() -> None:
+    for optimizer, said in ((torch.optim.Adagrad, True), (torch.optim.SGD, False)):
+        model = small_model()
+        apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+        made = planner()
+        made.plan(model, SHARDERS)
+        notes = [note for note in made.report().notes if "costed as with row-wise Adagrad" in note]
+        assert bool(notes) == said and all("sparse.t0, sparse.t1" in note for note in notes)

@@ -1,11 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a plan changes in the training of its tables."""
+"""What a plan changes in the training of its tables, and what its cost leaves out of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.plugin.legal import DP, inexact
 from dreamshard_planner.plugin.table_reader import TableReader
@@ -24,6 +24,17 @@ def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_
         f"{_names(tables)}: {kind} trains differently than a whole table, {reason}"
         for (kind, reason), tables in sorted(changed.items())
     ]
+
+
+def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topology: Topology) -> tuple[str, ...]:
+    """A sentence on tables whose optimizer no cost model of ours knows, where there are some."""
+    others = [_name(option) for option in plan if reader.table(option, topology).optimizer == "other"]
+    if not others:
+        return ()
+    return (
+        f"{_names(others)}: costed as with row-wise Adagrad, since of other optimizers only SGD's kernels are known; "
+        "those with a state for every weight take longer",
+    )
 
 
 def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str | None:
