@@ -51,9 +51,9 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
 def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=128)}
-    one = planner(hot=300.0, constraints=split, cost_source="roofline")
+    one = planner(hot=900.0, constraints=split, cost_source="roofline")
     one.plan(model(256), SHARDERS)
-    theirs = planner(hot=300.0, constraints=whole, cost_source="roofline")
+    theirs = planner(hot=900.0, constraints=whole, cost_source="roofline")
     plan = theirs.plan(model(256), SHARDERS)
     found = one.explain(plan=plan)
     assert found.bottleneck == "t2" and found.tables[0].table == "t2"
