@@ -43,6 +43,8 @@ METADATA: dict[str, tuple[type, type]] = {
     "batch_sizes": (list, int),
 }
 """What else of the description is read again: its type, and that of its elements."""
+COUNTS = (("dataset", "sets"), ("calibration", "sets"), ("validation", "tasks"))
+"""And how many there were, in sections of it that need not be there."""
 
 MAX_SIZE = 4096
 """Widest layer of a network, and most of anything that its configuration counts."""
@@ -95,6 +97,10 @@ def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
         value = description.get(name)
         if name in description and not (type(value) is kind and all(type(part) is of for part in value)):
             raise CheckpointError(f"{path}: its {name} must be a {kind.__name__} of {of.__name__}, got {brief(value)}")
+    for section, counted in COUNTS:
+        value = description.get(section, {})
+        if not (isinstance(value, dict) and type(value.get(counted, 0)) is int):
+            raise CheckpointError(f"{path}: {counted} of its {section} must be a whole number, got {brief(value)}")
     threads = description.get("hardware", {}).get("threads", 1)
     if type(threads) is not int or threads < 1:
         raise CheckpointError(f"{path}: threads of its hardware must be a whole number from 1, got {brief(threads)}")

@@ -116,5 +116,5 @@ def _checkpoint(device: str) -> Finding:
         advice = "; ".join(filter(None, (checkpoint.why, how)))
         return Finding(subject, f"{checkpoint.name}: bandwidths, and a policy trained on them", "note", advice)
     notes = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device=device).topology())
-    found = f"{checkpoint.name}: network, measured on {checkpoint.metadata['hardware_name']}"
+    found = f"{checkpoint.name}: network, measured on {checkpoint.metadata.get('hardware_name', '?')}"
     return Finding(subject, found, "note" if set(notes) - {checkpoint.why} else "ok", "; ".join(notes))

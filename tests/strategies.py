@@ -46,6 +46,8 @@ _HOSTILE: dict[str, list[Any]] = {
 class HostileCase:
     """A case of which one thing is none that anybody means."""
 
+    plain: MixedCase
+    """The case as anybody means it."""
     case: MixedCase
     subjects: tuple[str, ...]
     """What an error should name, one of them."""
@@ -64,19 +66,23 @@ def hostile_cases(draw: DrawFn) -> HostileCase:
         value = draw(st.sampled_from(_HOSTILE[field]))
         before = case.constraints.get(table) or ParameterConstraints()
         constraints = {**case.constraints, table: replace(before, **{field: value})}
-        return HostileCase(replace(case, constraints=constraints), (table,), f"{field}={value!r} of {table}")
+        return HostileCase(case, replace(case, constraints=constraints), (table,), f"{field}={value!r} of {table}")
     if kind == "statistics":
         features = dict(case.statistics or {})
         name = draw(st.sampled_from([*features, "nobody"]))
         features[name] = draw(feature_statistics)
-        return HostileCase(replace(case, statistics=TableStatistics(features)), (name, *tables), f"{features[name]}")
+        return HostileCase(
+            case, replace(case, statistics=TableStatistics(features)), (name, *tables), f"{features[name]}"
+        )
     if kind == "batch size":
         size = draw(st.sampled_from([0, -1, 1, 10**6, 2**40, 10**30]))
-        return HostileCase(replace(case, batch_size=size), ("batch", *tables), f"batch size {size}")
+        return HostileCase(case, replace(case, batch_size=size), ("batch", *tables), f"batch size {size}")
     memory = draw(st.sampled_from([0, -1, 1, 2**63, 10**20, 10**400, math.inf, math.nan, "80GB"]))
     made = {"hbm_cap": memory, "ddr_cap": memory}
     topology = Topology(case.topology.world_size, case.topology.compute_device, **made)
-    return HostileCase(replace(case, topology=topology), ("rank", "memory", "bytes", *tables), f"memory of {memory}")
+    return HostileCase(
+        case, replace(case, topology=topology), ("rank", "memory", "bytes", *tables), f"memory of {memory}"
+    )
 
 
 @st.composite

@@ -137,6 +137,14 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         Checkpoint.load(path)
 
 
+@pytest.mark.parametrize("section", [None, [], {"sets": []}, {"sets": "1"}, {"sets": True}])
+def test_counts_that_are_none_are_refused(tmp_path: Path, section) -> None:
+    path = tmp_path / "some.safetensors"
+    Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", "dataset": section}).save(path)
+    with pytest.raises(CheckpointError, match="some.safetensors: sets of its dataset must be a whole number"):
+        Checkpoint.load(path)
+
+
 @pytest.mark.parametrize("recipe", ["default", "paper"])
 def test_what_ships(recipe: str) -> None:
     measured, roofline = resolve("auto", "cpu", recipe), resolve("auto", "cuda", recipe)
