@@ -18,8 +18,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# Ranks are forked from one server that has imported what they all need: imports are most of a short test's time.
-multiprocessing.set_forkserver_preload(["torchrec", "dreamshard_planner.planner", "dreamshard_planner.measure.collect"])
+# Ranks, and processes to be killed, are forked from one server that has imported what they need: imports are most
+# of a short test's time. A later list would count only where no test has started the server yet.
+multiprocessing.set_forkserver_preload(
+    ["torchrec", "dreamshard_planner.planner", "dreamshard_planner.training", "dreamshard_planner.cli"]
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

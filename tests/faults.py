@@ -19,7 +19,6 @@ PATIENCE_SECONDS = 600
 CAPABILITY_VERSION_3, DAC_OVERRIDE = 0x20080522, 1 << 1
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["dreamshard_planner.cli", "dreamshard_planner.training", "torch.distributed"])
 
 
 def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:

@@ -125,9 +125,8 @@ def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture) 
 
 
 def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
-    """Real processes, really killed; the forkserver imports the package once for all of them."""
+    """Real processes, really killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dreamshard_planner.measure.collect"])
     path, moments, held = tmp_path / "journal", random.Random(0), 0
     for _ in range(20):
         process = context.Process(target=run, args=(MANY_SETS, path), kwargs={"block": 1})
