@@ -56,7 +56,7 @@ from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topo
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
 from dreamshard_planner.plugin.planned import AnyPlan, Planned
 from dreamshard_planner.plugin.reader import OptionReader
-from dreamshard_planner.plugin.training_notes import costed_optimizers, lost_optimizers, training_notes
+from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
 from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -337,9 +337,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return "the last plan was loaded by plan_loader"
         report = self._proposer.report(outcome)
         ruled = () if self._legal is None else self._legal.notes()
-        costed = () if self._cost_source == "torchrec" else costed_optimizers(plan, self._reader, self._topology)
-        known = (*self._context.notes(), *costed, *self._reader.notes(plan), *ruled)
-        report = replace(report, notes=(*report.notes, *known))
+        report = replace(report, notes=(*report.notes, *self._context.notes(plan), *ruled))
         if ranks_by_choice(plan) == self._before_callbacks:
             return report
         try:

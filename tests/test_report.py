@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from small_models import SHARDERS, planner, scarce_planner, small_model, topology
@@ -10,7 +12,14 @@ from torch import nn
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner import (
+    DreamShardError,
+    DreamShardPlanner,
+    FeatureStatistics,
+    JsonPlanLoader,
+    StatisticsError,
+    TableStatistics,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -128,11 +137,15 @@ def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert made.report().measured is None
 
 
-def test_optimizers_whose_kernels_are_unknown_are_noted() -> None:
+def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
     for optimizer, said in ((torch.optim.Adagrad, True), (torch.optim.SGD, False)):
         model = small_model()
         apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
         made = planner()
         made.plan(model, SHARDERS)
-        notes = [note for note in made.report().notes if "costed as with row-wise Adagrad" in note]
-        assert bool(notes) == said and all("sparse.t0, sparse.t1" in note for note in notes)
+        made.save_plan(tmp_path / "plan.json")
+        again = planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+        again.plan(model, SHARDERS)
+        for report in (made.report(), again.report()):
+            notes = [note for note in report.notes if "costed as with row-wise Adagrad" in note]
+            assert len(notes) == said and all("sparse.t0, sparse.t1" in note for note in notes)

@@ -31,6 +31,7 @@ from dreamshard_planner.plugin.exchanges import Links
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.plugin.slices import wider_slices
+from dreamshard_planner.plugin.training_notes import costed_optimizers
 from dreamshard_planner.workload.statistics import TableStatistics
 
 COST_SOURCES = ("auto", "roofline", "torchrec")
@@ -125,13 +126,15 @@ class PlanningContext:
             return RooflineCost.of_topology(self.topology)
         return self.checkpoint.compute_cost(self.topology)
 
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of any cost of this context should know of where it came from."""
+    def notes(self, plan: Sequence[ShardingOption]) -> tuple[str, ...]:
+        """What a reader of a plan's cost should know of where it came from, and of how its tables were read."""
         ours = self.cost_source != "torchrec"
         measured = ours and _measured(self.topology, self.checkpoint, "all_to_all") is not None
         return (
             *checkpoint_notes(self.checkpoint, self.topology, uses_network=self.cost_source == "auto"),
             *default_notes(self.topology, links_measured=measured),
+            *(costed_optimizers(plan, self.reader, self.topology) if ours else ()),
+            *self.reader.notes(plan),
         )
 
     def read(

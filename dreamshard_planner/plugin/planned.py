@@ -61,7 +61,7 @@ class Planned:
         rated = self.rated(plan)
         return SavedPlan(
             libraries=_libraries(),
-            predicted=Predicted.of_report(known or self._report(rated, self.context.notes())),
+            predicted=Predicted.of_report(known or self._report(rated, self.context.notes(rated.options))),
             inputs=self.inputs,
             sharding=shardings(rated.options),
             name=name,
@@ -99,8 +99,7 @@ class Planned:
         notes = [
             f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}",
             *(f"since the plan was made: {text}" for text in changed),
-            *self.context.notes(),
-            *self.context.reader.notes(plan),
+            *self.context.notes(plan),
         ]
         report = self._report(rated, notes)
         if not alike:
