@@ -11,7 +11,7 @@ Placements are measured as the referee (``compare_placements.py``) measures them
 learned and measured for learning is kept in ``--work``; each test task appends one line to the record. The same command
 continues where it ends, and summarizes; ``--minutes`` ends it in between. ``--steps`` picks some of
 
-    collect    train as published, in every setting and with every seed, and at home until convergence; measures
+    collect    train as published, in every setting and with every seed, and until convergence; measures
     learn      everything that is fitted to the same measurements; measures nothing
     held-out   measure random placements of test tasks: what errors of cost networks are told on
     test       all placers on the test tasks, measured
@@ -50,13 +50,15 @@ from provenance import commit, provenance
 
 SETTINGS = "20x4,40x4,60x4,80x4,100x4,40x8,80x8"
 STEPS = ("collect", "learn", "held-out", "test", "report")
+SEEDS = ("measured_seeds", "away_seeds", "converged_seeds", "ablation_seeds")
+"""Parts of the scale that the command line names."""
 SHIPPED = {"dreamshard": "default_shipped", "paper": "published_shipped"}
 """The referee's names of placers with checkpoints that ship, and theirs here."""
 BASELINES = ("random", *RULES, "torchrec")
 QUICK = {
     "settings": "6x2,8x2", "home": "6x2", "seeds": 2, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
     "batch_size": 32, "rounds": 1, "held_out": 2, "measured_seeds": 1, "away_seeds": 1,
-    "ablation_seeds": 1,
+    "ablation_seeds": 1, "converged_seeds": 1,
 }  # fmt: skip
 QUICK_SCALE = Scale(
     train_tasks=2, iterations=1, converged=2, prefixes=(10,), fit_updates=3, policy_updates=2, repeats=1, epochs=1
@@ -101,8 +103,7 @@ def main() -> None:
 
     settings, home = [Setting.parse(text) for text in args.settings.split(",")], Setting.parse(args.home)
     scale = QUICK_SCALE if args.quick else Scale()
-    chosen = {name: getattr(args, name) for name in ("measured_seeds", "away_seeds", "ablation_seeds")}
-    scale = replace(scale, **chosen)
+    scale = replace(scale, **{name: getattr(args, name) for name in SEEDS})
     train_half, test_half = halves(args.batch_size)
     arena = Arena(args.device)
     models = Models(args.work, train_half, scale, home, arena, tick)
@@ -133,6 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="trainings of everything")
     parser.add_argument("--measured-seeds", type=int, default=3, help="of these; the others only fit networks anew")
     parser.add_argument("--away-seeds", type=int, default=3, help="of these, in settings other than home")
+    parser.add_argument("--converged-seeds", type=int, default=3, help="of these, until convergence; all at home")
     parser.add_argument("--ablation-seeds", type=int, default=3, help="of these, with everything but the main rows too")
     parser.add_argument("--tasks", type=int, default=50, help="test tasks of each setting")
     parser.add_argument("--held-out", type=int, default=50, help="random placements of test tasks, by setting")
@@ -159,13 +161,14 @@ def parse() -> argparse.Namespace:
 
 def collect(models: Models, settings: list[Setting], seeds: range) -> None:
     """Everything that measures in order to learn."""
-    runs = [(setting, models.scale.iterations) for setting in settings] + [(models.home, models.scale.converged)]
+    lengths = {"published": models.scale.iterations, "converged": models.scale.converged}
+    runs = [(setting, kind) for kind in lengths for setting in settings]
     measured = seeds[: models.scale.measured_seeds]
     with progress_bar("training as published", len(measured) * (len(runs) + 1), True) as advance:
         for seed in measured:
-            for setting, iterations in runs:
-                if seed in models.seeds(setting, measured):
-                    models.published(setting, seed, iterations)
+            for setting, kind in runs:
+                if seed in models.seeds(setting, measured) and kind in models.kinds(setting, seed):
+                    models.published(setting, seed, lengths[kind])
                 advance(f"{setting}, seed {seed}")
             if seed < models.scale.ablation_seeds:
                 models.model(f"{MEASURED_REWARDS}@{models.looks[-1]}", models.home, seed)
@@ -269,8 +272,7 @@ def report(models: Models, settings: list[Setting], half: Half, seeds: range, ar
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a record must agree in to be continued."""
     names = (
-        "seeds", "measured_seeds", "away_seeds", "ablation_seeds", "home", "batch_size", "rounds", "oracle_seconds",
-        "device", "processor_time", "quick",
+        "seeds", *SEEDS, "home", "batch_size", "rounds", "oracle_seconds", "device", "processor_time", "quick",
     )  # fmt: skip
     return {name: str(getattr(args, name)) for name in names}
 

@@ -152,6 +152,8 @@ class Scale:
     """Trainings that measure placements of their own; the others learn from those of the first."""
     away_seeds: int = 3
     """Trainings in settings other than home."""
+    converged_seeds: int = 3
+    """Of these, those that go on until convergence."""
     ablation_seeds: int = 3
     """Trainings in which more is learned than what stands in the table of results."""
 
@@ -220,10 +222,9 @@ class Models:
     def kinds(self, setting: Setting, seed: int) -> tuple[str, ...]:
         """What is trained in a setting; more at home."""
         kinds = ("published", "autoshard", "published_search", "default_policy", "default")
-        if setting != self.home:
-            return kinds
-        kinds += ("converged",)
-        if seed >= self.scale.ablation_seeds:
+        if setting == self.home or seed < self.scale.converged_seeds:
+            kinds += ("converged",)
+        if setting != self.home or seed >= self.scale.ablation_seeds:
             return kinds
         kinds += ("default_cost", "without_costs", "longer_policy")
         kinds += tuple(f"{MEASURED_REWARDS}@{look}" for look in self.looks)

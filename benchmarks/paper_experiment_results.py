@@ -94,6 +94,8 @@ def _predictors(models: Models, setting: Setting, seeds: Sequence[int]) -> list[
                 ("default", seed, formula(models.ours(setting, seed))),
                 ("linear", seed, formula(models.linear(setting, seed))),
             ]
+            if setting != home and "converged" in models.kinds(setting, seed):
+                found.append(("converged", seed, published(models.model("converged", setting, seed).compute)))
         if setting != home:
             found.append((f"default<{home}", seed, formula(models.ours(home, seed))))
         if seed >= models.scale.ablation_seeds:
