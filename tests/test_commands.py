@@ -342,3 +342,13 @@ def test_errors_of_the_shell_are_one_line_too() -> None:
     assert result.stderr == (
         "error: unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80, h100, h200, b200, l4\n"
     )
+
+
+def test_stdout_is_for_data_whatever_libraries_print() -> None:
+    """In a process of its own, as users run it."""
+    code = (
+        "import ctypes; from dreamshard_planner import cli\nlibrary = ctypes.CDLL(None)\n"
+        "cli.app = lambda: (library.puts(b'solver says'), library.fflush(None), print('data'))\ncli.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("data\n", "solver says\n")

@@ -6,10 +6,12 @@ Commands import what they work with when they run: ``--help``, ``--version`` and
 
 from dreamshard_planner.cli import learn, look, place, stats, whatif
 from dreamshard_planner.cli.app import app
+from dreamshard_planner.cli.output import keep_stdout_for_data
 
 __all__ = ["app", "learn", "look", "main", "place", "stats", "whatif"]
 
 
 def main() -> None:
     """Entry point."""
+    keep_stdout_for_data()
     app()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -28,6 +29,16 @@ class Format(str, Enum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="A table for people, or JSON for programs.")]
+
+
+def keep_stdout_for_data() -> None:
+    """Send to stderr, for the rest of this process, what libraries print past Python: scipy's solver does at times."""
+    if sys.stdout is None:  # closed by the shell
+        return
+    sys.stdout.flush()
+    given = sys.stdout
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=given.encoding, errors=given.errors)
+    os.dup2(2, 1)
 
 
 def show(document: Any, format: Format, *tables: RenderableType) -> None:
