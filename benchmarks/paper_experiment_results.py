@@ -182,7 +182,8 @@ def pooled(tables: dict[str, dict[str, np.ndarray]], kind: str, base: str | None
 PAIRS = (
     ("default", "published"), ("default_policy", "published"), ("published_search", "published"),
     ("default", "published_search"), ("default", "default_policy"), ("published", "autoshard"),
-    ("published<{home}", "published"), ("converged<{home}", "published"), ("default<{home}", "default"),
+    ("converged", "published"), ("default", "converged"), ("published<{home}", "published"),
+    ("converged<{home}", "converged"), ("default<{home}", "default"),
     ("default", "torchrec"), ("published", "torchrec"), ("default", "default_shipped"),
 )  # fmt: skip
 """What is held against what, over all settings."""
@@ -259,8 +260,8 @@ def _print_errors(errors: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 SHOWN = {
-    "random": "0.6", "published": "tab:red", "converged<{home}": "tab:orange", "autoshard": "tab:purple",
-    "published_search": "tab:pink", "default": "tab:blue", "default_shipped": "tab:cyan", "torchrec": "tab:green",
+    "published": "tab:red", "converged": "tab:orange", "autoshard": "tab:purple", "published_search": "tab:pink",
+    "default": "tab:blue", "default_shipped": "tab:cyan", "torchrec": "tab:green",
 }  # fmt: skip
 """Rows of the chart, and their colours."""
 
@@ -273,13 +274,12 @@ def draw(tables: dict[str, dict[str, np.ndarray]], errors: Sequence[dict], home:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2, 1))
-    for offset, (name, color) in enumerate(SHOWN.items()):
-        kind, positions, ratios = name.format(home=home), [], []
+    for offset, (kind, color) in enumerate(SHOWN.items()):
+        positions, ratios = [], []
         for position, kinds in enumerate(tables.values()):
-            chosen = kind if kind in kinds else kind.partition("<")[0]
-            if chosen in kinds and name != "random":
-                positions.append(position + 0.09 * (offset - len(SHOWN) / 2))
-                ratios.append((*compared(kinds, chosen, strongest_rule(kinds)),))
+            if kind in kinds:
+                positions.append(position + 0.1 * (offset - len(SHOWN) // 2))
+                ratios.append(compared(kinds, kind, strongest_rule(kinds)))
         for position, (_, interval) in zip(positions, ratios, strict=True):
             left.plot([position] * 2, interval, color=color, linewidth=1.5)
         if ratios:
