@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupM
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, check_group
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from tests.faults import ended, start, wait_for
 
 TABLES = [
     Table(f"t{i}", rows=100 * (i + 1), dim=(8, 16, 32)[i % 3], features=(FeatureStatistics(float(i % 7)),))
@@ -126,18 +127,14 @@ def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture) 
 
 def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     """Real processes, really killed."""
-    context = multiprocessing.get_context("forkserver")
     path, moments, held = tmp_path / "journal", random.Random(0), 0
     for _ in range(20):
-        process = context.Process(target=run, args=(MANY_SETS, path), kwargs={"block": 1})
-        process.start()
         size = path.stat().st_size if path.exists() else 1 << 10  # a header is shorter, with a record it is longer
-        while process.is_alive() and (not path.exists() or path.stat().st_size <= size):
-            time.sleep(0.001)
+        process = start(partial(run, block=1), MANY_SETS, path)
+        wait_for(lambda size=size: path.exists() and path.stat().st_size > size, process)
         time.sleep(moments.uniform(0.0, 0.05))
         process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert ended(process) == [-signal.SIGKILL]
         with Journal.open(path, describe_hardware("cpu", threads=1)) as journal:
             assert len(journal) >= held and journal.sets == MANY_SETS[: len(journal)]
             held = len(journal)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from dreamshard_planner.measure.journals import journal_paths, remove_journals
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.ranks import Ranks, local_ranks
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from tests.faults import ended, start
 
 TABLES = [Table(f"t{i}", 100 * (i + 1), (8, 16)[i % 2], (FeatureStatistics(float(i % 5 + 1)),)) for i in range(20)]
 SETS = draw_sets(TABLES, 21, seed=1, batch_sizes=(4, 8), max_tables=4)
@@ -38,16 +38,10 @@ def _held(path: Path) -> int:
         return len(journal)
 
 
-def _on_two_ranks(function: Callable[[Ranks, Path], None], path: Path) -> list[int | None]:
-    """Exit codes."""
+def _on_two_ranks(function: Callable[[Ranks, Path], None], path: Path) -> list[int]:
+    """Exit statuses."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=_rank, args=(rank, store.port, function, path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    return [process.exitcode for process in processes]
+    return ended(*[start(_rank, rank, store.port, function, path) for rank in range(2)])
 
 
 def _rank(rank: int, port: int, function: Callable[[Ranks, Path], None], path: Path) -> None:
