@@ -29,40 +29,40 @@ def measure(
     share: float,
     progress: bool,
     ranks: Ranks,
+    *,
+    once: bool = False,
 ) -> CostDataset:
-    """Measure for this share of the time. Memory for kernels is taken for that alone: what follows needs it."""
+    """Measure for a share of the time. Memory for kernels is taken for that alone: what follows needs it.
+
+    Args:
+        config: of the training.
+        sets: to measure, in this order.
+        journal: of the first rank; continued.
+        share: of ``config.seconds``.
+        progress: a bar on stderr.
+        ranks: that measure together.
+        once: what an earlier run of the training finished is only read: more sets there would lead to other networks,
+            and so to other sets in later rounds than that run has measured.
+    """
+    finished = once and ranks.from_first(finished_mark(journal).is_file)
     device = ranks.device(config.device)
     arena = Arena(device, config.arena_bytes, seed=config.seed)
     try:
-        return collect(
+        dataset = collect(
             sets,
             journal,
             device=device,
             threads=config.threads,
             repeats=config.repeats,
             seed=config.seed,
-            seconds=config.seconds * share,
+            seconds=0.0 if finished else config.seconds * share,
             progress=progress,
             arena=arena,
             ranks=ranks,
         )
     finally:
         arena.release()
-
-
-def measure_once(
-    config: TrainingConfig,
-    sets: Sequence[Sequence[Workload]],
-    journal: Path,
-    share: float,
-    progress: bool,
-    ranks: Ranks,
-) -> CostDataset:
-    """The same, done once. What an earlier run finished is read only: more sets there would lead to
-    other networks, and so to other sets in later rounds than that run has measured."""
-    finished = ranks.from_first(finished_mark(journal).is_file)
-    dataset = measure(config, sets, journal, 0.0 if finished else share, progress, ranks)
-    if ranks.leads:
+    if once and ranks.leads:
         finished_mark(journal).touch()
     return dataset
 

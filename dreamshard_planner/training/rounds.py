@@ -20,7 +20,7 @@ from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
 from dreamshard_planner.training.costs import fit, validate_cost
-from dreamshard_planner.training.measuring import finished_mark, measure_once, most_sets
+from dreamshard_planner.training.measuring import finished_mark, measure, most_sets
 from dreamshard_planner.training.policies import PricedTask, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.tables import Workload
 
@@ -39,7 +39,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
     test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
     train_sets = config.draw_sets(train_tables, max_sets, config.seed)
     journals = [out.with_suffix(".test.journal")]
-    test = measure_once(config, test_sets, journals[0], config.test_share, progress, ranks)
+    test = measure(config, test_sets, journals[0], config.test_share, progress, ranks, once=True)
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
@@ -52,7 +52,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
     for round_index in range(config.rounds):
         sets = ranks.from_first(proposed) if round_index else train_sets
         journals.append(out.with_suffix(f".round{round_index}.journal"))
-        datasets.append(measure_once(config, sets, journals[-1], round_share, progress, ranks))
+        datasets.append(measure(config, sets, journals[-1], round_share, progress, ranks, once=True))
         if ranks.leads:
             learned = learn(config, CostDataset.concatenate(datasets), test, progress)
 
