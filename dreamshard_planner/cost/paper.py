@@ -228,7 +228,7 @@ class PaperFit:
             self._optimizer.step()
             self._schedule.step()
             if on_update is not None:
-                on_update(update, float(loss))
+                on_update(update, loss.item())
         return network.eval()
 
     def _draw(self, train: LabelledSets, placements_ND: Tensor | None, count: int) -> Tensor:
