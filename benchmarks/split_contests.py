@@ -257,7 +257,7 @@ class SplitTask:
             for whole, choice, option in zip(
                 self.reader.workloads(choices, self.topology), choices, options, strict=True
             ):
-                for shard, part in zip(choice.shards, (p for unit in option.units for p in unit.parts), strict=True):
+                for shard, part in zip(choice.shards, option.parts, strict=True):
                     workloads[part] = whole.part(*shard.size)
         return workloads
 

@@ -145,14 +145,12 @@ class SplitSearch:
         for unit, position in zip(
             problem.tables[table][sharding.options[table]].units, sharding.positions[table], strict=True
         ):
-            span = slice(position * unit.span, (position + 1) * unit.span)
-            load_D[span] -= self._single_P[list(unit.parts)]
+            load_D[list(unit.ranks(position))] -= self._single_P[list(unit.parts)]
         positions = []
         for unit in problem.tables[table][option].units:
             peak_N = load_D.view(-1, unit.span).amax(-1)
             positions.append(int(peak_N.argmin()))
-            span = slice(positions[-1] * unit.span, (positions[-1] + 1) * unit.span)
-            load_D[span] += self._single_P[list(unit.parts)]
+            load_D[list(unit.ranks(positions[-1]))] += self._single_P[list(unit.parts)]
         return sharding.changed(table, option, tuple(positions))
 
 

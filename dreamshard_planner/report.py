@@ -245,12 +245,8 @@ def _tables(cost: ShardingCost, sharding: Sharding) -> tuple[TableEntry, ...]:
         cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
     ):
         option = options[index]
-        ranks = tuple(
-            position * unit.span + offset
-            for unit, position in zip(option.units, positions, strict=True)
-            for offset in range(unit.span)
-        )
-        alone_ms = sum(single[part] for unit in option.units for part in unit.parts)
+        alone_ms = sum(single[part] for part in option.parts)
+        ranks = tuple(option.ranks(positions))
         entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, alone_ms))
     return tuple(entries)
 
@@ -262,18 +258,17 @@ def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
     for name, options, index, positions in zip(
         cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
     ):
-        units = options[index].units
-        part_X = torch.tensor([part for unit in units for part in unit.parts])
+        option = options[index]
+        part_X = torch.tensor(option.parts)
         rows_X, lookups_X = rows_P[part_X], lookups_P[part_X]
         heaviest = int(lookups_X.argmax())
         share = float(lookups_X[heaviest] / lookups_X.sum().clamp_min(1e-9))
         even = float(rows_X[heaviest] / rows_X.sum())
         if share < SKEW_SHOWN * even or rows_X[heaviest] == 1:  # fewer rows than ranks
             continue
-        span = units[0].span
-        rank = positions[heaviest // span] * span + heaviest % span
+        rank = option.ranks(positions)[heaviest]
         found.append(
-            f"{name}, {options[index].sharding_type}: rank {rank} has {share:.0%} of the lookups with {even:.0%} of "
+            f"{name}, {option.sharding_type}: rank {rank} has {share:.0%} of the lookups with {even:.0%} of "
             "the rows, since its ids are not read evenly; shuffled ids would spread them"
         )
     return tuple(found)

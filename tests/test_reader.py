@@ -66,7 +66,7 @@ def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -
         pooling_factors=[float(LENGTH)],
     )
     (option,) = found.problem.tables[0]
-    parts = [part for unit in option.units for part in unit.parts]
+    parts = option.parts
     assert len(parts) == {"table_wise": 1, "column_wise": 2, "row_wise": RANKS}[sharding_type]
     (collective,) = found.problem.collectives.collectives
     assert collective.name == f"sequence {sharding_type} all-to-all" and collective.over == "world"

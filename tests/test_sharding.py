@@ -195,7 +195,7 @@ def test_reshards_keep_their_sums() -> None:
 def test_a_level_start_splits_what_would_stick_out() -> None:
     """One table as heavy as all others together: split, and the others whole."""
     cost = problem_of(9, 1)
-    parts = [part for option in cost.problem.tables[0] for unit in option.units for part in unit.parts]
+    parts = [part for option in cost.problem.tables[0] for part in option.parts]
     cost.latent_PH[parts, 1:] *= 8
     asked = JointOptions(cost)
     chosen_T = level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))

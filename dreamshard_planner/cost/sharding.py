@@ -16,7 +16,7 @@ S units of span 1, Y parts laid down under them, X parts laid down.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +38,10 @@ class Unit:
     def span(self) -> int:
         return len(self.parts)
 
+    def ranks(self, position: int) -> range:
+        """The ranks that it occupies at a position, one for each part."""
+        return range(position * self.span, (position + 1) * self.span)
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -50,6 +54,15 @@ class Option:
     """TorchRec's compute kernel."""
     pinned: tuple[int, ...] | None = None
     """Where its units must be; None where they may go anywhere."""
+
+    @property
+    def parts(self) -> list[int]:
+        """Those of all units, in order."""
+        return [part for unit in self.units for part in unit.parts]
+
+    def ranks(self, positions: Sequence[int]) -> list[int]:
+        """The rank of each of :attr:`parts`, with the units at these positions."""
+        return [rank for unit, at in zip(self.units, positions, strict=True) for rank in unit.ranks(at)]
 
 
 @dataclass(frozen=True)
@@ -160,11 +173,9 @@ class ShardingCost:
         ranks: list[int] = []
         parts: list[int] = []
         for table in tables:
-            units = self.problem.tables[table][sharding.options[table]].units
-            for unit, position in zip(units, sharding.positions[table], strict=True):
-                first = position * unit.span
-                ranks.extend(range(first, first + unit.span))
-                parts.extend(unit.parts)
+            option = self.problem.tables[table][sharding.options[table]]
+            ranks += option.ranks(sharding.positions[table])
+            parts += option.parts
         return torch.tensor(ranks, dtype=torch.int64), torch.tensor(parts, dtype=torch.int64)
 
     def group_latents(self, rank_X: Tensor, part_X: Tensor) -> Tensor:
@@ -212,7 +223,7 @@ class ShardingCost:
                 if unit.span == 1 and options[option].pinned is None:
                     free.append((table, index, unit.parts[0], position))
                 else:
-                    wide[0].extend(range(position * unit.span, (position + 1) * unit.span))
+                    wide[0].extend(unit.ranks(position))
                     wide[1].extend(unit.parts)
         part_S = torch.tensor([part for _, _, part, _ in free], dtype=torch.int64)
         bytes_SC = problem.bytes_PC[part_S]

@@ -35,7 +35,7 @@ def packed_start(problem: ShardingProblem) -> Sharding | None:
     largest_P = share_PM.amax(-1)
 
     def largest(option: Option) -> float:
-        return float(largest_P[[part for unit in option.units for part in unit.parts]].max())
+        return float(largest_P[option.parts].max())
 
     order = sorted(range(problem.num_tables), key=lambda table: (-min(map(largest, problem.tables[table])), table))
     used_DM = torch.zeros_like(room_DM)

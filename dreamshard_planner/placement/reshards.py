@@ -152,8 +152,7 @@ class State:
         exchange, burden = exchange_P.tolist(), {}
         for table, option in enumerate(self.sharding.options):
             if self._changeable(table):
-                units = self.problem.tables[table][option].units
-                burden[table] = sum(exchange[part] for unit in units for part in unit.parts)
+                burden[table] = sum(exchange[part] for part in self.problem.tables[table][option].parts)
         return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
 
     def _changeable(self, table: int) -> bool:
@@ -168,9 +167,9 @@ class State:
             if not self._changeable(table):
                 continue
             here = [
-                float(single[unit.parts[rank - position * unit.span]])
+                float(single[unit.parts[ranks.index(rank)]])
                 for unit, position in zip(self.problem.tables[table][option].units, positions, strict=True)
-                if position == rank // unit.span
+                if rank in (ranks := unit.ranks(position))
             ]
             if here:
                 burden[table] = sum(here)

@@ -17,7 +17,7 @@ def settled(cost: ShardingCost, sharding: Sharding) -> Sharding:
     alone_P = cost.single_ms_P.tolist()
 
     def alone_ms(option: Option) -> float:
-        return sum(alone_P[part] for unit in option.units for part in unit.parts)
+        return sum(alone_P[part] for part in option.parts)
 
     gains = []
     for table, (options, chosen) in enumerate(zip(problem.tables, sharding.options, strict=True)):

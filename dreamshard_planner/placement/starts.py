@@ -52,7 +52,7 @@ class JointOptions:
         roomiest_M = problem.capacity_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
-                parts = [part for unit in option.units for part in unit.parts]
+                parts = option.parts
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
                 self.bytes_TOM[table, index] = storage_PM[parts].sum(0)

@@ -62,6 +62,5 @@ class DreamShardEstimator(ShardEstimator):
         ]
         for options, choices in zip(read.options, read.problem.tables, strict=True):
             for option, choice in zip(options, choices, strict=True):
-                parts = (part for unit in choice.units for part in unit.parts)
-                for shard, part in zip(option.shards, parts, strict=True):
+                for shard, part in zip(option.shards, choice.parts, strict=True):
                     shard.perf = perf_P[part]

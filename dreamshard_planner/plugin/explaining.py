@@ -106,8 +106,8 @@ class _Here:
         parts: dict[int, list[int]] = {}
         for table, (option, positions) in enumerate(zip(sharding.options, sharding.positions, strict=True)):
             for unit, position in zip(problem.tables[table][option].units, positions, strict=True):
-                if position == rank // unit.span:
-                    parts.setdefault(table, []).append(unit.parts[rank - position * unit.span])
+                if rank in (ranks := unit.ranks(position)):
+                    parts.setdefault(table, []).append(unit.parts[ranks.index(rank)])
         alone_ms = {table: float(cost.single_ms_P[part_Y].sum()) for table, part_Y in parts.items()}
         marginal_ms = {}
         for table, part_Y in parts.items():
@@ -155,11 +155,11 @@ class _Changes:
         problem = self._read.problem
         table = problem.names.index(name)
         options, now = problem.tables[table], problem.tables[table][self._sharding.options[table]]
-        pieces = sum(unit.span for unit in now.units)
+        pieces = len(now.parts)
         smaller = [
             index
             for index, option in enumerate(options)
-            if sum(unit.span for unit in option.units) > pieces and option.kernel in (now.kernel, "fused")
+            if len(option.parts) > pieces and option.kernel in (now.kernel, "fused")
         ]
         cached = [
             index
@@ -190,7 +190,7 @@ class _Changes:
         latent_DH, free_DM = state.latent_DGH[:, group].clone(), state.free_DM.clone()
         rest_D = state.device_ms_D - cost.compute.group_cost_ms(latent_DH).sum(-1)
         for index, unit in enumerate(units):
-            if positions[index] != self._rank // unit.span:
+            if self._rank not in unit.ranks(positions[index]):
                 continue
             added_LH, need_LM = cost.latent_PH[list(unit.parts)], problem.storage_PM[list(unit.parts)]
             after_NL = cost.compute.group_cost_ms(latent_DH.unflatten(0, (-1, unit.span)) + added_LH).sum(-1)
@@ -200,7 +200,7 @@ class _Changes:
             if not bool(fits_N.any()):
                 return None
             positions[index] = int(peak_N.masked_fill(~fits_N, torch.inf).argmin())
-            taken = slice(positions[index] * unit.span, (positions[index] + 1) * unit.span)
+            taken = list(unit.ranks(positions[index]))
             latent_DH[taken] += added_LH
             free_DM[taken] -= need_LM
         return self._change(self._sharding.changed(table, option, tuple(positions)), table)
@@ -278,12 +278,7 @@ def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ..
 def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
     option = read.problem.tables[table][sharding.options[table]]
     kernel = "" if option.kernel in ("fused", "dense") else f" {option.kernel}"
-    ranks = [
-        rank
-        for unit, position in zip(option.units, sharding.positions[table], strict=True)
-        for rank in range(position * unit.span, (position + 1) * unit.span)
-    ]
-    return f"{option.sharding_type}{kernel} on {ranks_in_words(ranks)}"
+    return f"{option.sharding_type}{kernel} on {ranks_in_words(option.ranks(sharding.positions[table]))}"
 
 
 def _group_label(option: ShardingOption) -> str:

@@ -292,8 +292,6 @@ def _smallest(read: ReadProblem) -> list[ShardingOption]:
     storage_PM = read.problem.storage_PM
     proposal = []
     for options, choices in zip(read.options, read.problem.tables, strict=True):
-        largest = [
-            max(int(storage_PM[part].sum()) for unit in choice.units for part in unit.parts) for choice in choices
-        ]
+        largest = [max(int(storage_PM[part].sum()) for part in choice.parts) for choice in choices]
         proposal.append(options[largest.index(min(largest))])
     return proposal

@@ -51,7 +51,7 @@ def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
     for unit in units.units:
         here = [next(ranks) for _ in range(unit.span)]
         position = (here[0] or 0) // unit.span
-        if here != list(range(position * unit.span, (position + 1) * unit.span)):
+        if here != list(unit.ranks(position)):
             raise PlannerError(
                 f"table {option.fqn.removeprefix('.')!r} is sharded {option.sharding_type} on ranks {here}, which "
                 "TorchRec would not run so",
