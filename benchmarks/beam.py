@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost
 
 Piece = tuple[int, int]
@@ -189,7 +190,7 @@ def capped_greedy(cost: ShardingCost, parts: Sequence[Tensor], caps_K: Tensor) -
         with_XDH = latent_QDGH[lane_X, :, group_X] + cost.latent_PH[part_X, None]
         with_ms_XD = compute.group_cost_ms(with_XDH).sum(-1).double()
         after_XD = group_ms_QDG[lane_X].sum(-1) - group_ms_QDG[lane_X, :, group_X] + with_ms_XD
-        fits_XD = ((need_X1M <= free_QDM[lane_X]) | (need_X1M == 0)).all(-1)
+        fits_XD = has_room(need_X1M, free_QDM[lane_X])
         fits_XD &= bytes_QCD[lane_X].sum(1) + sent_P[part_X, None] <= cap_Q[lane_X, None]
         alive_Q[lane_X] &= fits_XD.any(-1)
         rank_X = after_XD.masked_fill(~fits_XD, torch.inf).argmin(-1)

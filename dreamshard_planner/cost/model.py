@@ -64,6 +64,12 @@ class ComputeCost(Protocol):
         ...
 
 
+def has_room(need_XM: Tensor, room_XM: Tensor) -> Tensor:
+    """Whether needs of every kind of memory keep within what there is, bool [...]; arrays of numpy will do as well.
+    Nothing always fits, even where a reservation left less than nothing."""
+    return ((need_XM <= room_XM) | (need_XM == 0)).all(-1)
+
+
 @dataclass(frozen=True)
 class PlacementProblem:
     """A task as tensors: which shards, on how many devices, with how much memory."""
@@ -100,9 +106,7 @@ class PlacementProblem:
 
     def fits(self, assignment_BS: Tensor) -> Tensor:
         """Whether placements [B, S] keep every device within its memory, bool [B]."""
-        used_BDM = self.used_bytes(assignment_BS)
-        # A device that nothing is placed on is fine even where the reservation left it less than nothing.
-        return ((used_BDM <= self.capacity_DM) | (used_BDM == 0)).all(-1).all(-1)
+        return has_room(self.used_bytes(assignment_BS), self.capacity_DM).all(-1)
 
 
 @dataclass(frozen=True)

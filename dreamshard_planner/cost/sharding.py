@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import Collectives
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost, PlacementCosts, PlacementProblem, Preload
+from dreamshard_planner.cost.model import (
+    ComputeCost,
+    PlacementCost,
+    PlacementCosts,
+    PlacementProblem,
+    Preload,
+    has_room,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +204,7 @@ class ShardingCost:
 
     def fits(self, sharding: Sharding) -> bool:
         """Whether every rank keeps within its memory."""
-        used_DM = self.used_bytes(*self.laid(sharding))
-        return bool(((used_DM <= self.problem.capacity_DM) | (used_DM == 0)).all())
+        return bool(has_room(self.used_bytes(*self.laid(sharding)), self.problem.capacity_DM).all())
 
     def rate(self, sharding: Sharding) -> PlacementCosts:
         """Costs of one sharding (B = 1)."""

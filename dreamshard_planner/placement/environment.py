@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import PlacementCost, has_room
 
 OBSERVATIONS = (
     "load",  # cost of the device / ideal
@@ -190,9 +190,7 @@ class EstimatedMDP:
 
         storage_EM = self._current("storage_TSM")
         left_EDM = self.free_EDM - storage_EM[:, None]
-        # Nothing to store always fits, even where a reservation left less than nothing.
-        fits_EDM = (left_EDM >= 0) | (storage_EM[:, None] == 0)
-        legal_ED = fits_EDM.all(-1) & self._device_mask_ED
+        legal_ED = has_room(storage_EM[:, None], self.free_EDM) & self._device_mask_ED
         # Padded steps and dead episodes keep one legal device, so that a softmax stays defined.
         active_E = self._current("step_mask_TS")
         self.alive_E = self.alive_E & (legal_ED.any(-1) | ~active_E)

@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array, hstack, identity, kron
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.model import PlacementProblem, has_room
 
 MAX_VARIABLES = 200_000
 """Shards x devices above which the solver would not finish in any time that a planner has."""
@@ -71,7 +71,7 @@ def _milp(problem: PlacementProblem, cost_S: np.ndarray, seconds: float, margin:
     """Variable s * D + d says that shard s is on device d; the last one is the load of the busiest device."""
     shards, devices = problem.num_shards, problem.num_devices
     need_SM, capacity_DM = problem.storage_SM.numpy(), problem.capacity_DM.numpy()
-    allowed_SD = ((need_SM[:, None] <= capacity_DM[None]) | (need_SM[:, None] == 0)).all(-1)
+    allowed_SD = has_room(need_SM[:, None], capacity_DM)
     one_device_SV = kron(identity(shards), np.ones((1, devices)))
     constraints = [LinearConstraint(_with_load(one_device_SV, 0), 1, 1)]
     for need_S, capacity_D in zip(need_SM.T, capacity_DM.T, strict=True):

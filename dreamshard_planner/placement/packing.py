@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.model import PlacementProblem, has_room
 from dreamshard_planner.cost.sharding import ShardingProblem
 from dreamshard_planner.placement.exact import solve
 
@@ -55,7 +55,7 @@ def best_fit(problem: PlacementProblem) -> Tensor | None:
     assignment_S = torch.zeros(problem.num_shards, dtype=torch.int64)
     for shard in largest_first(problem).tolist():
         left_DM = free_DM - need_SM[shard]
-        fits_D = ((left_DM >= 0) | (need_SM[shard] == 0)).all(-1)
+        fits_D = has_room(need_SM[shard], free_DM)
         if not fits_D.any():
             return None
         slack_D = (left_DM.clamp_min(0) / unit_M).sum(-1).masked_fill(~fits_D, torch.inf)
@@ -67,7 +67,7 @@ def best_fit(problem: PlacementProblem) -> Tensor | None:
 def shortage(problem: PlacementProblem, memory_names: tuple[str, ...]) -> str:
     """Which table does not fit and how many bytes are missing, for the error that a user reads."""
     need_SM, capacity_DM = problem.storage_SM, problem.capacity_DM
-    fits_SD = ((need_SM[:, None] <= capacity_DM[None]) | (need_SM[:, None] == 0)).all(-1)
+    fits_SD = has_room(need_SM[:, None], capacity_DM)
     # Of the slices of one table, the first.
     homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
     homeless_S = sorted(homeless.values())

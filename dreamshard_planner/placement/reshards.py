@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
 from dreamshard_planner.placement.states import DIGITS
 
@@ -217,7 +218,7 @@ class State:
                 peak_XNL = peak_XNL - base_QD[index_X].unflatten(1, (-1, span))
                 need_XLM = problem.storage_PM[part_XL]
                 free_XNLM = free_QDM[index_X].unflatten(1, (ranks // span, span))
-                fits_XN = ((need_XLM[:, None] <= free_XNLM) | (need_XLM[:, None] == 0)).all(-1).all(-1)
+                fits_XN = has_room(need_XLM[:, None], free_XNLM).all(-1)
                 alive_Q[index_X] &= fits_XN.any(-1)
                 position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
                 for query, position in zip(some, position_X.tolist(), strict=True):

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem, has_room
 from dreamshard_planner.placement.changes import improve
 from dreamshard_planner.placement.states import States, rounded
 
@@ -132,7 +132,7 @@ def _kicked(
     for copied_S, free_DM in zip(kicked_BS, free_BDM, strict=True):
         for shard in torch.randint(problem.num_shards, (shards,), generator=generator).tolist():
             need_M, home = problem.storage_SM[shard], int(copied_S[shard])
-            fits_D = ((free_DM >= need_M) | (need_M == 0)).all(-1)
+            fits_D = has_room(need_M, free_DM)
             fits_D[home] = False
             if fits_D.any():
                 options = fits_D.nonzero()[:, 0]

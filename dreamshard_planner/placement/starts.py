@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.packing import best_fit, largest_first
 from dreamshard_planner.placement.rules import greedy_by_score
@@ -56,8 +57,7 @@ class JointOptions:
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
                 self.bytes_TOM[table, index] = storage_PM[parts].sum(0)
-                largest_M = storage_PM[parts].max(0)
-                self.fits_TO[table, index] = ((largest_M <= roomiest_M) | (largest_M == 0)).all()
+                self.fits_TO[table, index] = has_room(storage_PM[parts].max(0), roomiest_M)
 
     @property
     def least_ms(self) -> float:
@@ -126,7 +126,7 @@ def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
         part_XD = torch.tensor(world)
         load_D += single[part_XD].sum(0)
         need_DM = problem.storage_PM[part_XD].sum(0)
-        if not bool(((need_DM <= free_DM) | (need_DM == 0)).all()):
+        if not bool(has_room(need_DM, free_DM).all()):
             return None
         free_DM -= need_DM
     for *_, table, index in sorted(wide):
@@ -134,7 +134,7 @@ def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
         parts = torch.tensor(problem.tables[table][options[table]].units[index].parts)
         need_LM = problem.storage_PM[parts]
         free_NLM = free_DM.view(-1, len(parts), free_DM.shape[1])
-        fits_N = ((need_LM <= free_NLM) | (need_LM == 0)).all(-1).all(-1)
+        fits_N = has_room(need_LM, free_NLM).all(-1)
         if pinned is not None:
             fits_N &= torch.arange(len(fits_N)) == pinned[index]
         if not fits_N.any():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
+from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.explain import Change, Explanation, GroupCost, RankMemory, TableCost
 from dreamshard_planner.placement.reshards import State
@@ -195,7 +196,7 @@ class _Changes:
             added_LH, need_LM = cost.latent_PH[list(unit.parts)], problem.storage_PM[list(unit.parts)]
             after_NL = cost.compute.group_cost_ms(latent_DH.unflatten(0, (-1, unit.span)) + added_LH).sum(-1)
             peak_N = (rest_D.unflatten(0, (-1, unit.span)) + after_NL).amax(-1)
-            fits_N = ((need_LM <= free_DM.unflatten(0, (-1, unit.span))) | (need_LM == 0)).all(-1).all(-1)
+            fits_N = has_room(need_LM, free_DM.unflatten(0, (-1, unit.span))).all(-1)
             fits_N[self._rank // unit.span] = False
             if not bool(fits_N.any()):
                 return None
