@@ -12,7 +12,7 @@ from placement_tasks import SEARCH, make_cost
 from dreamshard_planner.cost.model import PlacementCost, Preload
 from dreamshard_planner.placement import changes
 from dreamshard_planner.placement.search import local_search
-from dreamshard_planner.placement.states import States
+from dreamshard_planner.placement.states import PlacementStates
 
 
 def test_search_finds_the_optimum_of_a_small_task() -> None:
@@ -40,7 +40,7 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     cost = make_cost(12, 4, groups=groups)
     cost = preloaded(cost, collectives) if collectives else cost
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
-    states = States(cost, assignment_BS)
+    states = PlacementStates(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
     bottlenecks = changes.Bottlenecks.of(states, row_B, bottleneck_B)
     every = [
@@ -83,10 +83,10 @@ def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatc
 def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
     cost = make_cost(24, 4, groups=2)
     cost = preloaded(cost, collectives) if collectives else cost
-    states = States(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
+    states = PlacementStates(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
     before_B, row_B = states.overall_ms_B(), torch.arange(2)
     rated = [changes.improve(states, row_B, states.device_ms_BD.argmax(-1), 16, 1.0)[1] for _ in range(5)]
-    afresh = States(cost, states.assignment_BS)
+    afresh = PlacementStates(cost, states.assignment_BS)
     assert (states.overall_ms_B() < 0.8 * before_B).all() and all(rated)
     for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
         assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (

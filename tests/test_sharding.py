@@ -15,7 +15,7 @@ from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
 from dreamshard_planner.placement.joint import JointConfig, joint_search
 from dreamshard_planner.placement.joint_packing import packed_start
-from dreamshard_planner.placement.reshards import State
+from dreamshard_planner.placement.reshards import ShardingState
 from dreamshard_planner.placement.search import SearchConfig
 from dreamshard_planner.placement.starts import JointOptions, lay, level_choice, level_starts
 
@@ -182,12 +182,12 @@ def test_reshards_keep_their_sums() -> None:
     """Sums kept through many changes are those taken afresh, and what was glanced at is what was got."""
     cost = problem_of(12, 2)
     everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
-    state = State(cost, everything_on_one, 1.0)
+    state = ShardingState(cost, everything_on_one, 1.0)
     before_ms = state.overall_ms()
     tried = state.improve(10_000, lambda: True)
     assert tried > 200 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.5 * before_ms
     assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
-    afresh = State(cost, state.sharding, 1.0)
+    afresh = ShardingState(cost, state.sharding, 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
         assert torch.allclose(getattr(state, name).double(), getattr(afresh, name).double(), atol=1e-9), name
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.placement.states import DIGITS, States, rounded
+from dreamshard_planner.placement.states import DIGITS, PlacementStates, rounded
 
 MAX_PAIRS = 2_000_000
 """Candidates of one step at the very most: of thousands of shards on one device, only the heaviest leave. Bounds
@@ -39,7 +39,7 @@ class Bottlenecks:
     bytes_BCD: Tensor
 
     @classmethod
-    def of(cls, states: States, row_B: Tensor, device_B: Tensor) -> Bottlenecks:
+    def of(cls, states: PlacementStates, row_B: Tensor, device_B: Tensor) -> Bottlenecks:
         """Those of the placements ``row_B``."""
         assignment_BS = states.assignment_BS[row_B]
         here_BS = assignment_BS == device_B[:, None]
@@ -60,7 +60,9 @@ class Candidates:
     """All moves, and the swaps among these."""
 
 
-def improve(states: States, row_B: Tensor, bottleneck_B: Tensor, rated_exactly: int, unit: float) -> tuple[Tensor, int]:
+def improve(
+    states: PlacementStates, row_B: Tensor, bottleneck_B: Tensor, rated_exactly: int, unit: float
+) -> tuple[Tensor, int]:
     """Apply to each of the placements ``row_B`` the best move or swap of its bottleneck device, if it lowers the cost;
     says which it did, bool [B], and how many candidates were worth counting: moves, and swaps rated exactly."""
     bottlenecks = Bottlenecks.of(states, row_B, bottleneck_B)
@@ -96,7 +98,7 @@ def improve(states: States, row_B: Tensor, bottleneck_B: Tensor, rated_exactly: 
     return improved_B, candidates.counted
 
 
-def _most_promising(states: States, bottlenecks: Bottlenecks, rated_exactly: int, unit: float) -> Candidates:
+def _most_promising(states: PlacementStates, bottlenecks: Bottlenecks, rated_exactly: int, unit: float) -> Candidates:
     """Of all moves and swaps those that cost least at a glance."""
     problem, assignment_BS, here_BS = states.problem, bottlenecks.assignment_BS, bottlenecks.here_BS
     num_placements, num_arrivals = len(assignment_BS), problem.num_devices + problem.num_shards
@@ -131,7 +133,9 @@ def _most_promising(states: States, bottlenecks: Bottlenecks, rated_exactly: int
     )
 
 
-def _fits(states: States, bottlenecks: Bottlenecks, leaving_BN: Tensor, device_BA: Tensor, arrival_A: Tensor) -> Tensor:
+def _fits(
+    states: PlacementStates, bottlenecks: Bottlenecks, leaving_BN: Tensor, device_BA: Tensor, arrival_A: Tensor
+) -> Tensor:
     """Whether both devices can store what they would hold, bool [B, N, A]. What grows by nothing always fits, even
     where a reservation left less than nothing."""
     storage_SM, row_B = states.problem.storage_SM, bottlenecks.row_B
@@ -146,7 +150,7 @@ def _fits(states: States, bottlenecks: Bottlenecks, leaving_BN: Tensor, device_B
     return fits_BNA
 
 
-def _glance(states: States, bottlenecks: Bottlenecks, leaving_BN: Tensor) -> tuple[Tensor, Tensor]:
+def _glance(states: PlacementStates, bottlenecks: Bottlenecks, leaving_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Cost of the bottleneck device and of the other one after every move and swap, both [B, N, A]: moves at a glance,
     swaps as if the effects of leaving and arriving added up."""
     assignment_BS, device_ms_BD = bottlenecks.assignment_BS, bottlenecks.device_ms_BD
@@ -177,7 +181,7 @@ def _glance(states: States, bottlenecks: Bottlenecks, leaving_BN: Tensor) -> tup
     return torch.cat([move_BND, swap_BNS], -1), torch.cat([to_BND, to_BND.gather(2, home_BNS) + gone_BS[:, None]], -1)
 
 
-def _rate(states: States, bottlenecks: Bottlenecks, candidates: Candidates) -> tuple[Tensor, Tensor]:
+def _rate(states: PlacementStates, bottlenecks: Bottlenecks, candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Exact cost of the bottleneck device and of the other one after each candidate, both [B, C]."""
     leaving_BC, device_BC, arrival_BC = candidates.leaving_BC, candidates.device_BC, candidates.arrival_BC
     row_BC, here_BC = (values_B[:, None].expand_as(device_BC) for values_B in (bottlenecks.row_B, bottlenecks.device_B))
@@ -204,7 +208,7 @@ def _rate(states: States, bottlenecks: Bottlenecks, candidates: Candidates) -> t
 
 
 def _scores(
-    states: States,
+    states: PlacementStates,
     bottlenecks: Bottlenecks,
     device_BX: Tensor,
     leaving_BX: Tensor,
@@ -234,7 +238,7 @@ def _scores(
 
 
 def _collectives_after(
-    states: States, bottlenecks: Bottlenecks, device_BX: Tensor, leaving_BX: Tensor, arrival_BX: Tensor
+    states: PlacementStates, bottlenecks: Bottlenecks, device_BX: Tensor, leaving_BX: Tensor, arrival_BX: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward milliseconds of all collectives after each candidate, both [B, ...]. Only those change that
     carry what leaves and what arrives."""

@@ -21,10 +21,11 @@ import torch
 
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.joint_packing import packed_start
-from dreamshard_planner.placement.reshards import State, rounded_ms
+from dreamshard_planner.placement.reshards import ShardingState
 from dreamshard_planner.placement.search import SearchConfig, local_search
 from dreamshard_planner.placement.settling import settled
 from dreamshard_planner.placement.starts import JointOptions, evened, level_starts
+from dreamshard_planner.placement.states import in_steps
 
 WORTH = 1e-3
 """Share of the cost that a kick has to bring."""
@@ -144,19 +145,19 @@ class _Descents:
         best = settled(self._cost, self._best)
         return JointResult(best, self._cost.overall_ms(best), self._reshards, self._candidates, self._cut_short)
 
-    def _state(self, sharding: Sharding) -> State:
+    def _state(self, sharding: Sharding) -> ShardingState:
         config = self._config
-        return State(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly)
+        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly)
 
     def descend(self, start: Sharding) -> None:
         """Re-shards, then moves and swaps, in turns until neither helps."""
         unit, state = self._unit, self._state(start)
         while self.left():
-            before = rounded_ms(state.overall_ms(), unit)
+            before = in_steps(state.overall_ms(), unit)
             self._reshards += state.improve(self._limit - self._reshards, self.left)
             state = self._state(self._moved(state.sharding))
-            after = rounded_ms(state.overall_ms(), unit)
-            if after < rounded_ms(self.best_ms, unit):
+            after = in_steps(state.overall_ms(), unit)
+            if after < in_steps(self.best_ms, unit):
                 self._best, self.best_ms = state.sharding, state.overall_ms()
             if after >= before:
                 break

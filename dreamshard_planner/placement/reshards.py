@@ -5,7 +5,7 @@ A table's parts are subtracted, and the units of another option laid down one by
 Many tables x options are tried side by side.
 
 Shapes: T tables, Q queries (a table and an option that it may change to), D ranks, N positions, L span, G fused groups,
-C collectives, H latent channels, M kinds of memory, K tables that may change, X parts laid down.
+C collectives, H latent channels, M kinds of memory, K tables that may change, X parts laid down, or some queries.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
-from dreamshard_planner.placement.states import DIGITS
+from dreamshard_planner.placement.states import DIGITS, in_steps
 
 REFRESH = 100
 """Re-shards after which sums are taken afresh: differences add up rounding errors."""
 
 
-def rounded_ms(ms: float, unit: float) -> int:
-    """A cost as it is compared."""
-    return round(ms / unit * 10**DIGITS)
-
-
-class State:
+class ShardingState:
     """One sharding, with the sums that make a re-shard cheap.
 
     Args:
@@ -131,7 +126,7 @@ class State:
             queries_rated = queries
         index = int(tried.key_Q.argmin())
         before_ms, before_square = self.overall_ms(), float(self.device_ms_D.square().sum())
-        after, before = float(tried.overall_Q[index]), float(rounded_ms(before_ms, self._unit))
+        after, before = float(tried.overall_Q[index]), in_steps(before_ms, self._unit)
         balances = float(tried.square_Q[index]) < before_square * (1 - 10.0**-DIGITS)
         if not (after < before or (after == before and balances)):
             return False, len(queries)
@@ -162,7 +157,7 @@ class State:
 
     def _tables_on_bottleneck(self) -> list[int]:
         """Tables that may change and have a part on the slowest rank, the heaviest there first."""
-        rank = int((self.device_ms_D / self._unit * 10**DIGITS).round().argmax())
+        rank = int(in_steps(self.device_ms_D, self._unit).argmax())
         single, burden = self.cost.single_ms_P, {}
         for table, (option, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
             if not self._changeable(table):
@@ -180,68 +175,52 @@ class State:
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
     ) -> Tried:
         """Lay the units of every query down, one after the other, where they leave the lowest peak."""
-        problem, latent_PH = self.problem, self.cost.latent_PH
-        ranks = problem.num_ranks
-        slot_Q = torch.tensor([slot for slot, _, _ in queries])
+        problem = self.problem
         options = [problem.tables[table][option] for _, table, option in queries]
-        old_K = torch.tensor([problem.group_of(table, self.sharding.options[table]) for table in tables])
-        new_Q = torch.tensor([problem.group_of(table, option) for _, table, option in queries])
-
-        gone_KDH, gone_KCD, gone_KDM = self._without(tables)
-        without_KDH = self.latent_DGH[:, old_K].transpose(0, 1) - gone_KDH
-        without_KD = group_cost(without_KDH).sum(-1).double()
-        touched_KD = gone_KDH[..., 0] > 0
-        before_KD = torch.where(
-            touched_KD, group_cost(self.latent_DGH[:, old_K].transpose(0, 1)).sum(-1).double() - without_KD, 0.0
-        )
-        same_Q = old_K[slot_Q] == new_Q
-        device_QD = self.device_ms_D - before_KD[slot_Q]
-        group_QDH = torch.where(same_Q[:, None, None], without_KDH[slot_Q], self.latent_DGH[:, new_Q].transpose(0, 1))
-        base_QD = group_cost(group_QDH).sum(-1).double()
-        free_QDM = self.free_DM + gone_KDM[slot_Q]
-        bytes_QCD = self.bytes_CD - gone_KCD[slot_Q]
-        alive_Q = torch.ones(len(queries), dtype=torch.bool)
-        positions: list[list[int]] = [[] for _ in queries]
-
+        trials = self._started(tables, queries, group_cost)
         for step in range(max(len(option.units) for option in options)):
             by_span: dict[int, list[int]] = {}
             for query, option in enumerate(options):
                 if step < len(option.units):
                     by_span.setdefault(option.units[step].span, []).append(query)
-            for span, some in by_span.items():
-                index_X = torch.tensor(some)
+            for some in by_span.values():
                 part_XL = torch.tensor([options[query].units[step].parts for query in some])
-                added_XLH = latent_PH[part_XL]
-                latent_XNLH = group_QDH[index_X].unflatten(1, (ranks // span, span)) + added_XLH[:, None]
-                after_XNL = group_cost(latent_XNLH).sum(-1).double()
-                peak_XNL = device_QD[index_X].unflatten(1, (-1, span)) + after_XNL
-                peak_XNL = peak_XNL - base_QD[index_X].unflatten(1, (-1, span))
-                need_XLM = problem.storage_PM[part_XL]
-                free_XNLM = free_QDM[index_X].unflatten(1, (ranks // span, span))
-                fits_XN = has_room(need_XLM[:, None], free_XNLM).all(-1)
-                alive_Q[index_X] &= fits_XN.any(-1)
-                position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
-                for query, position in zip(some, position_X.tolist(), strict=True):
-                    positions[query].append(position)
-                row_XL = position_X[:, None] * span + torch.arange(span)
-                each = torch.arange(len(some))
-                device_QD[index_X[:, None], row_XL] = peak_XNL[each, position_X]
-                base_QD[index_X[:, None], row_XL] = after_XNL[each, position_X]
-                group_QDH[index_X[:, None], row_XL] += added_XLH
-                free_QDM[index_X[:, None], row_XL] -= need_XLM
-                bytes_QCD.transpose(1, 2).index_put_(
-                    (index_X[:, None], row_XL), problem.bytes_PC[part_XL], accumulate=True
-                )
-
-        forward_Q, backward_Q = problem.collectives.ms(bytes_QCD)
-        overall_Q = ((device_QD.amax(-1) + forward_Q + backward_Q) / self._unit * 10**DIGITS).round()
-        square_Q = device_QD.square().sum(-1)
+                parts = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
+                trials.lay(some, *parts, group_cost)
+        forward_Q, backward_Q = problem.collectives.ms(trials.bytes_QCD)
+        overall_Q = in_steps(trials.device_ms_QD.amax(-1) + forward_Q + backward_Q, self._unit)
+        square_Q = trials.device_ms_QD.square().sum(-1)
         key_Q = overall_Q + square_Q / (square_Q.max() * 2).clamp_min(1e-30)
         return Tried(
-            key_Q.masked_fill(~alive_Q, torch.inf),
-            overall_Q.masked_fill(~alive_Q, torch.inf),
+            key_Q.masked_fill(~trials.fits_Q, torch.inf),
+            overall_Q.masked_fill(~trials.fits_Q, torch.inf),
             square_Q,
-            [tuple(places) for places in positions],
+            [tuple(places) for places in trials.positions],
+        )
+
+    def _started(
+        self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
+    ) -> _Trials:
+        """Queries of which nothing is laid down yet: the sums without their tables."""
+        slot_Q = torch.tensor([slot for slot, _, _ in queries])
+        old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
+        new_Q = torch.tensor([self.problem.group_of(table, option) for _, table, option in queries])
+        gone_KDH, gone_KCD, gone_KDM = self._without(tables)
+        latent_KDH = self.latent_DGH[:, old_K].transpose(0, 1)
+        without_KDH = latent_KDH - gone_KDH
+        without_ms_KD = group_cost(without_KDH).sum(-1).double()
+        spared_ms_KD = group_cost(latent_KDH).sum(-1).double() - without_ms_KD
+        spared_ms_KD = torch.where(gone_KDH[..., 0] > 0, spared_ms_KD, 0.0)  # where nothing is gone, not even rounding
+        same_Q11 = (old_K[slot_Q] == new_Q)[:, None, None]
+        latent_QDH = torch.where(same_Q11, without_KDH[slot_Q], self.latent_DGH[:, new_Q].transpose(0, 1))
+        return _Trials(
+            device_ms_QD=self.device_ms_D - spared_ms_KD[slot_Q],
+            latent_QDH=latent_QDH,
+            group_ms_QD=group_cost(latent_QDH).sum(-1).double(),
+            free_QDM=self.free_DM + gone_KDM[slot_Q],
+            bytes_QCD=self.bytes_CD - gone_KCD[slot_Q],
+            fits_Q=torch.ones(len(queries), dtype=torch.bool),
+            positions=[[] for _ in queries],
         )
 
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,6 +236,50 @@ class State:
 
         bytes_KDC = summed(self.problem.bytes_PC)
         return summed(self.cost.latent_PH), bytes_KDC.transpose(1, 2), summed(self.problem.storage_PM)
+
+
+@dataclass
+class _Trials:
+    """Queries that are being laid down, side by side: every rank as each has it so far."""
+
+    device_ms_QD: Tensor
+    latent_QDH: Tensor
+    """Summed latents of the fused group that the option's parts join, and"""
+    group_ms_QD: Tensor
+    """what it costs, which is part of its rank's cost."""
+    free_QDM: Tensor
+    bytes_QCD: Tensor
+    fits_Q: Tensor
+    """Whether memory has allowed all of it."""
+    positions: list[list[int]]
+
+    def lay(
+        self,
+        some: Sequence[int],
+        latent_XLH: Tensor,
+        need_XLM: Tensor,
+        bytes_XLC: Tensor,
+        group_cost: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Lay down one unit more of some queries X, all equally wide, each where it leaves the lowest peak."""
+        query_X, span = torch.tensor(some), latent_XLH.shape[1]
+
+        def by_position(values_QDY: Tensor) -> Tensor:
+            return values_QDY[query_X].unflatten(1, (-1, span))
+
+        after_XNL = group_cost(by_position(self.latent_QDH) + latent_XLH[:, None]).sum(-1).double()
+        peak_XNL = by_position(self.device_ms_QD) + after_XNL - by_position(self.group_ms_QD)
+        fits_XN = has_room(need_XLM[:, None], by_position(self.free_QDM)).all(-1)
+        self.fits_Q[query_X] &= fits_XN.any(-1)
+        position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
+        for query, position in zip(some, position_X.tolist(), strict=True):
+            self.positions[query].append(position)
+        each, ranks = torch.arange(len(some)), (query_X[:, None], position_X[:, None] * span + torch.arange(span))
+        self.device_ms_QD[ranks] = peak_XNL[each, position_X]
+        self.group_ms_QD[ranks] = after_XNL[each, position_X]
+        self.latent_QDH[ranks] += latent_XLH
+        self.free_QDM[ranks] -= need_XLM
+        self.bytes_QCD.transpose(1, 2).index_put_(ranks, bytes_XLC, accumulate=True)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem, has_room
 from dreamshard_planner.placement.changes import improve
-from dreamshard_planner.placement.states import States, rounded
+from dreamshard_planner.placement.states import PlacementStates, rounded
 
 MAX_GLANCES = 20_000
 """Candidates glanced at in one step, over all placements: with more, calls cost little anyway, and one descent that
@@ -105,13 +105,13 @@ def local_search(
     best = _Best(starts[0], max(1e-9, float(cost.rate(start_BS).overall_ms_B.min())))
     side_by_side = _side_by_side(problem, config.kicks)
     for some_BS in start_BS.split(side_by_side):
-        _descend(States(cost, some_BS), best, config, budget)
+        _descend(PlacementStates(cost, some_BS), best, config, budget)
 
     def kicked(copies: int) -> Tensor:
         return _kicked(problem, best.assignment_S, copies, config.kick_shards, generator)
 
     if config.kicks and budget.left():
-        _descend(States(cost, kicked(side_by_side)), best, config, budget, kicked)
+        _descend(PlacementStates(cost, kicked(side_by_side)), best, config, budget, kicked)
     overall_ms = float(cost.rate(best.assignment_S[None]).overall_ms_B)
     return SearchResult(best.assignment_S, overall_ms, budget.used, budget.cut_short)
 
@@ -149,7 +149,7 @@ class _Best:
     def __init__(self, assignment_S: Tensor, unit: float) -> None:
         self.assignment_S, self.unit, self.cost = assignment_S, unit, float("inf")
 
-    def challenge(self, states: States, row_B: Tensor) -> bool:
+    def challenge(self, states: PlacementStates, row_B: Tensor) -> bool:
         """Whether the best of some placements is better, and so takes its place."""
         cost_B = rounded(states.overall_ms_B()[row_B], self.unit)
         index = int(cost_B.argmin())
@@ -160,7 +160,7 @@ class _Best:
 
 
 def _descend(
-    states: States,
+    states: PlacementStates,
     best: _Best,
     config: SearchConfig,
     budget: Budget,

@@ -6,6 +6,8 @@ Shapes: S shards, D devices, G fused groups, C all-to-alls, H latent channels, M
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,21 @@ from dreamshard_planner.cost.model import PlacementCost
 DIGITS = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""
 
+Costs = TypeVar("Costs", Tensor, float)
+
+
+def in_steps(cost_ms: Costs, unit: float) -> Costs:
+    """Costs as they are compared: in whole steps, of which the unit has 10 to the power of :data:`DIGITS`."""
+    steps = cost_ms / unit * 10**DIGITS
+    return steps.round() if isinstance(steps, Tensor) else float(round(steps))
+
 
 def rounded(cost_ms: Tensor, unit: float) -> Tensor:
-    """Costs as they are compared."""
-    return (cost_ms / unit * 10**DIGITS).round() / 10**DIGITS
+    """The same in units."""
+    return in_steps(cost_ms, unit) / 10**DIGITS
 
 
-class States:
+class PlacementStates:
     """Placements of one problem, and their sums per device."""
 
     def __init__(self, cost: PlacementCost, assignment_BS: Tensor) -> None:
@@ -52,7 +62,7 @@ class States:
 
     def replace(self, row_X: Tensor, assignment_XS: Tensor) -> None:
         """Let other placements take the place of some."""
-        others = States(self.cost, assignment_XS)
+        others = PlacementStates(self.cost, assignment_XS)
         for name in ("assignment_BS", "latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
             getattr(self, name)[row_X] = getattr(others, name)
 

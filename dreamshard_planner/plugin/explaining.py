@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.explain import Change, Explanation, GroupCost, RankMemory, TableCost
-from dreamshard_planner.placement.reshards import State
+from dreamshard_planner.placement.reshards import ShardingState
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes
@@ -150,7 +150,7 @@ class _Changes:
         self._cost = context.cost(read)
         self._sharding = read.sharding(rated.options)
         self._now_ms = self._cost.overall_ms(self._sharding)
-        self._state = State(self._cost, self._sharding, max(1e-9, self._now_ms))
+        self._state = ShardingState(self._cost, self._sharding, max(1e-9, self._now_ms))
 
     def of(self, name: str) -> dict[str, Change | None]:
         problem = self._read.problem
