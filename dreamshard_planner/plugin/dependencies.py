@@ -13,7 +13,7 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-from dreamshard_planner.plugin.read_problem import same_option
+from dreamshard_planner.plugin.options import by_table, fqn_of, same_option
 
 
 def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
@@ -32,7 +32,7 @@ def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
         raise PlannerError(
             f"Tables do not fit: no host has room for all tables of one of "
             f"{sorted({option.dependency for option in dependent})}, of which the largest, "
-            f"{largest.fqn.removeprefix('.')!r}, needs {sum(map(_bytes, largest.shards)):,} bytes. Larger devices, a "
+            f"{fqn_of(largest)!r}, needs {sum(map(_bytes, largest.shards)):,} bytes. Larger devices, a "
             "smaller storage reservation, or fewer tables per tower would help.",
             PlannerErrorType.INSUFFICIENT_STORAGE,
         ) from error
@@ -44,10 +44,7 @@ def pinned_options(
     """The options, of dependent tables only one each with its ranks set, for every way to pin these that is worth a
     search: as a given plan has them, and by the least perf, or the least memory, of each table that a host has room
     for. Once, and as they are, where no table depends on others."""
-    dependent: dict[str, list[ShardingOption]] = {}
-    for option in options:
-        if option.dependency:
-            dependent.setdefault(option.fqn, []).append(option)
+    dependent = by_table(option for option in options if option.dependency)
     if not dependent:
         yield list(options)
         return
@@ -71,7 +68,7 @@ def _chosen(tables: Iterable[Sequence[ShardingOption]], key: Callable[[ShardingO
 def _as_given(dependent: dict[str, list[ShardingOption]], given: Sequence[ShardingOption]) -> list[ShardingOption]:
     pinned = []
     for option in given:
-        for choice in dependent.get(option.fqn, ()):
+        for choice in dependent.get(fqn_of(option), ()):
             if same_option(choice, option):
                 for shard, other in zip(choice.shards, option.shards, strict=True):
                     shard.rank = other.rank

@@ -32,6 +32,8 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from dreamshard_planner.plugin.options import fqn_of
+
 
 class OncePerSize(ShardEstimator):
     """Estimates each distinct shard size of an option once, with ``estimator``; equal shards share the resulting
@@ -226,14 +228,14 @@ class FastEnumerator(EmbeddingEnumerator):
     def _chosen(self, options: list[ShardingOption]) -> list[ShardingOption]:
         of_table: dict[str, list[ShardingOption]] = {}
         for option in options:
-            kept = of_table.setdefault(option.fqn, [])
+            kept = of_table.setdefault(fqn_of(option), [])
             if self._keep is None or self._keep(option):
                 enumerated = EnumeratedOption.of(option)
                 kept += [enumerated, *(self._variants(enumerated) if self._variants is not None else ())]
         for table, kept in of_table.items():
             if not kept:
                 raise PlannerError(
-                    f"none of the sharding types and compute kernels of table {table.removeprefix('.')!r} may be used",
+                    f"none of the sharding types and compute kernels of table {table!r} may be used",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
             kept.sort(key=lambda option: (option.sharding_type, option.compute_kernel, -option.num_shards))

@@ -21,7 +21,8 @@ from dreamshard_planner.placement.reshards import ShardingState
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes
-from dreamshard_planner.plugin.read_problem import ReadProblem, same_option
+from dreamshard_planner.plugin.options import fqn_of, same_option
+from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.words import ranks_in_words
 
 MAX_TABLES = 5
@@ -216,11 +217,7 @@ def _with_alternatives(
 ) -> list[ShardingOption]:
     """The plan's options, and of some tables all others that they may take."""
     chosen = {option.fqn: option for option in plan}
-    others = [
-        option
-        for option in usable
-        if option.fqn.removeprefix(".") in names and not same_option(option, chosen[option.fqn])
-    ]
+    others = [option for option in usable if fqn_of(option) in names and not same_option(option, chosen[option.fqn])]
     return [*plan, *others]
 
 

@@ -20,6 +20,7 @@ from dreamshard_planner.plan_file import SavedPlan, ShardPlace, TableSharding, c
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.legal import SHARDING_TYPES
 from dreamshard_planner.plugin.limits import MEMORY_KINDS
+from dreamshard_planner.plugin.options import by_table, fqn_of
 from dreamshard_planner.plugin.partitioner import single_thread
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.words import nearest
@@ -53,9 +54,7 @@ class GivenPlans:
     def __init__(self, context: PlanningContext, search_space: Sequence[ShardingOption], left: Topology) -> None:
         self._context = context
         self.left = left
-        self.by_table: dict[str, list[ShardingOption]] = {}
-        for option in search_space:
-            self.by_table.setdefault(_fqn(option), []).append(option)
+        self.by_table = by_table(search_space)
 
     def options(self, plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> list[ShardingOption]:
         """One option with ranks for each table, in the order of the search space. Options that are given are taken as
@@ -179,8 +178,8 @@ class GivenPlans:
 def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSharding]]:
     """How options with ranks shard their tables, by module and table."""
     result: dict[str, dict[str, TableSharding]] = {}
-    for option in sorted(options, key=_fqn):
-        result.setdefault(option.path, {})[option.name] = _sharding(_fqn(option), option, tuple(option.tensor.shape))
+    for option in sorted(options, key=fqn_of):
+        result.setdefault(option.path, {})[option.name] = _sharding(fqn_of(option), option, tuple(option.tensor.shape))
     return result
 
 
@@ -200,8 +199,8 @@ def _by_table(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict
     for option in plan:
         if not isinstance(option, ShardingOption):
             raise TypeError(f"a list of a plan holds ShardingOption, got {type(option).__name__}")
-        if given.setdefault(_fqn(option), option) is not option:
-            raise PlannerError(f"the plan shards table {_fqn(option)!r} twice", PlannerErrorType.STRICT_CONSTRAINTS)
+        if given.setdefault(fqn_of(option), option) is not option:
+            raise PlannerError(f"the plan shards table {fqn_of(option)!r} twice", PlannerErrorType.STRICT_CONSTRAINTS)
     return given
 
 
@@ -230,10 +229,6 @@ def _sharding(
         ShardPlace(rank, tuple(offset), tuple(size)) for rank, (offset, size) in zip(ranks, places, strict=True)
     )
     return TableSharding(given.sharding_type, given.compute_kernel, shards)
-
-
-def _fqn(option: ShardingOption) -> str:
-    return option.fqn.removeprefix(".")
 
 
 def _count(names: Sequence[str]) -> str:

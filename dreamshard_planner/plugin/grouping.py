@@ -68,7 +68,7 @@ def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
     known = [kernel for kernel in kernels if kernel in KERNEL_MEMORY]
     if not known:
         raise PlannerError(
-            f"table {fqn.removeprefix('.')!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
+            f"table {fqn!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
             f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
             "ParameterConstraints.compute_kernels.",
             PlannerErrorType.STRICT_CONSTRAINTS,

@@ -30,6 +30,7 @@ from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_b
 from dreamshard_planner.plugin.dependencies import pinned_options
 from dreamshard_planner.plugin.grouping import known_kernels
 from dreamshard_planner.plugin.legal import CW, GRID, TW, TWCW
+from dreamshard_planner.plugin.options import by_table
 from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.plugin.read_problem import ReadProblem
@@ -216,15 +217,13 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
     Raises:
         PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
     """
-    by_table: dict[str, list[ShardingOption]] = {}
-    for option in search_space:
-        by_table.setdefault(option.fqn, []).append(option)
-    for fqn, options in by_table.items():
+    usable: dict[str, list[ShardingOption]] = {}
+    for fqn, options in by_table(search_space).items():
         kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
         known = [option for option in options if option.compute_kernel in kernels and not _shares_a_store(option)]
         if not known:
             raise PlannerError(
-                f"table {fqn.removeprefix('.')!r} may only be split by columns with compute kernel 'key_value', whose "
+                f"table {fqn!r} may only be split by columns with compute kernel 'key_value', whose "
                 "slices TorchRec wants on one rank each, which DreamShardPlanner cannot promise: allow another "
                 "sharding type or kernel, or raise min_partition to the table's dim.",
                 PlannerErrorType.STRICT_CONSTRAINTS,
@@ -233,15 +232,15 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
         whole = {option.compute_kernel for option in known if option.sharding_type == TW}
         known = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
         # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
-        by_table[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
-        if not by_table[fqn]:
+        usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
+        if not usable[fqn]:
             raise PlannerError(
-                f"table {fqn.removeprefix('.')!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
+                f"table {fqn!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
                 f"any where it is sharded {sorted({o.sharding_type for o in known})}, and FBGEMM's CPU kernels crash "
                 "on that: allow another type in its ParameterConstraints.sharding_types.",
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )
-    return _one_width_per_collection(by_table)
+    return _one_width_per_collection(usable)
 
 
 def _shares_a_store(option: ShardingOption) -> bool:
@@ -249,12 +248,12 @@ def _shares_a_store(option: ShardingOption) -> bool:
     return option.compute_kernel == "key_value" and option.sharding_type in (CW, TWCW, GRID) and option.num_shards > 1
 
 
-def _one_width_per_collection(by_table: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
+def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
     """TorchRec wants all column slices of one EmbeddingCollection of one width: the one that splits most bytes, of
     tables that can only be split by columns where there are such."""
     widths: dict[str, Counter[int]] = {}
     forced: dict[str, Counter[int]] = {}
-    for options in by_table.values():
+    for options in tables.values():
         only = all(option.sharding_type == CW for option in options)
         for option in options:
             if option.sharding_type == CW and isinstance(option.module[1], EmbeddingCollection):
@@ -263,7 +262,7 @@ def _one_width_per_collection(by_table: dict[str, list[ShardingOption]]) -> list
                     counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
     common = {path: _common(forced.get(path, counter)) for path, counter in widths.items()}
     kept = []
-    for fqn, options in by_table.items():
+    for fqn, options in tables.items():
         fitting = [
             option
             for option in options
@@ -273,7 +272,7 @@ def _one_width_per_collection(by_table: dict[str, list[ShardingOption]]) -> list
         ]
         if not fitting:
             raise PlannerError(
-                f"table {fqn.removeprefix('.')!r} may only be sharded column_wise, in slices of another width than "
+                f"table {fqn!r} may only be sharded column_wise, in slices of another width than "
                 f"the {common[options[0].path]} of other tables of its EmbeddingCollection, which TorchRec "
                 "can't mix: give them the same min_partition, or allow another sharding type.",
                 PlannerErrorType.STRICT_CONSTRAINTS,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 
+from dreamshard_planner.plugin.options import fqn_of
+
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
 MAX_BYTES = 2**60
 """Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit
@@ -82,7 +84,7 @@ def check_needs(tables: Iterable[Sequence[ShardingOption]]) -> None:
         if total > MAX_BYTES:
             raise PlannerError(
                 f"Tables do not fit: they need {total:.3g} bytes of {kind}, more than any machine has; table "
-                f"{largest.fqn.removeprefix('.')!r} alone needs {need(largest):.3g}, with pooling factors "
+                f"{fqn_of(largest)!r} alone needs {need(largest):.3g}, with pooling factors "
                 f"{list(largest.input_lengths)} and {largest.batch_size:,} samples in a rank's batch. Pooling factors "
                 "are lookups per sample.",
                 PlannerErrorType.INSUFFICIENT_STORAGE,

@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.plugin.limits import MEMORY_KINDS, needed_bytes
+from dreamshard_planner.plugin.options import fqn_of
 from dreamshard_planner.workload.tables import Table, Workload
 
 
@@ -69,7 +70,7 @@ class Parts:
         row = len(self.workloads)
         self.workloads.append(workload)
         self.shards.append(shard)
-        self.fqns.append(option.fqn.removeprefix("."))
+        self.fqns.append(fqn_of(option))
         self.groups.append(group)
         self.dense_elements.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes

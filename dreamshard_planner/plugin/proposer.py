@@ -18,9 +18,10 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
 
 from dreamshard_planner.plugin.grouping import known_kernels
+from dreamshard_planner.plugin.legal import TW
+from dreamshard_planner.plugin.options import by_table
 
 PROBES = 16
 """Numbers of tables outside of device memory that are tried where neither none nor all of them fit."""
@@ -40,20 +41,17 @@ class TableWiseProposer(Proposer):
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
         """See ``Proposer.load``; raises ``PlannerError`` where a table has no table-wise option of a known kernel."""
-        by_table: dict[str, list[ShardingOption]] = {}
-        for option in search_space:
-            by_table.setdefault(option.fqn, []).append(option)
         self._choices = []
-        for options in by_table.values():
-            table_wise = [o for o in options if o.sharding_type == ShardingType.TABLE_WISE.value]
+        for fqn, options in by_table(search_space).items():
+            table_wise = [o for o in options if o.sharding_type == TW]
             if not table_wise:
                 raise PlannerError(
-                    f"table {options[0].fqn.removeprefix('.')!r} may only be sharded "
+                    f"table {fqn!r} may only be sharded "
                     f"{sorted({option.sharding_type for option in options})}, and TableWiseProposer proposes "
                     "table-wise options only",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
-            known = known_kernels(options[0].fqn, [option.compute_kernel for option in table_wise])
+            known = known_kernels(fqn, [option.compute_kernel for option in table_wise])
             table_wise = [option for option in table_wise if option.compute_kernel in known]
             # TorchRec enumerates kernels in the order of a set: sort, or plans would change with the hash seed.
             table_wise.sort(key=lambda option: (option.total_perf, option.compute_kernel))

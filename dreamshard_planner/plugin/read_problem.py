@@ -10,6 +10,7 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption
 
 from dreamshard_planner.cost.sharding import Sharding, ShardingProblem
+from dreamshard_planner.plugin.options import fqn_of, same_option
 from dreamshard_planner.plugin.units import positions_of, set_ranks
 from dreamshard_planner.workload.tables import Workload
 
@@ -55,24 +56,15 @@ class ReadProblem:
             )
             if index is None:
                 raise PlannerError(
-                    f"the plan has no sharding of table {choices[0].fqn.removeprefix('.')!r} that could be rated",
+                    f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
             places = positions_of(option, units[index])
             if units[index].pinned not in (None, places):
                 raise PlannerError(
-                    f"table {option.fqn.removeprefix('.')!r} is pinned elsewhere than the plan has it",
+                    f"table {fqn_of(option)!r} is pinned elsewhere than the plan has it",
                     PlannerErrorType.PARTITION,
                 )
             options.append(index)
             positions.append(places)
         return Sharding(tuple(options), tuple(positions))
-
-
-def same_option(one: ShardingOption, other: ShardingOption) -> bool:
-    """Whether two options of one table shard it alike."""
-    return (one.sharding_type, one.compute_kernel, one.num_shards) == (
-        other.sharding_type,
-        other.compute_kernel,
-        other.num_shards,
-    )

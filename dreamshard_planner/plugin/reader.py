@@ -26,6 +26,7 @@ from dreamshard_planner.plugin.grouping import group_key, known_kernels
 from dreamshard_planner.plugin.legal import DP
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import available_bytes, check_needs
+from dreamshard_planner.plugin.options import by_table, fqn_of
 from dreamshard_planner.plugin.parts import Parts
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.table_reader import TableReader
@@ -72,14 +73,13 @@ class OptionReader(TableReader):
             PlannerError: for options that can't be placed: of an unknown kernel, or pinned where TorchRec would not run
                 them.
         """
-        by_table: dict[str, list[ShardingOption]] = {}
         for option in options:
-            known_kernels(option.fqn, [option.compute_kernel])
-            by_table.setdefault(option.fqn, []).append(option)
-        flat = [option for choices in by_table.values() for option in choices]
+            known_kernels(fqn_of(option), [option.compute_kernel])
+        tables = by_table(options)
+        flat = [option for choices in tables.values() for option in choices]
         groups: dict[Any, int] = {}
         parts = Parts()
-        read: dict[str, list[Option]] = {fqn: [] for fqn in by_table}
+        read: dict[str, list[Option]] = {fqn: [] for fqn in tables}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
             table = self.table(option, topology)
             key = group_key(option, table, self._config(option), self._fused_params(option))
@@ -88,10 +88,10 @@ class OptionReader(TableReader):
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
             rows = parts.add(option, table, whole, group, exchanges, with_storage)
             choice = Option(units_of(option, rows, topology), option.sharding_type, option.compute_kernel)
-            read[option.fqn].append(replace(choice, pinned=pinned_positions(option, choice)))
+            read[fqn_of(option)].append(replace(choice, pinned=pinned_positions(option, choice)))
         check_hosts(flat, topology)
         if with_storage:
-            check_needs(by_table.values())
+            check_needs(tables.values())
         storage_PM, capacity_DM = parts.storage_PM(topology, with_storage), available_bytes(topology)
         memories = storage_PM.shape[1]
         if with_storage and self._legal is not None:
@@ -101,7 +101,7 @@ class OptionReader(TableReader):
         problem = ShardingProblem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
-            names=tuple(fqn.removeprefix(".") for fqn in by_table),
+            names=tuple(tables),
             features_PF=feature_matrix(parts.workloads),
             group_P=torch.tensor(parts.groups, dtype=torch.int64),
             num_groups=max(1, len(groups)),
@@ -113,7 +113,7 @@ class OptionReader(TableReader):
         )
         return ReadProblem(
             problem,
-            tuple(tuple(choices) for choices in by_table.values()),
+            tuple(tuple(choices) for choices in tables.values()),
             tuple(parts.shards),
             tuple(parts.workloads),
             torch.tensor(parts.dense_elements, dtype=torch.float64),

@@ -20,6 +20,7 @@ from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
 from dreamshard_planner.plugin.legal import GRID, RW, TWRW, Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.plugin.limits import check_per_feature
 from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
+from dreamshard_planner.plugin.options import fqn_of
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table
 
@@ -146,7 +147,7 @@ class TableReader:
         on_host = topology.compute_device == "cpu"
         load_factor = option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
         return Table(
-            name=option.fqn.removeprefix("."),
+            name=fqn_of(option),
             rows=max(1, rows),
             dim=max(1, dim),
             features=tuple(features),
@@ -179,7 +180,7 @@ class TableReader:
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
         """What a reader of the plan's cost should know of the tables that it splits by rows."""
         return tuple(
-            f"row blocks of {option.fqn.removeprefix('.')} are taken to be read alike: feature {feature!r}, {reason}"
+            f"row blocks of {fqn_of(option)} are taken to be read alike: feature {feature!r}, {reason}"
             for option in plan
             if option.sharding_type in (RW, TWRW, GRID)
             for feature, reason in self._unplaced.get(option.fqn, {}).items()

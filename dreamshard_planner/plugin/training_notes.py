@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.plugin.legal import DP, inexact
+from dreamshard_planner.plugin.options import fqn_of
 from dreamshard_planner.plugin.table_reader import TableReader
 
 MAX_NAMED = 5
@@ -19,7 +20,7 @@ def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_
     for option in plan:
         reason = inexact(option.sharding_type, reader.situation(option, compute_device))
         if reason is not None:
-            changed.setdefault((option.sharding_type, reason), []).append(_name(option))
+            changed.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
     return [
         f"{_names(tables)}: {kind} trains differently than a whole table, {reason}"
         for (kind, reason), tables in sorted(changed.items())
@@ -28,7 +29,7 @@ def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_
 
 def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topology: Topology) -> tuple[str, ...]:
     """A sentence on tables whose optimizer no cost model of ours knows, where there are some."""
-    others = [_name(option) for option in plan if reader.table(option, topology).optimizer == "other"]
+    others = [fqn_of(option) for option in plan if reader.table(option, topology).optimizer == "other"]
     if not others:
         return ()
     return (
@@ -39,7 +40,7 @@ def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topol
 
 def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str | None:
     """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
-    lost = [_name(option) for option in plan if option.sharding_type == DP and reader.in_backward(option)]
+    lost = [fqn_of(option) for option in plan if option.sharding_type == DP and reader.in_backward(option)]
     if not lost:
         return None
     return (
@@ -47,10 +48,6 @@ def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str 
         "by an optimizer of the script's own, over in_backward_optimizer_filter(model.named_parameters()); or name "
         "other types in their ParameterConstraints.sharding_types"
     )
-
-
-def _name(option: ShardingOption) -> str:
-    return option.fqn.removeprefix(".")
 
 
 def _names(tables: Sequence[str]) -> str:

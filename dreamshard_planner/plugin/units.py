@@ -9,6 +9,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 
 from dreamshard_planner.cost.sharding import Option, Unit
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW
+from dreamshard_planner.plugin.options import fqn_of
 
 
 def unit_span(option: ShardingOption, topology: Topology) -> int:
@@ -27,7 +28,7 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     span = unit_span(option, topology)
     if not parts or len(parts) % span:
         raise PlannerError(
-            f"table {option.fqn.removeprefix('.')!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
+            f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
             f"which do not fill units of {span} ranks",
             PlannerErrorType.PARTITION,
         )
@@ -53,7 +54,7 @@ def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
         position = (here[0] or 0) // unit.span
         if here != list(unit.ranks(position)):
             raise PlannerError(
-                f"table {option.fqn.removeprefix('.')!r} is sharded {option.sharding_type} on ranks {here}, which "
+                f"table {fqn_of(option)!r} is sharded {option.sharding_type} on ranks {here}, which "
                 "TorchRec would not run so",
                 PlannerErrorType.PARTITION,
             )
@@ -76,7 +77,7 @@ def check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
         for shard in option.shards if option.dependency else []:
             if shard.rank is not None:
                 host = shard.rank // topology.intra_group_size
-                hosts.setdefault(option.dependency, {})[host] = option.fqn.removeprefix(".")
+                hosts.setdefault(option.dependency, {})[host] = fqn_of(option)
     for dependency, tables in hosts.items():
         if len(tables) > 1:
             raise PlannerError(
