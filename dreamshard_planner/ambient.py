@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 def neutral() -> Iterator[None]:
     """The state of a fresh process, also as a decorator: tensors are real, fp32 and on the CPU unless they say
     otherwise, products of matrices are not rounded to less, gradients are on. On the way out, whatever happens, the
-    caller's state is back, its random numbers included. Threads count for themselves, see ``single_thread``."""
+    caller's state is back, its random numbers included. Threads count for themselves, see :func:`single_thread`."""
     with ExitStack() as stack:
         # Modes first, so that what follows is not done to fake tensors.
         stack.enter_context(_disable_current_modes())  # FakeTensorMode and all others that intercept operations
@@ -33,3 +33,14 @@ def neutral() -> Iterator[None]:
             stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
             matmul.fp32_precision = "ieee"
         yield
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

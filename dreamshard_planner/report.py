@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.place import Contender, Placement
 from dreamshard_planner.workload.features import FEATURE_INDEX
@@ -19,7 +19,6 @@ from dreamshard_planner.workload.features import FEATURE_INDEX
 MAX_RANKS_SHOWN = 8
 NOTHING = 1e-3
 """Share of a cost that is no gain worth a word."""
-MEMORY_KINDS = ("HBM", "DDR", "SSD")
 SKEW_SHOWN = 2.0
 """How many times its even share a row block must be read to be worth a note."""
 

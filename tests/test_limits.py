@@ -16,8 +16,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.model import PlacementProblem
-from dreamshard_planner.placement.packing import shortage
 from dreamshard_planner.plugin import DreamShardPartitioner, DreamShardPerfModel
+from dreamshard_planner.plugin.infeasible import shortage
 from dreamshard_planner.plugin.limits import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -93,7 +93,7 @@ def test_the_largest_numbers_leave_room_for_sums() -> None:
         capacity_DM=capacity_DM,
         names=("a", "b"),
     )
-    told = shortage(problem, ("HBM", "DDR", "SSD"))
+    told = shortage(problem)
     assert f"table 'a' needs {MAX_BYTES // 2:,} bytes of DDR" in told and f"{3 * MAX_BYTES // 2:,} bytes are" in told
     assert "-" not in told.replace("-wise", "")
     assert needed_bytes([]).shape == (0, 3)

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from placement_tasks import make_cost, storage_problem
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
-from dreamshard_planner.placement.packing import pack, shortage
+from dreamshard_planner.placement.packing import pack
 from dreamshard_planner.placement.place import InfeasibleError, place
 from dreamshard_planner.placement.policy import Policy, PolicyConfig
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import SearchConfig
+from dreamshard_planner.plugin.infeasible import shortage
 
 
 def test_packing_where_greedy_dead_ends() -> None:
@@ -55,11 +57,18 @@ def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
 
 
 def test_shortage_names_table_and_bytes() -> None:
-    text = shortage(storage_problem([3, 12, 3], [10, 9]), ("HBM",))
+    text = shortage(in_hbm([3, 12, 3], [10, 9]))
     assert "'t1' needs 12 bytes of HBM" in text and "2 bytes are missing" in text
-    text = shortage(storage_problem([6, 6, 6], [8, 8]), ("HBM",))
+    text = shortage(in_hbm([6, 6, 6], [8, 8]))
     assert "need 18 bytes" in text and "2 bytes are missing" in text
-    assert shortage(storage_problem([6, 6, 6], [10, 10]), ("HBM",)) == ""
+    assert shortage(in_hbm([6, 6, 6], [10, 10])) == ""
+
+
+def in_hbm(sizes: list[int], capacities: list[int]) -> PlacementProblem:
+    """A problem with all kinds of memory, of which only the first is asked for."""
+    problem = storage_problem(sizes, capacities)
+    storage_SM, capacity_DM = (torch.nn.functional.pad(b, (0, 2)) for b in (problem.storage_SM, problem.capacity_DM))
+    return replace(problem, storage_SM=storage_SM, capacity_DM=capacity_DM)
 
 
 @pytest.mark.parametrize("spare", [100, 2])

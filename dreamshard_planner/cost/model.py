@@ -24,6 +24,9 @@ from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 
+MEMORY_KINDS = ("HBM", "DDR", "SSD")
+"""Of TorchRec's storage, in the order in which problems have them."""
+
 
 @dataclass(frozen=True)
 class CostSource:
@@ -82,7 +85,7 @@ class PlacementProblem:
     output_bytes_S: Tensor
     """Bytes of the shard's output for one rank's local batch: what it sends to each peer."""
     storage_SM: Tensor
-    """Bytes that each shard needs, int64, by kind of memory (HBM, DDR, ...)."""
+    """Bytes that each shard needs, int64, by kind of memory (:data:`MEMORY_KINDS`, then rules)."""
     capacity_DM: Tensor
     """Bytes that each device has left for shards, int64."""
     names: tuple[str, ...] = ()

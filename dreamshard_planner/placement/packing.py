@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementProblem, has_room
-from dreamshard_planner.cost.sharding import ShardingProblem
 from dreamshard_planner.placement.exact import solve
 
 PACKING_SECONDS = 5.0
@@ -62,41 +61,3 @@ def best_fit(problem: PlacementProblem) -> Tensor | None:
         assignment_S[shard] = int(slack_D.argmin())
         free_DM[assignment_S[shard]] = left_DM[assignment_S[shard]]
     return assignment_S
-
-
-def shortage(problem: PlacementProblem, memory_names: tuple[str, ...]) -> str:
-    """Which table does not fit and how many bytes are missing, for the error that a user reads."""
-    need_SM, capacity_DM = problem.storage_SM, problem.capacity_DM
-    fits_SD = has_room(need_SM[:, None], capacity_DM)
-    # Of the slices of one table, the first.
-    homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
-    homeless_S = sorted(homeless.values())
-    lines = []
-    for shard in homeless_S[:5]:
-        missing_DM = (need_SM[shard] - capacity_DM).clamp_min(0) * (need_SM[shard] > 0)
-        device = int(missing_DM.sum(-1).argmin())
-        for kind, name in enumerate(memory_names):
-            if missing_DM[device, kind] > 0:
-                lines.append(
-                    f"table {problem.names[shard]!r} needs {int(need_SM[shard, kind]):,} bytes of {name}, the roomiest "
-                    f"rank ({device}) has {max(0, int(capacity_DM[device, kind])):,}: "
-                    f"{int(missing_DM[device, kind]):,} bytes are missing"
-                )
-    if len(homeless_S) > 5:
-        lines.append(f"and {len(homeless_S) - 5} more tables fit on no rank")
-    if lines:
-        return "; ".join(lines)
-    total_M, room_M = need_SM.sum(0).tolist(), total_room(problem)
-    largest = int(need_SM.double().sum(-1).argmax())
-    for kind, name in enumerate(memory_names):
-        if total_M[kind] > room_M[kind]:
-            lines.append(
-                f"all tables together need {total_M[kind]:,} bytes of {name}, the {problem.num_devices} ranks "
-                f"have {room_M[kind]:,}: {total_M[kind] - room_M[kind]:,} bytes are missing"
-            )
-    return "; ".join(lines) + (f" (largest table: {problem.names[largest]!r})" if lines else "")
-
-
-def total_room(problem: PlacementProblem | ShardingProblem) -> list[int]:
-    """Bytes that all devices have together, by kind of memory; sums that int64 need not hold."""
-    return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.capacity_DM.T.tolist()]

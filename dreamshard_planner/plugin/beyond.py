@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
-from dreamshard_planner.ambient import neutral
+from dreamshard_planner.ambient import neutral, single_thread
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.placement.joint import JointConfig, joint_search
 from dreamshard_planner.placement.search import SearchConfig
 from dreamshard_planner.plugin.baseline import torchrec_plan
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.joint_proposer import usable_options
-from dreamshard_planner.plugin.partitioner import Outcome, single_thread
+from dreamshard_planner.plugin.partitioner import Outcome
 from dreamshard_planner.plugin.slices import is_torchrecs
 from dreamshard_planner.report import BeyondExactTraining
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
-from dreamshard_planner.cost.model import has_room
+from dreamshard_planner.cost.model import MEMORY_KINDS, has_room
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.explain import Change, Explanation, GroupCost, RankMemory, TableCost
 from dreamshard_planner.placement.reshards import ShardingState
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated
-from dreamshard_planner.plugin.limits import MEMORY_KINDS, available_bytes
+from dreamshard_planner.plugin.limits import available_bytes
 from dreamshard_planner.plugin.options import fqn_of, same_option
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.words import ranks_in_words

@@ -14,14 +14,13 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
-from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.ambient import single_thread
+from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.legal import SHARDING_TYPES
-from dreamshard_planner.plugin.limits import MEMORY_KINDS
 from dreamshard_planner.plugin.options import by_table, fqn_of
-from dreamshard_planner.plugin.partitioner import single_thread
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.words import nearest
 

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import reset_shard_rank
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.ambient import neutral
+from dreamshard_planner.ambient import neutral, single_thread
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.placement.joint import DEFAULT_JOINT, JointConfig, JointResult, joint_search
 from dreamshard_planner.placement.place import Contender
@@ -31,7 +31,7 @@ from dreamshard_planner.plugin.dependencies import pinned_options
 from dreamshard_planner.plugin.grouping import known_kernels
 from dreamshard_planner.plugin.legal import CW, GRID, TW, TWCW
 from dreamshard_planner.plugin.options import by_table
-from dreamshard_planner.plugin.partitioner import Outcome, place_proposal, single_thread
+from dreamshard_planner.plugin.partitioner import Outcome, place_proposal
 from dreamshard_planner.plugin.proposer import TableWiseProposer
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.slices import is_torchrecs

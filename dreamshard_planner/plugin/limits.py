@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 
+from dreamshard_planner.cost.model import MEMORY_KINDS
 from dreamshard_planner.plugin.options import fqn_of
 
-MEMORY_KINDS = ("HBM", "DDR", "SSD")
 MAX_BYTES = 2**60
 """Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit
 into int64."""

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,18 +12,15 @@ from torch import Tensor
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Partitioner,
-    PlannerError,
-    PlannerErrorType,
     ShardingOption,
     Topology,
 )
 
-from dreamshard_planner.ambient import neutral
+from dreamshard_planner.ambient import neutral, single_thread
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.collective import Together
-from dreamshard_planner.cost.model import PlacementProblem
-from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost, ShardingProblem
-from dreamshard_planner.placement.packing import PACKING_SECONDS, shortage, total_room
+from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost
+from dreamshard_planner.placement.packing import PACKING_SECONDS
 from dreamshard_planner.placement.place import InfeasibleError, Placement, place
 from dreamshard_planner.placement.rules import RULES, place_by_rule
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig
@@ -32,7 +28,8 @@ from dreamshard_planner.placement.starts import lay_wide
 from dreamshard_planner.plugin.baseline import torchrec_ranks
 from dreamshard_planner.plugin.context import PlanningContext, identity, ranks_by_choice
 from dreamshard_planner.plugin.dependencies import pin
-from dreamshard_planner.plugin.limits import MEMORY_KINDS, checked_seed
+from dreamshard_planner.plugin.infeasible import infeasible, infeasible_wide
+from dreamshard_planner.plugin.limits import checked_seed
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.refinement import Refinement
 from dreamshard_planner.plugin.units import set_ranks, unit_span
@@ -91,10 +88,7 @@ def place_proposal(
         given["joint"] = chosen.assignment_S
         seconds = None if seconds is None else seconds / 3  # two thirds are spent
     else:
-        laid = lay_wide(cost, (0,) * read.problem.num_tables)
-        if laid is None:
-            raise infeasible_wide(read.problem)
-        chosen = cost.chosen(laid)
+        chosen = _wide_laid_down(cost)
         if not dependent and all(option.num_shards == 1 for option in proposal):
             ranks_S = torchrec_ranks(proposal, topology, context.estimate_as_torchrec)
             if ranks_S is not None:  # TorchRec knows neither our rules nor all that we count
@@ -112,6 +106,18 @@ def place_proposal(
     except InfeasibleError as error:
         raise infeasible(chosen.cost.problem, error.proven) from error
     return Outcome(read, cost, chosen, placement, chosen.placed(placement.chosen.assignment_S))
+
+
+def _wide_laid_down(cost: ShardingCost) -> Chosen:
+    """The placement problem of what spans one rank, on top of the proposal's wider units.
+
+    Raises:
+        PlannerError: these do not fit.
+    """
+    laid = lay_wide(cost, (0,) * cost.problem.num_tables)
+    if laid is None:
+        raise infeasible_wide(cost.problem)
+    return cost.chosen(laid)
 
 
 class DreamShardPartitioner(Partitioner):
@@ -214,91 +220,9 @@ class RulePartitioner(Partitioner):
         if any(option.dependency for option in proposal):
             pin(proposal, storage_constraint)
         read = context.read(proposal, storage_constraint)
-        cost = context.cost(read)
-        laid = lay_wide(cost, (0,) * read.problem.num_tables)
-        if laid is None:
-            raise infeasible_wide(read.problem)
-        chosen = cost.chosen(laid)
+        chosen = _wide_laid_down(context.cost(read))
         assignment_S = place_by_rule(chosen.cost.problem, self._rule)
         if assignment_S is None:
             raise infeasible(chosen.cost.problem, proven=False)
         read.assign(chosen.placed(assignment_S))
         return proposal
-
-
-def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
-    """TorchRec's error for tables that do not fit, saying which and by how much."""
-    reason = shortage(problem, MEMORY_KINDS)
-    if not reason:
-        largest = int(problem.storage_SM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
-        need = problem.storage_SM[largest, : len(MEMORY_KINDS)]
-        free = [room - int(used) for room, used in zip(total_room(problem), problem.storage_SM.sum(0), strict=True)]
-        how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
-        kinds = [
-            f"{free[kind]:,} bytes of {name} would be left over all ranks"
-            for kind, name in enumerate(MEMORY_KINDS)
-            if need[kind] > 0
-        ]
-        reason = (
-            f"{how}, although {' and '.join(kinds)}; the largest table, {problem.names[largest]!r}, needs "
-            f"{int(need.sum()):,} bytes on one rank"
-        )
-    return PlannerError(
-        f"Tables do not fit{_under_rules(problem)}: {reason}. More or larger devices, a smaller storage reservation, "
-        "or smaller tables would help.",
-        PlannerErrorType.INSUFFICIENT_STORAGE,
-    )
-
-
-def _under_rules(problem: PlacementProblem | ShardingProblem) -> str:
-    return " where placement_rules leave them" if problem.rule_kinds else ""
-
-
-def infeasible_wide(problem: ShardingProblem) -> PlannerError:
-    """The same for tables that span hosts or the world."""
-    capacity_DM, reasons = problem.capacity_DM, []
-    for name, options in zip(problem.names, problem.tables, strict=True):
-        for unit in options[0].units:
-            need_M = problem.storage_PM[list(unit.parts)].amax(0)
-            for kind, memory in enumerate(MEMORY_KINDS):
-                need, room = int(need_M[kind]), max(0, int(capacity_DM[:, kind].max()))
-                if unit.span > 1 and need > room:
-                    reasons.append(
-                        f"table {name!r} needs {need:,} bytes of {memory} on each of {unit.span} ranks "
-                        f"({options[0].sharding_type}), the roomiest rank has {room:,}: {need - room:,} bytes are "
-                        "missing"
-                    )
-    if not reasons:
-        wide = [
-            (name, problem.storage_PM[list(unit.parts)].sum(0))
-            for name, options in zip(problem.names, problem.tables, strict=True)
-            for unit in options[0].units
-            if unit.span > 1
-        ]
-        need_M = torch.stack([need_M for _, need_M in wide]).sum(0)
-        largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
-        asked = [
-            f"{int(need):,} bytes of {memory}, of {room:,}"
-            for need, room, memory in zip(need_M, total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
-            if need > 0
-        ]
-        reasons.append(
-            f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little; the "
-            f"largest is {largest!r}, with {int(most_M.sum()):,} bytes"
-        )
-    return PlannerError(
-        f"Tables do not fit{_under_rules(problem)}: {'; '.join(reasons[:5])}. More or larger devices, a smaller "
-        "storage reservation, or smaller tables would help.",
-        PlannerErrorType.INSUFFICIENT_STORAGE,
-    )
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """One intra-op thread: tiny matrices gain nothing from more, and rounding must not depend on them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

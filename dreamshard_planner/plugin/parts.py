@@ -9,7 +9,8 @@ import torch
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.collectives import Collective
-from dreamshard_planner.plugin.limits import MEMORY_KINDS, needed_bytes
+from dreamshard_planner.cost.model import MEMORY_KINDS
+from dreamshard_planner.plugin.limits import needed_bytes
 from dreamshard_planner.plugin.options import fqn_of
 from dreamshard_planner.workload.tables import Table, Workload
 

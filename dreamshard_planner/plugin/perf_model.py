@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, PerfModel, ShardingOption, Topology
 
-from dreamshard_planner.ambient import neutral
+from dreamshard_planner.ambient import neutral, single_thread
 from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.partitioner import single_thread
 from dreamshard_planner.workload.statistics import TableStatistics
 
 TIE_WEIGHT = 1e-6

@@ -11,8 +11,8 @@ from typing import Any
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from dreamshard_planner.canonical import canonical
+from dreamshard_planner.cost.model import MEMORY_KINDS
 from dreamshard_planner.plan_file import TopologyInputs
-from dreamshard_planner.plugin.limits import MEMORY_KINDS
 
 
 def topology_inputs(topology: Topology) -> TopologyInputs:

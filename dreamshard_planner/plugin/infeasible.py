@@ -1,0 +1,133 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a user reads where tables do not fit: which, how many bytes of which memory are missing, what would help.
+
+Shapes: S shards, P parts, D ranks, M kinds of memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+
+from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementProblem, has_room
+from dreamshard_planner.cost.sharding import ShardingProblem
+
+MAX_NAMED = 5
+"""Tables named in one error."""
+
+
+def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
+    """TorchRec's error for shards that find no ranks.
+
+    Args:
+        problem: theirs.
+        proven: whether no placement fits; else none was found in time.
+    """
+    return _refusal(problem, shortage(problem) or _packing_reason(problem, proven))
+
+
+def infeasible_wide(problem: ShardingProblem) -> PlannerError:
+    """The same for units that span hosts or the world, of the first option of each table."""
+    return _refusal(problem, "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _wide_reason(problem))
+
+
+def _refusal(problem: PlacementProblem | ShardingProblem, reason: str) -> PlannerError:
+    under_rules = " where placement_rules leave them" if problem.rule_kinds else ""
+    return PlannerError(
+        f"Tables do not fit{under_rules}: {reason}. More or larger devices, a smaller storage reservation, or smaller "
+        "tables would help.",
+        PlannerErrorType.INSUFFICIENT_STORAGE,
+    )
+
+
+def shortage(problem: PlacementProblem) -> str:
+    """Tables for which no rank is large enough, or else how much all of them need together; empty where neither is the
+    reason."""
+    need_SM, capacity_DM = problem.storage_SM, problem.capacity_DM
+    fits_SD = has_room(need_SM[:, None], capacity_DM)
+    # Of the slices of one table, the first.
+    homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
+    homeless_S = sorted(homeless.values())
+    lines = []
+    for shard in homeless_S[:MAX_NAMED]:
+        missing_DM = (need_SM[shard] - capacity_DM).clamp_min(0) * (need_SM[shard] > 0)
+        device = int(missing_DM.sum(-1).argmin())
+        for kind, name in enumerate(MEMORY_KINDS):
+            if missing_DM[device, kind] > 0:
+                lines.append(
+                    f"table {problem.names[shard]!r} needs {int(need_SM[shard, kind]):,} bytes of {name}, the roomiest "
+                    f"rank ({device}) has {max(0, int(capacity_DM[device, kind])):,}: "
+                    f"{int(missing_DM[device, kind]):,} bytes are missing"
+                )
+    if len(homeless_S) > MAX_NAMED:
+        lines.append(f"and {len(homeless_S) - MAX_NAMED} more tables fit on no rank")
+    if lines:
+        return "; ".join(lines)
+    total_M, room_M = need_SM.sum(0).tolist(), _total_room(problem)
+    largest = int(need_SM.double().sum(-1).argmax())
+    for kind, name in enumerate(MEMORY_KINDS):
+        if total_M[kind] > room_M[kind]:
+            lines.append(
+                f"all tables together need {total_M[kind]:,} bytes of {name}, the {problem.num_devices} ranks "
+                f"have {room_M[kind]:,}: {total_M[kind] - room_M[kind]:,} bytes are missing"
+            )
+    return "; ".join(lines) + (f" (largest table: {problem.names[largest]!r})" if lines else "")
+
+
+def _packing_reason(problem: PlacementProblem, proven: bool) -> str:
+    """There is enough of all memories, but not for shards of these sizes, or not that anybody found."""
+    largest = int(problem.storage_SM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
+    need_M = problem.storage_SM[largest, : len(MEMORY_KINDS)]
+    used_M = problem.storage_SM.sum(0).tolist()
+    kinds = [
+        f"{room - used:,} bytes of {name} would be left over all ranks"
+        for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, need_M, strict=False)  # rules
+        if need > 0
+    ]
+    how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
+    return (
+        f"{how}, although {' and '.join(kinds)}; the largest table, {problem.names[largest]!r}, needs "
+        f"{int(need_M.sum()):,} bytes on one rank"
+    )
+
+
+def _wide_shortages(problem: ShardingProblem) -> list[str]:
+    """Units for which no rank is large enough."""
+    room_M, reasons = problem.capacity_DM.amax(0).clamp_min(0).tolist(), []
+    for name, options in zip(problem.names, problem.tables, strict=True):
+        for unit in options[0].units:
+            need_M = problem.storage_PM[list(unit.parts)].amax(0).tolist()
+            for need, room, memory in zip(need_M, room_M, MEMORY_KINDS, strict=False):  # rules follow
+                if unit.span > 1 and need > room:
+                    reasons.append(
+                        f"table {name!r} needs {need:,} bytes of {memory} on each of {unit.span} ranks "
+                        f"({options[0].sharding_type}), the roomiest rank has {room:,}: {need - room:,} bytes are "
+                        "missing"
+                    )
+    return reasons
+
+
+def _wide_reason(problem: ShardingProblem) -> str:
+    """Each unit has room for itself, but not all together."""
+    wide = [
+        (name, problem.storage_PM[list(unit.parts)].sum(0))
+        for name, options in zip(problem.names, problem.tables, strict=True)
+        for unit in options[0].units
+        if unit.span > 1
+    ]
+    need_M = torch.stack([need_M for _, need_M in wide]).sum(0)
+    largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
+    asked = [
+        f"{int(need):,} bytes of {memory}, of {room:,}"
+        for need, room, memory in zip(need_M, _total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
+        if need > 0
+    ]
+    return (
+        f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little; the largest is "
+        f"{largest!r}, with {int(most_M.sum()):,} bytes"
+    )
+
+
+def _total_room(problem: PlacementProblem | ShardingProblem) -> list[int]:
+    """Bytes that all ranks have together, by kind of memory; sums that int64 need not hold."""
+    return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.capacity_DM.T.tolist()]
