@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 # TorchRec imports this late, in apply_optimizer_in_backward. Its default arguments then keep the process group that
 # there is by now, even past destroy_process_group, and gloo's threads may abort Python's exit. Early, there is none.
+import torch.distributed.optim  # noqa: F401
 from torch import nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner

@@ -136,3 +136,11 @@ def test_import_starts_nothing() -> None:
         "assert not torch.cuda.is_initialized() and not dist.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_would_keep_a_process_group_is_imported_before_there_is_one() -> None:
+    """Also where nobody has imported torch before; see planner.py."""
+    script = (
+        "from dreamshard_planner import DreamShardPlanner; import sys; assert 'torch.distributed.optim' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
