@@ -34,29 +34,28 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.ambient import neutral
-from dreamshard_planner.canonical import canonical, digest
-from dreamshard_planner.checkpoint import RECIPES, Checkpoint, resolve
+from dreamshard_planner.checkpoint import Checkpoint, resolve
 from dreamshard_planner.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.explain import Explanation
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.placement_rules import PlacementRules
-from dreamshard_planner.plan_file import PlanInputs, SavedPlan
+from dreamshard_planner.plan_file import SavedPlan
 from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
 from dreamshard_planner.plugin.constraints import left_out_by_group, planning_constraints
-from dreamshard_planner.plugin.context import COST_SOURCES, PlanningContext, ranks_by_choice
+from dreamshard_planner.plugin.context import PlanningContext, ranks_by_choice
 from dreamshard_planner.plugin.estimator import DreamShardEstimator
 from dreamshard_planner.plugin.joint_proposer import JointProposer
-from dreamshard_planner.plugin.legal import SHARDING_TYPES, TW
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
-from dreamshard_planner.plugin.limits import check_topology, checked_seed
+from dreamshard_planner.plugin.limits import check_topology
 from dreamshard_planner.plugin.modules import shardable_tables
 from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
-from dreamshard_planner.plugin.plan_inputs import constraint_inputs, plain, topology_inputs
+from dreamshard_planner.plugin.plan_inputs import MadeFrom
 from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
 from dreamshard_planner.plugin.planned import AnyPlan, Planned
 from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.plugin.settings import PlannerSettings
 from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
 from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -130,23 +129,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         cost_source: str = "auto",
         placement_rules: PlacementRules | None = None,
     ) -> None:
-        if refine not in ("none", "measure") or not refine_seconds > 0:
-            raise ValueError(
-                f"refine must be 'none' or 'measure', with refine_seconds above 0; got {refine!r}, {refine_seconds}"
-            )
-        if recipe not in RECIPES:
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-        if search_seconds is not None and not search_seconds > 0:
-            raise ValueError(f"search_seconds must be positive, got {search_seconds}")
-        if statistics is not None and not isinstance(statistics, TableStatistics):
-            raise TypeError(f"statistics must be TableStatistics, got {type(statistics).__name__}")
-        unknown = [kind for kind in sharding_types or () if kind not in SHARDING_TYPES]
-        if isinstance(sharding_types, str) or unknown or (sharding_types is not None and not sharding_types):
-            raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {sharding_types!r}")
-        if cost_source not in COST_SOURCES:
-            raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {cost_source!r}")
-        if placement_rules is not None and not isinstance(placement_rules, PlacementRules):
-            raise TypeError(f"placement_rules must be PlacementRules, got {type(placement_rules).__name__}")
+        settings = PlannerSettings(
+            statistics=statistics,
+            recipe=recipe,
+            seed=seed,
+            search_seconds=search_seconds,
+            refine=refine,
+            refine_seconds=refine_seconds,
+            sharding_types=sharding_types,
+            exact_training=exact_training,
+            cost_source=cost_source,
+            placement_rules=placement_rules,
+        )
         if placement_rules is not None and partitioner is not None:
             raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
         if topology is None and not dist.is_initialized():
@@ -174,21 +168,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._given_proposer = proposer
         self._given_partitioner = partitioner
         self._given_perf_model = performance_model
-        self._statistics = statistics
+        self._settings = settings
         self._checkpoint = resolve(checkpoint, self._topology.compute_device, recipe)
-        self._search = DEFAULT_SEARCH if recipe == "default" else None
-        self._seed = checked_seed(seed)
-        self._search_seconds = search_seconds
-        self._refine_seconds = refine_seconds if refine == "measure" else 0.0
-        self._sharding_types = (TW,) if sharding_types is None and recipe == "paper" else sharding_types
-        self._exact_training = exact_training
-        self._cost_source = cost_source
-        self._placement_rules = placement_rules
         self._legal: LegalRanks | None = None
         self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._before_callbacks: dict[Hashable, list[int | None]] = {}
         self._beyond: Callable[[Outcome], BeyondExactTraining] | None = None
-        self._rater: DreamShardPerfModel | None = None
         self._together: Together | None = None
         self._reader: OptionReader | None = None
         self._context: PlanningContext | None = None
@@ -227,52 +212,60 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """TorchRec's planning with our parts, made for this module."""
         check_topology(self._topology)
-        self._legal = self._legal_ranks(module, sharders)
-        constraints = self._constraints_of(module, sharders, self._exact_training)
-        self._constraints = constraints
-        self._reader = OptionReader(constraints, self._statistics, sharders, self._legal)
-        context = self._context = PlanningContext(
-            self._topology, self._reader, self._checkpoint, self._cost_source, constraints, sharders
-        )
-        estimator = DreamShardEstimator(self._topology, context=context)
-        self._enumerator = self._given_enumerator or context.enumerator(self._batch_size, estimator)
-        self._rater = DreamShardPerfModel(self._topology, context=context)
-        self._perf_model = self._given_perf_model or self._rater
-        left = self._left = self._storage_reservation.reserve(
+        self._context = self._context_of(module, sharders)
+        self._left = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
             module=module,
             sharders=sharders,
-            constraints=constraints,
+            constraints=self._constraints,
         )
+        self._make_parts(self._context, self._left)
+        if isinstance(self.plan_loader, JsonPlanLoader):
+            self.plan_loader.bind(self._matched)
+        elif self._settings.exact_training and self._given_enumerator is None:
+            self._beyond = self._beyond_exact_training(module, sharders, self._context, self._left)
+        try:
+            return super().plan(module, sharders)
+        except PlannerError as error:
+            left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
+            if not left_out:
+                raise
+            raise PlannerError(f"{error} {left_out}", error.error_type) from error
+
+    def _context_of(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> PlanningContext:
+        """How options of the module are read and rated, within constraints and rules."""
+        settings = self._settings
+        self._legal = self._legal_ranks(module, sharders)
+        self._constraints = self._constraints_of(module, sharders, settings.exact_training)
+        self._reader = OptionReader(self._constraints, settings.statistics, sharders, self._legal)
+        return PlanningContext(
+            self._topology, self._reader, self._checkpoint, settings.cost_source, self._constraints, sharders
+        )
+
+    def _make_parts(self, context: PlanningContext, left: Topology) -> None:
+        """The parts that TorchRec's planning asks, ours where none were given."""
+        settings = self._settings
+        estimator = DreamShardEstimator(self._topology, context=context)
+        self._enumerator = self._given_enumerator or context.enumerator(self._batch_size, estimator)
+        self._perf_model = self._given_perf_model or DreamShardPerfModel(self._topology, context=context)
         self._proposer = JointProposer(
             context,
             left,
-            search=self._search or DEFAULT_SEARCH,
-            seed=self._seed,
-            seconds=self._search_seconds,
+            search=settings.search or DEFAULT_SEARCH,
+            seed=settings.seed,
+            seconds=settings.search_seconds,
         )
         if self._given_proposer is None:
             self._proposers = [self._proposer]
         self._partitioner = self._given_partitioner or DreamShardPartitioner(
-            search=self._search,
-            seed=self._seed,
-            search_seconds=self._search_seconds,
-            refine_seconds=self._refine_seconds,
+            search=settings.search,
+            seed=settings.seed,
+            search_seconds=settings.search_seconds,
+            refine_seconds=settings.measuring_seconds,
             together=self._together,
             context=context,
         )
-        if isinstance(self.plan_loader, JsonPlanLoader):
-            self.plan_loader.bind(self._matched)
-        elif self._exact_training and self._given_enumerator is None:
-            self._beyond = self._beyond_exact_training(module, sharders, context, left)
-        try:
-            return super().plan(module, sharders)
-        except PlannerError as error:
-            left_out = left_out_by_group(error, constraints, self._topology.compute_device)
-            if not left_out:
-                raise
-            raise PlannerError(f"{error} {left_out}", error.error_type) from error
 
     def _beyond_exact_training(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], context: PlanningContext, left: Topology
@@ -288,21 +281,15 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         options = wider.enumerator(self._batch_size, estimator).enumerate(module, sharders)
         if any(option.dependency for option in options):
             return None  # which hosts towers are pinned to is settled while planning
-        search = self._search or DEFAULT_SEARCH
-        return partial(beyond_exact_training, wider, options, left, opened, search, self._seed)
+        search = self._settings.search or DEFAULT_SEARCH
+        return partial(beyond_exact_training, wider, options, left, opened, search, self._settings.seed)
 
     def _legal_ranks(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> LegalRanks | None:
         """Where the rules let tables lie; None without rules."""
-        if self._placement_rules is None:
+        if self._settings.placement_rules is None:
             return None
-        tables, known = shardable_tables(module, sharders), self._statistics or {}
-        lookups = {
-            table.fqn: sum(
-                known[feature].pooling_factor if feature in known else 1.0 for feature in table.feature_names
-            )
-            for table in tables
-        }
-        return LegalRanks.of(self._placement_rules, tables, self._topology, lookups)
+        tables = shardable_tables(module, sharders)
+        return LegalRanks.of(self._settings.placement_rules, tables, self._topology, self._settings.statistics)
 
     def _constraints_of(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], exact_training: bool
@@ -311,12 +298,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             module,
             sharders,
             self._given_constraints,
-            self._statistics,
+            self._settings.statistics,
             self._topology.compute_device,
-            self._sharding_types,
-            exact_training,
-            any(device.storage.ssd > 0 for device in self._topology.devices),
-            self._legal,
+            sharding_types=self._settings.allowed_types,
+            exact_training=exact_training,
+            has_ssd=any(device.storage.ssd > 0 for device in self._topology.devices),
+            legal=self._legal,
         )
 
     def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
@@ -375,9 +362,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
         def make(together: Together) -> ShardingPlan:
-            check_patience(
-                self._topology.world_size, ranks, patience_seconds, self._search_seconds, bool(self._refine_seconds)
-            )
+            refines = bool(self._settings.measuring_seconds)
+            check_patience(self._topology.world_size, ranks, patience_seconds, self._settings.search_seconds, refines)
             self._together = together
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
@@ -403,33 +389,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise DreamShardError(
                 "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
             )
-        reader = self._reader or OptionReader(self._given_constraints, self._statistics)
-        tables = [
-            {
-                "option": (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
-                "shards": [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
-                "table": reader.table(option, self._topology),
-            }
-            for option in space
-        ]
         parts = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
-        return digest(
-            {
-                "topology": self._topology,
-                "reserved": [device.storage for device in reserved.devices],
-                "batch_size": self._batch_size,
-                "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
-                "constraints": self._given_constraints,
-                "placement rules": self._placement_rules,
-                "cost source": (self._cost_source, self._exact_training, self._sharding_types),
-                "statistics": self._statistics,
-                "checkpoint": self._checkpoint.digest(),
-                "recipe": self._checkpoint.recipe,
-                "seed": self._seed,
-                "search": (self._search, self._search_seconds, self._refine_seconds, self._timeout_seconds),
-                "parts": [type(part) for part in parts],
-            }
-        )
+        return self._made_from(space).digest(reserved, self._timeout_seconds, parts)
 
     def hash_planner_context_inputs(self) -> int:
         """:meth:`hash_planner_context_inputs_str` as a number."""
@@ -471,6 +432,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlanError: the file can't be read.
         """
         return ReportEntry.of(name, self._planned().rated(plan).costs)
+
+    @neutral()
+    def without_ms(self, table: str) -> float:
+        """Predicted cost of the last plan, in milliseconds, were one of its tables not there.
+
+        Args:
+            table: its fully qualified name.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+        """
+        return self._planned().without_ms(self._or_last(None), table)
 
     @neutral()
     def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:
@@ -517,7 +490,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         space = getattr(self._enumerator, "last_stored_search_space", None)
         if self._context is None or not space:
             raise DreamShardError(f"there is no plan: {self._report}")
-        return Planned(self._context, space, self._left, partial(self._inputs, space), self._legal)
+        return Planned(self._context, space, self._left, self._made_from(space).inputs, self._legal)
 
     def _or_last(self, plan: AnyPlan | None) -> AnyPlan:
         """A plan, or the last one."""
@@ -525,27 +498,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise DreamShardError(f"there is no plan: {self._report}")
         return self._best_plan if plan is None else plan
 
-    def _inputs(self, search_space: Sequence[ShardingOption]) -> PlanInputs:
+    def _made_from(self, search_space: Sequence[ShardingOption]) -> MadeFrom:
         """What the last plan was made from."""
-        tables = {option.fqn.removeprefix("."): option for option in search_space}
-        return PlanInputs(
+        return MadeFrom(
+            search_space=search_space,
+            reader=self._reader or OptionReader(self._given_constraints, self._settings.statistics),
+            topology=self._topology,
             batch_size=self._batch_size,
-            topology=topology_inputs(self._topology),
-            tables={fqn: self._reader.declared(tables[fqn]) for fqn in sorted(tables)},
-            constraints=constraint_inputs(self._given_constraints),
-            placement_rules={} if self._placement_rules is None else self._placement_rules.to_dict(),
-            statistics=None if self._statistics is None else digest(self._statistics),
-            settings={
-                "cost_source": self._cost_source,
-                "checkpoint": f"{self._checkpoint.name} {self._checkpoint.digest()[:12]}",
-                "recipe": self._checkpoint.recipe,
-                "sharding_types": plain(self._sharding_types),
-                "exact_training": self._exact_training,
-                "storage_reservation": type(self._storage_reservation).__name__,
-                "seed": self._seed,
-                "search_seconds": self._search_seconds,
-                "refine_seconds": self._refine_seconds,
-            },
+            constraints=self._given_constraints,
+            checkpoint=self._checkpoint,
+            settings=self._settings,
+            reservation=type(self._storage_reservation).__name__,
         )
 
     def _matched(self, saved: SavedPlan) -> list[ShardingOption]:

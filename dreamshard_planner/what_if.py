@@ -250,18 +250,12 @@ def _machines(machine: Machine) -> list[Machine]:
 
 def worst_table(planned: PlannedJob, step: Step = lambda what: None) -> WorstTable | None:
     """The table without which the plan would cost least, and what splitting, caching or shrinking it would gain."""
-    options, context = planned.planner._best_plan or [], planned.planner._context
-    by_cost = sorted(planned.outline.tables, key=lambda entry: -entry.alone_ms)[:CANDIDATES]
-    if len(options) < 2:
+    tables = planned.outline.tables
+    if len(tables) < 2:
         return None
-
-    def without_ms(name: str) -> float:
-        left = [option for option in options if option.fqn.removeprefix(".") != name]
-        read = context.read(left, with_storage=False)
-        return context.cost(read).overall_ms(read.sharding(left))
-
-    with torch.no_grad():
-        least_ms, entry = min(((without_ms(entry.name), entry) for entry in by_cost), key=lambda pair: pair[0])
+    by_cost = sorted(tables, key=lambda entry: -entry.alone_ms)[:CANDIDATES]
+    rated = ((planned.planner.without_ms(entry.name), entry) for entry in by_cost)
+    least_ms, entry = min(rated, key=lambda pair: pair[0])
     remedies = sorted(_remedies(planned, entry.name, step), key=lambda remedy: remedy.total_ms)
     return WorstTable(entry.name, entry.label, entry.ranks, least_ms, tuple(remedies))
 

@@ -27,6 +27,8 @@ from dreamshard_planner.plan_file import TableSharding
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW
 from dreamshard_planner.plugin.modules import ShardableTable
 from dreamshard_planner.words import nearest, ranks_in_words
+from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
 
 PLENTY = 2**20
 """Bytes of a rule's memory on ranks that it allows."""
@@ -50,7 +52,7 @@ class LegalRanks:
         rules: PlacementRules,
         tables: Sequence[ShardableTable],
         topology: Topology,
-        lookups: Mapping[str, float],
+        statistics: TableStatistics | None = None,
     ) -> LegalRanks:
         """The rules for a model.
 
@@ -58,7 +60,7 @@ class LegalRanks:
             rules: the user's.
             tables: of the model.
             topology: its ranks.
-            lookups: of each table per sample, by fully qualified name.
+            statistics: how features read their tables; others are taken to read one row per sample.
 
         Raises:
             PlannerError: a rule names no table, or a rank that there is not; a table belongs to an embedding tower;
@@ -80,7 +82,7 @@ class LegalRanks:
             tuple(tuple(fqn for name in group for fqn in fqns[name]) for group in groups)
             for groups in (rules.together, rules.apart)
         )
-        _settle(allowed, together, apart, _Loads.of(tables, lookups, topology.world_size))
+        _settle(allowed, together, apart, _Loads.of(tables, statistics or {}, topology.world_size))
         legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
         legal._check_apart()
         return legal
@@ -166,9 +168,15 @@ class _Loads:
     of_rank: list[float]
 
     @classmethod
-    def of(cls, tables: Sequence[ShardableTable], lookups: Mapping[str, float], world_size: int) -> _Loads:
+    def of(
+        cls, tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics], world_size: int
+    ) -> _Loads:
+        def lookups(table: ShardableTable) -> float:
+            features = table.feature_names
+            return sum(statistics[name].pooling_factor if name in statistics else 1.0 for name in features)
+
         size = {table.fqn: float(table.parameter.numel() * table.parameter.element_size()) for table in tables}
-        work = {table.fqn: lookups.get(table.fqn, 1.0) * table.parameter.shape[1] for table in tables}
+        work = {table.fqn: lookups(table) * table.parameter.shape[1] for table in tables}
         all_size, all_work = max(1.0, sum(size.values())), max(1.0, sum(work.values()))
         share = {fqn: max(size[fqn] / all_size, work[fqn] / all_work) for fqn in size}
         return cls(share, [0.0] * world_size)

@@ -1,18 +1,96 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a plan is made from, in plain values for a file."""
+"""What plans are made from: in plain values for a file, and as one digest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
-from dreamshard_planner.canonical import canonical
+from dreamshard_planner.canonical import canonical, digest
+from dreamshard_planner.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import MEMORY_KINDS
-from dreamshard_planner.plan_file import TopologyInputs
+from dreamshard_planner.plan_file import PlanInputs, TopologyInputs
+from dreamshard_planner.plugin.options import fqn_of
+from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.plugin.settings import PlannerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeFrom:
+    """All that the plans of one planner and one model are made from."""
+
+    search_space: Sequence[ShardingOption]
+    reader: OptionReader
+    topology: Topology
+    batch_size: int
+    constraints: Mapping[str, ParameterConstraints] | None
+    """As they were given."""
+    checkpoint: Checkpoint
+    settings: PlannerSettings
+    reservation: str
+    """Name of its class."""
+
+    def inputs(self) -> PlanInputs:
+        """For a file."""
+        settings, tables = self.settings, {fqn_of(option): option for option in self.search_space}
+        return PlanInputs(
+            batch_size=self.batch_size,
+            topology=topology_inputs(self.topology),
+            tables={fqn: self.reader.declared(tables[fqn]) for fqn in sorted(tables)},
+            constraints=constraint_inputs(self.constraints),
+            placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
+            statistics=None if settings.statistics is None else digest(settings.statistics),
+            settings={
+                "cost_source": settings.cost_source,
+                "checkpoint": f"{self.checkpoint.name} {self.checkpoint.digest()[:12]}",
+                "recipe": self.checkpoint.recipe,
+                "sharding_types": plain(settings.allowed_types),
+                "exact_training": settings.exact_training,
+                "storage_reservation": self.reservation,
+                "seed": settings.seed,
+                "search_seconds": settings.search_seconds,
+                "refine_seconds": settings.measuring_seconds,
+            },
+        )
+
+    def digest(self, reserved: Topology, timeout_seconds: float | None, parts: Iterable[object]) -> str:
+        """Of all of it, in hexadecimal, the same in every process.
+
+        Args:
+            reserved: what the storage reservation left.
+            timeout_seconds: TorchRec's, of planning.
+            parts: of the planner, whose types count.
+        """
+        settings = self.settings
+        tables = [
+            {
+                "option": (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
+                "shards": [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
+                "table": self.reader.table(option, self.topology),
+            }
+            for option in self.search_space
+        ]
+        return digest(
+            {
+                "topology": self.topology,
+                "reserved": [device.storage for device in reserved.devices],
+                "batch_size": self.batch_size,
+                "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
+                "constraints": self.constraints,
+                "placement rules": settings.placement_rules,
+                "cost source": (settings.cost_source, settings.exact_training, settings.allowed_types),
+                "statistics": settings.statistics,
+                "checkpoint": self.checkpoint.digest(),
+                "recipe": self.checkpoint.recipe,
+                "seed": settings.seed,
+                "search": (settings.search, settings.search_seconds, settings.measuring_seconds, timeout_seconds),
+                "parts": [type(part) for part in parts],
+            }
+        )
 
 
 def topology_inputs(topology: Topology) -> TopologyInputs:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 from torchrec.distributed.types import ShardingPlan
 
@@ -22,6 +23,7 @@ from dreamshard_planner.plugin.explaining import explain
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
+from dreamshard_planner.plugin.options import fqn_of
 from dreamshard_planner.predicted import Predicted
 from dreamshard_planner.report import Report
 from dreamshard_planner.stale import differences
@@ -55,6 +57,13 @@ class Planned:
     def rated(self, plan: AnyPlan) -> Rated:
         """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
         return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
+
+    @torch.no_grad()
+    def without_ms(self, plan: Sequence[ShardingOption], table: str) -> float:
+        """Predicted cost of a plan, were one of its tables not there."""
+        left = [option for option in plan if fqn_of(option) != table]
+        read = self.context.read(left, with_storage=False)
+        return self.context.cost(read).overall_ms(read.sharding(left))
 
     def saved(self, plan: AnyPlan, name: str, known: Report | None = None) -> SavedPlan:
         """A plan with all that it was made from, and with its report, if that is ``known``."""
