@@ -17,7 +17,6 @@ What the cost itself brings, search on other costs instead of the network, takes
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table as RichTable
 from torchrec.distributed.planner import Topology
 
 from bootstrap import mean_interval
@@ -39,6 +37,7 @@ from dreamshard_planner.placement.place import place
 from dreamshard_planner.placement.policy import AnyPolicy, roll_out
 from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.training import WITH_ROOM, TrainingConfig, pool_tables, priced_tasks, rated_ms
+from output import table_of, wide_console, write_result
 from placers import rule_starts
 from provenance import provenance
 
@@ -108,10 +107,8 @@ def _paired(logs_TN: np.ndarray, names: Sequence[str], ours: str, theirs: str) -
 def print_result(result: dict[str, Any]) -> None:
     """For people."""
     rows = result["rows"]
-    table = RichTable(title="predicted cost over the task's best greedy rule")
-    table.add_column("method")
-    for row in rows:
-        table.add_column(f"{row['tables']} x {row['devices']} ({row['tasks']})", justify="right")
+    sizes = (f"{row['tables']} x {row['devices']} ({row['tasks']})" for row in rows)
+    table = table_of("predicted cost over the task's best greedy rule", "method", *sizes)
     for name in rows[0]["over_rule"]:
         table.add_row(name, *(f"{row['over_rule'][name]:.3f}" for row in rows))
     for budget in rows[0]["policy_pays"]:
@@ -120,8 +117,7 @@ def print_result(result: dict[str, Any]) -> None:
             paired = row["policy_pays"][budget]
             cells.append("{:.4f} ({:.4f}-{:.4f})".format(paired["ratio"], *paired["interval"]))
         table.add_row(f"with policy over without, {budget}", *cells)
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    wide_console(160).print(table)
 
 
 def main() -> None:
@@ -137,8 +133,7 @@ def main() -> None:
         result = compare(args)
         origin = provenance(torch.device(args.device))
     print_result(result)
-    if args.json:
-        args.json.write_text(json.dumps(origin | result, indent=1) + "\n")
+    write_result(args.json, origin, result)
 
 
 if __name__ == "__main__":

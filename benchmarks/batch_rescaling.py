@@ -12,17 +12,15 @@ are random ones of the Meta-like pool, and of power laws with exponents from 0.6
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table as RichTable
 from torch import Tensor
 
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.reuse import draw_indices, rescale_reuse, reuse_histogram
+from output import table_of, wide_console, write_result
 from provenance import provenance
 
 FACTORS = (2, 8, 64)
@@ -67,9 +65,8 @@ def main() -> None:
     parser.add_argument("--derived", action="store_true", help="let the histogram alone tell the distinct rows")
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
-    shown = RichTable(title=f"{args.tables} tables of each kind: median, 90th percentile and largest error")
-    for heading in ("tables", "batch", "a bin", "distinct rows", "within 0.05 and 5 %"):
-        shown.add_column(heading, justify="left" if heading == "tables" else "right")
+    title = f"{args.tables} tables of each kind: median, 90th percentile and largest error"
+    shown = table_of(title, "tables", "batch", "a bin", "distinct rows", "within 0.05 and 5 %")
     result: dict[str, dict[str, dict[str, list[float] | float]]] = {}
     for kind, batches in (("meta_like", meta_like_batches), ("power_law", power_law_batches)):
         errors: dict[str, list[tuple[float, float]]] = {}
@@ -86,9 +83,8 @@ def main() -> None:
             result[kind][change] = {"bin": bins, "distinct": distinct, "within": within}
             cells = (" ".join(f"{value:.3f}" for value in values) for values in (bins, distinct))
             shown.add_row(kind, change, *cells, f"{within:.0%}")
-    Console().print(shown)
-    if args.json:
-        args.json.write_text(json.dumps(provenance(torch.device("cpu")) | result, indent=1) + "\n")
+    wide_console().print(shown)
+    write_result(args.json, provenance(torch.device("cpu")), result)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,10 +49,11 @@ from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig, ref
 from dreamshard_planner.placement.rules import RULES
 from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.plugin.legal import CW, DP, TW
+from output import named, wide_console
 from placement_summary import ANCHOR, draw_figure, print_summary
 from placers import Contest, Field
 from provenance import commit, provenance
-from split_contests import draw_split_contests
+from split_contests import SplitContest, draw_split_contests
 from split_placers import SplitField
 from split_referee import play_splits, print_split_summary
 
@@ -148,8 +151,38 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     }
 
 
-def main() -> None:
-    """The command."""
+@dataclass(frozen=True)
+class Game:
+    """What is played: placements of whole tables, or splits and placements."""
+
+    placers: Mapping[str, Any]
+    draw: Callable[[], Sequence[Contest] | Sequence[SplitContest]]
+    play: Callable[[Any, Sequence[str], Arena], dict]
+    """A contest, by placers of these names, to its line of the record."""
+    summarize: Callable[[Sequence[dict], Console], None]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Game:
+        """That which the arguments ask for."""
+        field, drawn = Field(args.checkpoint, args.device), (args.tasks, args.seed, args.batch_size)
+        if not args.sharding_types:
+            return cls(
+                field.placers,
+                lambda: draw_contests(*drawn),
+                lambda contest, names, arena: play(contest, field, names, arena, args),
+                print_summary,
+            )
+        splits, types = SplitField(field, args.device), named(args.sharding_types)
+        return cls(
+            splits.placers,
+            lambda: draw_split_contests(*drawn, types, field.linear, field.network),
+            lambda contest, names, arena: play_splits(contest, splits, names, arena, args),
+            print_split_summary,
+        )
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
@@ -174,56 +207,51 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", default="auto")
     parser.add_argument("--device", default="cpu")
+    return parser
+
+
+def main() -> None:
+    """The command."""
+    parser = argument_parser()
     args = parser.parse_args()
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torchrec")
-    field = Field(args.checkpoint, args.device)
-    split_field = SplitField(field, args.device)
-    placers = split_field.placers if args.sharding_types else field.placers
-    names = [name for name in args.placers.split(",") if name] or list(placers)
-    unknown = [name for name in names if name not in placers]
-    if unknown or ANCHOR not in names:
-        parser.error(f"--placers must be some of {', '.join(placers)}, {ANCHOR} among them; got {args.placers}")
-    sharding_types = tuple(kind for kind in args.sharding_types.split(",") if kind)
-    if sharding_types and (TW not in sharding_types or not set(sharding_types) <= {TW, CW, DP}):
+    types = named(args.sharding_types)
+    if types and (TW not in types or not set(types) <= {TW, CW, DP}):
         parser.error(f"--sharding-types must be {TW} and some of {CW}, {DP}; got {args.sharding_types}")
+    game = Game.of(args)
+    names = named(args.placers) or tuple(game.placers)
+    if ANCHOR not in names or not set(names) <= game.placers.keys():
+        parser.error(f"--placers must be some of {', '.join(game.placers)}, {ANCHOR} among them; got {args.placers}")
     records = [json.loads(line) for line in args.record.read_text().splitlines()] if args.record.exists() else []
-    # Records of before these options go on as they are.
-    new = [name for name in ("sharding_types", "processor_time") if not getattr(args, name)]
-    left_out = ("tasks", "record", "part", "seconds", *new)
-    head = {"settings": {k: str(v) for k, v in vars(args).items() if k not in left_out}}
+    head = {"settings": settings_of(args)}
     if records and records[0]["settings"] != head["settings"]:
         parser.error(f"{args.record}: recorded with other settings: {records[0]['settings']}")
-    console = Console(stderr=True)
     clock = processor_time() if args.processor_time else nullcontext()
     with pinned(1), clock, args.record.open("a") as file:
         if not records:
             records = [head | provenance(torch.device(args.device))]
             file.write(json.dumps(records[0]) + "\n")
         played = {record["task"] for record in records[1:]}
-        if sharding_types:
-            contests = draw_split_contests(
-                args.tasks, args.seed, args.batch_size, sharding_types, field.linear, field.network
-            )
-        else:
-            contests = draw_contests(args.tasks, args.seed, args.batch_size)
-        contests = args.part.of(contests)
-        contests = [contest for contest in contests if contest.name not in played]
+        contests = [contest for contest in args.part.of(game.draw()) if contest.name not in played]
         arena = Arena(args.device, seed=args.seed)
         deadline = time.monotonic() + args.seconds
-        for contest in track(contests, "tasks", console=console):
+        for contest in track(contests, "tasks", console=Console(stderr=True)):
             if time.monotonic() > deadline:
                 break
-            if sharding_types:
-                records.append(play_splits(contest, split_field, names, arena, args))
-            else:
-                records.append(play(contest, field, names, arena, args))
+            records.append(game.play(contest, names, arena))
             file.write(json.dumps(records[-1]) + "\n")
             file.flush()
-    output = Console()
-    summary = print_split_summary if sharding_types else print_summary
-    summary(records[1:], output if output.is_terminal else Console(width=120))
+    game.summarize(records[1:], wide_console())
     draw_figure(records[1:], args.record.with_suffix(".png"))
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """What all lines of a record have in common."""
+    # Records of before these options go on as they are.
+    new = [name for name in ("sharding_types", "processor_time") if not getattr(args, name)]
+    left_out = ("tasks", "record", "part", "seconds", *new)
+    return {name: str(value) for name, value in vars(args).items() if name not in left_out}
 
 
 if __name__ == "__main__":

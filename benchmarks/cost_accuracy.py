@@ -22,7 +22,6 @@ Costs that are judged:
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table as RichTable
 from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
@@ -46,6 +44,7 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect, draw_sets
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
+from output import table_of, wide_console, write_result
 from placers import best_scale
 from provenance import provenance
 from torchrec_estimates import torchrec_table_ms
@@ -267,9 +266,9 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """For people."""
-    table = RichTable(title=f"{result['sets']} sets of held-out tables, {result['rounds']} rounds: error of costs")
-    for heading in ("cost", *(f"{stage} {what}" for stage in STAGES for what in ("MAPE", "95 %", "p90", "tau"))):
-        table.add_column(heading, justify="left" if heading == "cost" else "right")
+    title = f"{result['sets']} sets of held-out tables, {result['rounds']} rounds: error of costs"
+    headings = (f"{stage} {what}" for stage in STAGES for what in ("MAPE", "95 %", "p90", "tau"))
+    table = table_of(title, "cost", *headings)
     for name, both in {**result["costs"], **{f"noise: {k}": v for k, v in result["noise"].items()}}.items():
         cells = []
         for stage in STAGES:
@@ -321,10 +320,9 @@ def main() -> None:
     if args.measure:
         measure(args)
     result, predictions, label_X2 = judge(args)
-    console = Console()
-    print_result(result, console if console.is_terminal else Console(width=160))
+    print_result(result, wide_console(160))
     if args.json:
-        args.json.write_text(json.dumps(provenance(torch.device(args.device)) | result, indent=1) + "\n")
+        write_result(args.json, provenance(torch.device(args.device)), result)
         draw_figure(predictions, label_X2, args.json.with_suffix(".png"))
 
 

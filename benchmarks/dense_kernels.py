@@ -17,7 +17,6 @@ each set, the first run is not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
+from output import write_result
 from provenance import provenance
 
 POOLS = ("meta_like_2021", "merlin_small", "wide")
@@ -144,8 +144,7 @@ def main() -> None:
     for kind, of_kind in result["shipped"].items():
         shares = ", ".join(f"{stage} {of_kind[stage]['mape']:.1%}" for stage in STAGES)
         console.print(f"{kind} ({of_kind['sets']} sets): {shares}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

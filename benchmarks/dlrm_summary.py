@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from dlrm_results import Result
+from output import table_of
 
 MAX_SPLITS_SHOWN = 3
 
@@ -17,10 +17,9 @@ def print_table(result: Result, console: Console) -> None:
     """The result for people."""
     config = result.config
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
-    table = RichTable(title=f"DLRM on {ranks} x {config.batch_size} samples, {result.provenance['hardware']['name']}")
-    headings = ("planner", "step ms", "IQR", f"x {result.base}", "95 %", "embedding ms per rank", "samples/s")
-    for heading in (*headings, "predicted ms", "per rank"):
-        table.add_column(heading, justify="left" if heading == "planner" else "right")
+    title = f"DLRM on {ranks} x {config.batch_size} samples, {result.provenance['hardware']['name']}"
+    headings = ("step ms", "IQR", f"x {result.base}", "95 %", "embedding ms per rank", "samples/s")
+    table = table_of(title, "planner", *headings, "predicted ms", "per rank")
     for entry in result.planners:
         embedding = [f + b for f, b in zip(entry.forward_ms, entry.backward_ms, strict=True)]
         table.add_row(
@@ -73,11 +72,8 @@ def print_profiles(result: Result, console: Console) -> None:
     if not profiled:
         return
     kinds = dict.fromkeys(kind for entry in profiled for of_rank in entry.profile for kind in of_rank)
-    table = RichTable(
-        title=f"Milliseconds of a step by kind of work, each rank; {result.config.profile} steps profiled"
-    )
-    for heading in ("kind of work", *(entry.name for entry in profiled)):
-        table.add_column(heading, justify="left" if heading == "kind of work" else "right")
+    title = f"Milliseconds of a step by kind of work, each rank; {result.config.profile} steps profiled"
+    table = table_of(title, "kind of work", *(entry.name for entry in profiled))
     for kind in kinds:
         table.add_row(kind, *(_per_rank([of_rank.get(kind, 0.0) for of_rank in entry.profile]) for entry in profiled))
     table.add_section()

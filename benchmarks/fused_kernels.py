@@ -18,7 +18,6 @@ row read and written. Repeated reads that hit a cache can exceed the copy bandwi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,13 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table as RichTable
 
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+from output import table_of, wide_console, write_result
 from provenance import provenance
 
 INDEX_BYTES, OUTPUT_BYTES = 8, 4
@@ -126,18 +124,14 @@ def measure(args: argparse.Namespace, copy: float) -> Iterator[list[dict[str, An
 def print_rows(rows: Sequence[dict[str, Any]], copy: float) -> None:
     """For people."""
     title = f"fused kernels, forward / backward; copy bandwidth {copy:.1f} GB/s"
-    table = RichTable(title=title)
-    headings = ("varied", "value", "ms", "GB/s", "of copy", "fusion")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "varied" else "right")
+    table = table_of(title, "varied", "value", "ms", "GB/s", "of copy", "fusion")
     for row in rows:
         shape = row["shape"]
         name = "reuse" if row["sweep"] == "reuse_bin" else row["sweep"]
         pairs = (("ms", "{:.2f}"), ("gb_per_s", "{:.1f}"), ("of_copy", "{:.0%}"), ("fusion", "{:.2f}"))
         cells = (" / ".join(form.format(value) for value in row[key]) for key, form in pairs)
         table.add_row(name, f"{shape[name]:g}", *cells)
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+    wide_console().print(table)
 
 
 def main() -> None:
@@ -159,8 +153,7 @@ def main() -> None:
         origin = provenance(torch.device(args.device)) | {"batch_size": args.batch_size, "copy_gb_per_s": copy}
         for swept in measure(args, copy):
             rows += swept
-            if args.json:
-                args.json.write_text(json.dumps(origin | {"rows": rows}, indent=1) + "\n")
+            write_result(args.json, origin, {"rows": rows})
             if time.monotonic() > deadline:
                 break
     print_rows(rows, copy)

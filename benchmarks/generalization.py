@@ -14,7 +14,6 @@ on fused kernels: the shipped policy against the one trained there.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table as RichTable
 from torch import Tensor
 from torchrec.distributed.planner import Topology
 
@@ -39,6 +37,7 @@ from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.training import WITH_ROOM, PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from dreamshard_planner.workload.tables import Table
+from output import table_of, wide_console, write_result
 from provenance import provenance
 
 
@@ -150,16 +149,14 @@ def spot_check(
 def print_result(result: dict[str, Any]) -> None:
     """For people."""
     sizes = [str(size) for size in SIZES]
-    table = RichTable(title=f"predicted cost over the policy trained at that size, {result['tasks']} tasks each")
-    for heading in ("trained at", *sizes):
-        table.add_column(heading, justify="left" if heading == "trained at" else "right")
+    title = f"predicted cost over the policy trained at that size, {result['tasks']} tasks each"
+    table = table_of(title, "trained at", *sizes)
     for name, row in result["grid"].items():
         cells = (row[size] for size in sizes)
         table.add_row(
             name, *(f"{c['ratio']:.3f}" + (f" ({c['infeasible']} inf.)" if c["infeasible"] else "") for c in cells)
         )
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = wide_console()
     console.print(table)
     alone = ", ".join(f"{size} {count}" for size, count in result["bottlenecks"].items())
     console.print(f"tasks in which one table alone is the bottleneck: {alone}")
@@ -184,8 +181,7 @@ def main() -> None:
         result = compare(args)
         origin = provenance(torch.device(args.device))
     print_result(result)
-    if args.json:
-        args.json.write_text(json.dumps(origin | result, indent=1) + "\n")
+    write_result(args.json, origin, result)
 
 
 if __name__ == "__main__":

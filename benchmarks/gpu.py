@@ -37,6 +37,7 @@ from rich.table import Table as RichTable
 from dreamshard_planner.checkpoint import measured_name, shipped
 from dreamshard_planner.errors import CheckpointError, FileError
 from dreamshard_planner.files import check_writable, write_whole
+from output import named
 from provenance import ROOT, commit, provenance
 
 BENCHMARKS = Path(__file__).parent
@@ -339,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", default="", help=f"some of {','.join(names)}, done or not; default: all not done")
     parser.add_argument("--quick", action="store_true", help="everything as small as it gets, to try the flow")
     args = parser.parse_args(arguments)
-    wanted = [name for name in args.stages.split(",") if name]
+    wanted = named(args.stages)
     if unknown := set(wanted) - set(names):
         parser.error(f"--stages must be some of {', '.join(names)}; got {', '.join(sorted(unknown))}")
     if not args.minutes > 0:

@@ -12,7 +12,6 @@ JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict
@@ -21,7 +20,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table as RichTable
 
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
@@ -39,6 +37,7 @@ from dreamshard_planner.placement.reinforce import (
 from dreamshard_planner.placement.tasks import problem_of
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
 from dreamshard_planner.workload.tables import workloads_of
+from output import table_of, wide_console, write_result
 from provenance import provenance
 
 SHAPES = ((20, 2), (50, 4), (100, 4), (100, 8))
@@ -159,15 +158,13 @@ def main() -> None:
         "held_out_over_best_rule": ratios,
         "updates": [asdict(entry) for entry in told],
     }
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.json, result)
     draw_figure(told, ratios, args.json.with_suffix(".png"))
-    table = RichTable(title=f"trained episodes per second, {args.threads} threads")
-    table.add_column("tables x devices")
-    for tasks, episodes in BATCHES:
-        table.add_column(f"{tasks} tasks x {episodes}", justify="right")
+    batches = (f"{tasks} tasks x {episodes}" for tasks, episodes in BATCHES)
+    table = table_of(f"trained episodes per second, {args.threads} threads", "tables x devices", *batches)
     for shape in SHAPES:
         table.add_row(f"{shape[0]} x {shape[1]}", *(f"{speeds[shape, batch]:,.0f}" for batch in BATCHES))
-    console = Console()
+    console = wide_console()
     console.print(table)
     console.print(
         f"{len(told)} updates of the default training: {seconds:.0f} s; greedy roll-outs on held-out tables over the "

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from bootstrap import mean_interval
+from output import table_of
 
 ANCHOR = "torchrec"
 """What ratios refer to: TorchRec's plan with true pooling factors."""
@@ -46,9 +46,7 @@ def summarize(records: Sequence[dict], pool: str | None = None, anchor: str = AN
 
 def print_table(title: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Rows of :func:`summarize`."""
-    table = RichTable(title=title)
-    for heading in ("placer", "compute", "95 %", "overall", "wins", "room won", "infeasible"):
-        table.add_column(heading, justify="left" if heading == "placer" else "right")
+    table = table_of(title, "placer", "compute", "95 %", "overall", "wins", "room won", "infeasible")
     for row in rows:
         low, high = row["interval"]
         table.add_row(

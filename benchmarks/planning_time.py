@@ -11,7 +11,6 @@ the largest that the process has held up to then, libraries included.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import resource
 import time
@@ -23,38 +22,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table as RichTable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import Table, workloads_of
+from meta_model import feature_names, meta_collection
+from output import table_of, wide_console, write_result
 from provenance import provenance
 
 BATCH_SIZE = 512
 SIZES = "20x2,100x8,300x32,1000x128,5000x1024"
 
 
-def model_of(tables: list[Table]) -> EmbeddingBagCollection:
-    """On the meta device: planning reads shapes only."""
-    configs = [
-        EmbeddingBagConfig(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[f"f_{t.name}"])
-        for t in tables
-    ]
-    return EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
-
-
 def statistics_of(tables: list[Table]) -> TableStatistics:
     """What batches of the local size would tell."""
     return TableStatistics(
         {
-            f"f_{w.name}": FeatureStatistics(w.pooling_factor, w.reuse_histogram if w.lookups else None, BATCH_SIZE)
-            for w in workloads_of(tables, BATCH_SIZE)
+            name: FeatureStatistics(w.pooling_factor, w.reuse_histogram if w.lookups else None, BATCH_SIZE)
+            for table, w in zip(tables, workloads_of(tables, BATCH_SIZE), strict=True)
+            for (name,) in [feature_names(table)]  # tables of this pool have one feature
         }
     )
 
@@ -66,7 +55,7 @@ def seconds_to_plan(
     constraints = {
         t.name: ParameterConstraints(["table_wise"], ["fused"], pooling_factors=[t.pooling_factor]) for t in tables
     }
-    model, memory = model_of(tables), {"hbm_cap" if device == "cuda" else "ddr_cap": 2**40}
+    model, memory = meta_collection(tables), {"hbm_cap" if device == "cuda" else "ddr_cap": 2**40}
     start = time.perf_counter()
     make = partial(DreamShardPlanner, statistics=statistics) if name == "dreamshard" else EmbeddingShardingPlanner
     planner = make(
@@ -109,15 +98,13 @@ def main() -> None:
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         results.append({"tables": count, "ranks": ranks, "seconds": quartiles, "peak_bytes": peak_bytes})
         print(f"{size}: {quartiles}", flush=True)
-    table = RichTable(title="seconds to plan: median (quartiles)")
-    for heading in ("tables", "ranks", "dreamshard", "torchrec", "peak memory, GB"):
-        table.add_column(heading, justify="right")
+    title = "seconds to plan: median (quartiles)"
+    table = table_of(title, "tables x ranks", "dreamshard", "torchrec", "peak memory, GB")
     for row in results:
         cells = [f"{median:.2f} ({low:.2f}-{high:.2f})" for low, median, high in row["seconds"].values()]
-        table.add_row(str(row["tables"]), str(row["ranks"]), *cells, f"{row['peak_bytes'] / 1e9:.2f}")
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(provenance(torch.device("cpu")) | {"results": results}, indent=1) + "\n")
+        table.add_row(f"{row['tables']} x {row['ranks']}", *cells, f"{row['peak_bytes'] / 1e9:.2f}")
+    wide_console().print(table)
+    write_result(args.json, provenance(torch.device("cpu")), {"results": results})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import logging
 import random
 import sys
@@ -42,7 +41,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -64,6 +62,7 @@ from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
+from output import wide_console, write_result
 
 BATCHES_KEPT = 16
 """Distinct batches; training goes round them, so that drawing data costs no time."""
@@ -151,11 +150,10 @@ def check_memory(planned: Planned, bare_model: nn.Module, config: Config, node: 
 
 def tell(result: Result, kind: str) -> None:
     """Print and write the result of ranks of some kind."""
-    config, console = result.config, Console()
-    print_table(result, console if console.is_terminal else Console(width=140))
+    config, console = result.config, wide_console(140)
+    print_table(result, console)
     if config.json:
-        document = asdict(result) | {"report": result.report.to_dict()}
-        Path(config.json).write_text(json.dumps(document, indent=1) + "\n")
+        write_result(Path(config.json), asdict(result), {"report": result.report.to_dict()})
         console.print(f"written: {config.json}")
     if config.report:
         title = f"{config.tables} in a DLRM: {result.world_size} {kind} ranks"

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table as RichTable
 from scipy.stats import kendalltau
+
+from output import table_of, wide_console
 
 FORMULAS = {
     "max(f+b)": lambda forward_ND, backward_ND: (forward_ND + backward_ND).max(-1),
@@ -93,10 +94,9 @@ def agreement(formula: str, data: dict[str, np.ndarray], draws: int = 1000) -> A
 def print_tables(result: dict[str, Any], data: dict[str, np.ndarray], console: Console) -> None:
     """Placements from cheap to expensive, and how the formulas hold."""
     config, hardware = result["config"], result["provenance"]["hardware"]["name"]
-    table = RichTable(title=f"{result['world_size']} ranks x {config['batch_size']} samples, {hardware}; milliseconds")
-    headings = ("placement", "predicted per rank", "measured", "f + b", "measured", "collectives", "overall", "step")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "placement" else "right")
+    title = f"{result['world_size']} ranks x {config['batch_size']} samples, {hardware}; milliseconds"
+    headings = ("predicted per rank", "measured", "f + b", "measured", "collectives", "overall", "step")
+    table = table_of(title, "placement", *headings)
     kernels_ND = data["forward_ND"] + data["backward_ND"]
     measured_ND = data["measured_forward_ND"] + data["measured_backward_ND"]
     overall_N = kernels_ND.max(-1) + data["collectives_N"]
@@ -150,8 +150,7 @@ def main() -> None:
         data = columns(result)
     except ValueError as error:
         parser.error(f"{args.result}: {error}")
-    console = Console()
-    print_tables(result, data, console if console.is_terminal else Console(width=140))
+    print_tables(result, data, wide_console(140))
     draw_figure(data, args.result.with_suffix(".png"))
 
 

@@ -17,14 +17,11 @@ training from nothing, and sets of held-out tables in several rounds, as cost_ac
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table as RichTable
 
 from cost_accuracy import REPEATS, measure_rounds
 from dreamshard_planner.checkpoint import resolve
@@ -33,6 +30,7 @@ from dreamshard_planner.cost.fit import LabelledSets, calibrate_cost_network, fi
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, pool_tables
+from output import table_of, wide_console, write_result
 from placers import best_scale
 from provenance import provenance
 
@@ -82,15 +80,15 @@ def judge(args: argparse.Namespace, few: CostDataset, rest: CostDataset, test: C
 
 def print_result(result: dict[str, Any]) -> None:
     """For people."""
-    table = RichTable(title=f"error on {result['sets']['held out']} held-out sets")
-    for heading in ("network", "forward", "backward", "over full", ""):
-        table.add_column(heading, justify="left" if heading == "network" else "right")
+    title = f"error on {result['sets']['held out']} held-out sets"
+    table = table_of(title, "network", "forward", "backward", "over full", "")
     full = result["mape"]["full"]
     for name, errors in result["mape"].items():
         ratios = (f"{error / least:.2f}" for error, least in zip(errors, full, strict=True))
         table.add_row(name, *(f"{error:.1%}" for error in errors), *ratios)
-    Console().print(table)
-    Console().print(f"the calibration changed: {result['changed']}")
+    console = wide_console()
+    console.print(table)
+    console.print(f"the calibration changed: {result['changed']}")
 
 
 def main() -> None:
@@ -113,9 +111,8 @@ def main() -> None:
     torch.set_num_threads(1)
     result = judge(args, *data)
     print_result(result)
-    if args.json:
-        hardware = {"hardware": data[0].hardware}  # that of the target: this process fits on one thread
-        args.json.write_text(json.dumps(provenance(torch.device(args.device)) | hardware | result, indent=1) + "\n")
+    hardware = {"hardware": data[0].hardware}  # that of the target: this process fits on one thread
+    write_result(args.json, provenance(torch.device(args.device)), hardware, result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Results of benchmarks for people, and in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def wide_console(columns: int = 120) -> Console:
+    """Of stdout; so many columns wide where that is no terminal, which rich takes to be narrow."""
+    console = Console()
+    return console if console.is_terminal else Console(width=columns)
+
+
+def table_of(title: str, first: str, *others: str) -> Table:
+    """An empty table: names in its first column, numbers flush right in the others."""
+    table = Table(title=title)
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def write_result(path: Path | None, *parts: dict[str, Any]) -> None:
+    """The parts as one JSON object, if a file is wanted; of keys in several, the last counts."""
+    if path is not None:
+        result: dict[str, Any] = {}
+        for part in parts:
+            result |= part
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def named(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in text.split(",") if name)
