@@ -79,6 +79,12 @@ class MemoryEntry:
     limit_bytes: tuple[int, ...]
     """What the storage reservation left."""
 
+    @property
+    def fullest(self) -> int:
+        """Rank that uses the largest share of its limit."""
+        filled = [used / max(1, limit) for used, limit in zip(self.used_bytes, self.limit_bytes, strict=True)]
+        return filled.index(max(filled))
+
 
 @dataclass(frozen=True)
 class BeyondExactTraining:
@@ -291,11 +297,10 @@ def _collectives(cost: ShardingCost, sharding: Sharding) -> tuple[tuple[str, flo
 
 
 def _memory_line(entry: MemoryEntry) -> str:
-    filled = [used / max(1, limit) for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)]
-    fullest = filled.index(max(filled))
-    used, limit = entry.used_bytes[fullest], entry.limit_bytes[fullest]
+    rank = entry.fullest
+    used, limit = entry.used_bytes[rank], entry.limit_bytes[rank]
     return (
-        f"{entry.kind}: rank {fullest} is the fullest, with {used / 2**30:.2f} of {limit / 2**30:.2f} GiB that the "
+        f"{entry.kind}: rank {rank} is the fullest, with {used / 2**30:.2f} of {limit / 2**30:.2f} GiB that the "
         "storage reservation leaves."
     )
 

@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
@@ -118,8 +119,7 @@ class Journal:
         dataset = CostDataset.from_sets(
             self.sets, samples, self.hardware, references if has_reference else None, self.seed
         )
-        object.__setattr__(dataset, "created", self.created)
-        return dataset
+        return replace(dataset, created=self.created)
 
     def close(self) -> None:
         """Flush to the disk and release the file."""

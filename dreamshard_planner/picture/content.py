@@ -162,7 +162,7 @@ class Content:
         share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
         found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
         for entry in self.memory:
-            rank = fullest(entry)
+            rank = entry.fullest
             limit, used = max(0, entry.limit_bytes[rank]), entry.used_bytes[rank]
             filled = f"{used / limit:.0%}" if limit else size_in_words(used)
             words = f"rank {rank}: {size_in_words(used)} of {size_in_words(limit)}"
@@ -183,12 +183,6 @@ def waiting(entry: ReportEntry) -> tuple[float, ...]:
     """Milliseconds of each rank until the slowest one is done."""
     last_ms = max(entry.rank_ms, default=0.0)
     return tuple(last_ms - own_ms for own_ms in entry.rank_ms)
-
-
-def fullest(entry: MemoryEntry) -> int:
-    """Rank that has used the largest share of its limit."""
-    filled = [used / max(1, limit) for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)]
-    return filled.index(max(filled))
 
 
 def ms(value: float) -> str:

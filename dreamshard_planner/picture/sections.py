@@ -10,7 +10,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from dreamshard_planner.picture import charts
-from dreamshard_planner.picture.content import Content, fullest, ms, ratio, waiting
+from dreamshard_planner.picture.content import Content, ms, ratio, waiting
 from dreamshard_planner.report import ReportEntry
 from dreamshard_planner.words import ranges, ranks_in_words, size_in_words
 
@@ -166,7 +166,7 @@ def _tables(content: Content) -> Section:
 def _memory(content: Content) -> Section:
     findings, columns = [], ["rank"]
     for entry in content.memory:
-        rank = fullest(entry)
+        rank = entry.fullest
         used, limit = entry.used_bytes[rank], max(0, entry.limit_bytes[rank])
         findings.append(f"{entry.kind}: rank {rank} is the fullest, {size_in_words(used)} of {size_in_words(limit)}.")
         columns += [f"{entry.kind} used", f"{entry.kind} limit"]

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.files import brief
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
@@ -255,31 +257,10 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
     """
     if batch_size < 1:
         raise TaskError(f"batch size must be at least 1, got {batch_size}")
-    flat = [(t, feature) for t, table in enumerate(tables) for feature in table.features]
-    histograms: list[tuple[float, ...] | None] = [None] * len(flat)
-    distinct = [0.0] * len(flat)
-    known = [i for i, (_, feature) in enumerate(flat) if feature.reuse_histogram is not None]
-    unknown = [i for i, (_, feature) in enumerate(flat) if feature.reuse_histogram is None]
-    for indices, reuse in ((known, rescale_reuse), (unknown, default_reuse)):
-        if not indices:
-            continue
-        rows = [tables[flat[i][0]].rows for i in indices]
-        features = [flat[i][1] for i in indices]
-        lookups = [feature.pooling_factor * batch_size for feature in features]
-        if reuse is default_reuse:
-            new_bins, new_distinct = default_reuse(rows, lookups)
-        else:
-            new_bins, new_distinct = rescale_reuse(
-                [feature.reuse_histogram for feature in features],
-                rows,
-                [feature.pooling_factor * feature.batch_size for feature in features],
-                [batch_size / feature.batch_size for feature in features],
-                [feature.distinct_rows for feature in features],
-            )
-        for i, bins, count in zip(indices, new_bins.tolist(), new_distinct.tolist(), strict=True):
-            histograms[i], distinct[i] = tuple(bins), count
-
-    known_ids = _ids_at(batch_size, [feature for _, feature in flat])
+    features = [feature for table in tables for feature in table.features]
+    rows = [table.rows for table in tables for _ in table.features]
+    histograms, distinct = _reuse_at(batch_size, features, rows)
+    known_ids = _ids_at(batch_size, features)
     workloads, start = [], 0
     for table in tables:
         stop = start + len(table.features)
@@ -307,6 +288,35 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
         )
         start = stop
     return workloads
+
+
+def _reuse_at(
+    batch_size: int, features: Sequence[FeatureStatistics], rows: Sequence[int]
+) -> tuple[list[tuple[float, ...]], list[float]]:
+    """Reuse histogram and distinct rows of each feature at another batch size: rescaled where it has a histogram, else
+    derived from its lookups and the rows of its table."""
+    histograms: list[tuple[float, ...]] = [()] * len(features)
+    distinct = [0.0] * len(features)
+
+    def fill(indices: Sequence[int], bins_TK: Tensor, distinct_T: Tensor) -> None:
+        for i, bins, count in zip(indices, bins_TK.tolist(), distinct_T.tolist(), strict=True):
+            histograms[i], distinct[i] = tuple(bins), count
+
+    if known := [i for i, feature in enumerate(features) if feature.reuse_histogram is not None]:
+        fill(
+            known,
+            *rescale_reuse(
+                [features[i].reuse_histogram for i in known],
+                [rows[i] for i in known],
+                [features[i].pooling_factor * features[i].batch_size for i in known],
+                [batch_size / features[i].batch_size for i in known],
+                [features[i].distinct_rows for i in known],
+            ),
+        )
+    if unknown := [i for i, feature in enumerate(features) if feature.reuse_histogram is None]:
+        lookups = [features[i].pooling_factor * batch_size for i in unknown]
+        fill(unknown, *default_reuse([rows[i] for i in unknown], lookups))
+    return histograms, distinct
 
 
 def _ids_at(batch_size: int, features: Sequence[FeatureStatistics]) -> dict[FeatureStatistics, IdSketch]:
