@@ -34,12 +34,12 @@ from torchrec.distributed.planner import Topology
 from cost_accuracy import STAGES, errors
 from dreamshard_planner.checkpoint import resolve
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
-from dreamshard_planner.cost.roofline import FRESH_BYTES, OUTPUT_BYTES, dense_ms
+from dreamshard_planner.cost.roofline import FRESH_BYTES, dense_ms
 from dreamshard_planner.measure.collect import REFERENCE_SETS, draw_sets
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.training import pool_tables
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
 from output import write_result
 from provenance import provenance
 

@@ -55,6 +55,7 @@ from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, to
 from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.legal import TW
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
+from dreamshard_planner.words import sharding_in_words
 from full_search_summary import PLANNERS, Key, summarize
 from full_search_tasks import QUICK, SETTINGS, FullTask, tasks
 from provenance import commit, provenance
@@ -190,7 +191,7 @@ class Contest:
             "own_source": str(context.compute.source),
             "hbm_bytes": max(used),
             "hbm_limit_bytes": min(device.storage.hbm for device in self.reserved().devices),
-            "types": dict(Counter(label(option) for option in plan).most_common()),
+            "types": dict(Counter(sharding_in_words(o.sharding_type, o.compute_kernel) for o in plan).most_common()),
         }
 
     def play(self, name: str) -> dict[str, Any]:
@@ -211,12 +212,6 @@ class Contest:
             "finished": made.finished,
         }
         return line | (self.rated(made.plan) if made.plan is not None else {"error": error})
-
-
-def label(option: ShardingOption) -> str:
-    """Sharding type, with the kernel where that is not the usual one."""
-    usual = option.compute_kernel in ("fused", "dense")
-    return option.sharding_type if usual else f"{option.sharding_type} {option.compute_kernel}"
 
 
 def peak_bytes() -> int:

@@ -30,11 +30,17 @@ import torch
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+from dreamshard_planner.workload.tables import (
+    INDEX_BYTES,
+    OUTPUT_BYTES,
+    FeatureStatistics,
+    Table,
+    Workload,
+    workloads_of,
+)
 from output import table_of, wide_console, write_result
 from provenance import provenance
 
-INDEX_BYTES, OUTPUT_BYTES = 8, 4
 MIN_ROWS = 1_000_000
 
 

@@ -31,7 +31,7 @@ from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.files import brief, read_json, write_whole
 from dreamshard_planner.predicted import STRICT, Predicted
 from dreamshard_planner.report import Report, TableEntry
-from dreamshard_planner.words import ranks_in_words
+from dreamshard_planner.words import ranks_in_words, sharding_in_words
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 2
@@ -77,8 +77,8 @@ class TableSharding:
     @property
     def label(self) -> str:
         """In words, such as ``column_wise on ranks 0, 2-3``."""
-        kernel = "" if self.kernel in ("fused", "dense") else f" {self.kernel}"
-        return f"{self.sharding_type}{kernel} on {ranks_in_words(shard.rank for shard in self.shards)}"
+        ranks = ranks_in_words(shard.rank for shard in self.shards)
+        return f"{sharding_in_words(self.sharding_type, self.kernel)} on {ranks}"
 
 
 @dataclass(frozen=True)

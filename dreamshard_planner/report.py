@@ -14,6 +14,7 @@ import torch
 from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.placement.place import Contender, Placement
+from dreamshard_planner.words import sharding_in_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
@@ -67,7 +68,8 @@ class TableEntry:
 
     @property
     def label(self) -> str:
-        return self.sharding_type if self.kernel in ("fused", "dense") else f"{self.sharding_type} {self.kernel}"
+        """In words, such as ``row_wise``."""
+        return sharding_in_words(self.sharding_type, self.kernel)
 
 
 @dataclass(frozen=True)

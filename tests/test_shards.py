@@ -7,11 +7,11 @@ import pytest
 import torch
 from torchrec.distributed.planner import Topology
 
-from dreamshard_planner.cost.roofline import FRESH_BYTES, OUTPUT_BYTES, dense_ms
+from dreamshard_planner.cost.roofline import FRESH_BYTES, dense_ms
 from dreamshard_planner.measure.collect import set_work
 from dreamshard_planner.measure.kernels import FusedKernel, check_group
 from dreamshard_planner.measure.shards import MAX_ROW_BLOCKS, MAX_SLICES, draw_shard_sets
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
 TABLES = [
     Table(f"t{i}", rows=1000 * (i + 1), dim=(4, 8, 64, 256)[i % 4], features=(FeatureStatistics(float(i % 9)),))

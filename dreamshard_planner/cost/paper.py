@@ -24,8 +24,8 @@ from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.network import outside, plain, tables_outside
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
+from dreamshard_planner.workload.tables import OUTPUT_BYTES
 
-OUTPUT_BYTES = 4
 MIN_SHARE = 1e-3
 LOSSES = ("mean", "raw", "relative")
 UNSEEN = {

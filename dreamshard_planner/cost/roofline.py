@@ -16,9 +16,8 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.workload.features import FEATURE_INDEX
+from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
 
-INDEX_BYTES = 8
-OUTPUT_BYTES = 4
 CACHE_SPEEDUP = 4.0
 """Cache over memory bandwidth. Of the order of published L2 over HBM figures of A100 and H100."""
 SORT_PASSES = 4.0

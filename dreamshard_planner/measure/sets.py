@@ -17,7 +17,7 @@ from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
 from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, time_groups
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
 
 MAX_BYTES_AT_ONCE = 4 << 30
 """Of indices, outputs and their gradients."""
@@ -96,7 +96,7 @@ class SetClock:
 
     def _bytes_of(self, group: tuple[int, ...]) -> int:
         workloads = [self._workloads[i] for i in group]
-        return round(sum(8 * w.lookups + 2 * 4 * w.output_elements for w in workloads))
+        return round(sum(INDEX_BYTES * w.lookups + 2 * OUTPUT_BYTES * w.output_elements for w in workloads))
 
     def corrected_ms(self, samples: Samples) -> Tensor:
         """Samples [R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""

@@ -15,10 +15,7 @@ from torch import Tensor
 from dreamshard_planner.cost.model import PlacementProblem
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix
-from dreamshard_planner.workload.tables import Table, Workload, workloads_of
-
-OUTPUT_BYTES = 4
-
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload, workloads_of
 
 BATCH_SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384, 32768, 65536)}
 """Samples that each kernel of a task sees, by device."""

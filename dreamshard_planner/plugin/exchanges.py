@@ -13,10 +13,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel
 from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW
-from dreamshard_planner.workload.tables import Workload
-
-OUTPUT_BYTES = 4.0
-"""Of one output element on the wire: TorchRec's kernels put out fp32 by default."""
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dreamshard_planner.plugin.given_plans import GivenPlans, Rated
 from dreamshard_planner.plugin.limits import available_bytes
 from dreamshard_planner.plugin.options import fqn_of, same_option
 from dreamshard_planner.plugin.read_problem import ReadProblem
-from dreamshard_planner.words import ranks_in_words
+from dreamshard_planner.words import ranks_in_words, sharding_in_words
 
 MAX_TABLES = 5
 """Of the rank, the costliest: those whose changes are worked out."""
@@ -275,8 +275,8 @@ def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ..
 
 def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
     option = read.problem.tables[table][sharding.options[table]]
-    kernel = "" if option.kernel in ("fused", "dense") else f" {option.kernel}"
-    return f"{option.sharding_type}{kernel} on {ranks_in_words(option.ranks(sharding.positions[table]))}"
+    ranks = ranks_in_words(option.ranks(sharding.positions[table]))
+    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}"
 
 
 def _group_label(option: ShardingOption) -> str:

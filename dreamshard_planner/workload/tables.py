@@ -26,6 +26,10 @@ MEMORIES = ("device", "uvm_caching", "uvm", "ssd")
 or an SSD of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching``, ``fused_uvm``, ``key_value``)."""
 
 
+INDEX_BYTES = 8
+"""Of one id: TorchRec's are int64."""
+OUTPUT_BYTES = 4
+"""Of one output element: TorchRec's kernels put out fp32 by default."""
 CACHE_LOAD_FACTOR = 0.2
 """Default of FBGEMM and of TorchRec."""
 MAX_BATCHES = 2**53
