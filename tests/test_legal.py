@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from small_models import planner, table, topology
 from torchrec import optim
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from dreamshard_planner.plugin.constraints import planning_constraints
 from dreamshard_planner.plugin.legal import ELEMENTWISE_OPTIMIZERS, optimizer_name, without_mixed_means
 
 
@@ -45,6 +52,19 @@ def test_without_one_of_its_own_a_table_has_the_sharders_or_fbgemms() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 4))
     assert optimizer_name(parameter, None) == "exact_sgd"
     assert optimizer_name(parameter, {"optimizer": EmbOptimType.EXACT_ADAGRAD}) == "exact_adagrad"
+
+
+@pytest.mark.parametrize(("optimizer", "exact"), [(torch.optim.Adagrad, True), (optim.RowWiseAdagrad, False)])
+def test_modules_that_bring_an_optimizer_train_with_it(optimizer: type, exact: bool) -> None:
+    """Their tables have no mark of it; data-parallel does not take it away."""
+    tables, sharders = [table("t", 100, 512)], [FusedEmbeddingBagCollectionSharder()]
+    module = FusedEmbeddingBagCollection(tables, optimizer, {"lr": 0.1}, device=torch.device("meta"))
+    types = planning_constraints(module, sharders, None, None, "cuda")["t"].sharding_types
+    assert ("column_wise" in types) == exact
+    named = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        planner(topology=topology(2, device="cuda"), constraints=named).plan(module, sharders)
 
 
 def test_mean_pooling_by_rows_tolerates_no_other_types() -> None:

@@ -27,7 +27,7 @@ from dreamshard_planner.plugin.legal import (
 )
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.limits import check_per_feature
-from dreamshard_planner.plugin.modules import ShardableTable, per_feature, shardable_tables, table_configs
+from dreamshard_planner.plugin.modules import ShardableTable, fused_params, per_feature, shardable_tables, table_configs
 from dreamshard_planner.words import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -256,7 +256,7 @@ def allowed_types(
         table.module,
         table.config,
         compute_device,
-        optimizer_name(table.parameter, getattr(table.sharder, "fused_params", None)),
+        optimizer_name(table.parameter, fused_params(table.module, table.sharder)),
     )
     processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
     for kind in sorted(wanted - left_out.keys()):

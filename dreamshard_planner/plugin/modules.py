@@ -11,6 +11,11 @@ from torch import nn
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    convert_optimizer_type_and_kwargs,
+)
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dreamshard_planner.plugin.limits import check_per_feature
@@ -30,6 +35,20 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
 def remaps_ids(module: nn.Module) -> bool:
     """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
     return any(isinstance(child, ManagedCollisionCollection) for child in module.modules())
+
+
+def brings_optimizer(module: nn.Module) -> bool:
+    """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
+    return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
+
+
+def fused_params(module: nn.Module, sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:
+    """Arguments of the fused kernels of a module's tables: its sharder's, and the optimizer that it brings itself."""
+    given = getattr(sharder, "fused_params", None) or {}
+    if not brings_optimizer(module):
+        return given
+    optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
+    return given | {"optimizer": optimizer}
 
 
 def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:

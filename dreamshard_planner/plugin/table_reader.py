@@ -19,7 +19,7 @@ from dreamshard_planner.plan_file import TableInputs
 from dreamshard_planner.plugin.grouping import KERNEL_MEMORY
 from dreamshard_planner.plugin.legal import GRID, RW, TWRW, Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.plugin.limits import check_per_feature
-from dreamshard_planner.plugin.modules import per_feature, remaps_ids, table_configs
+from dreamshard_planner.plugin.modules import brings_optimizer, fused_params, per_feature, remaps_ids, table_configs
 from dreamshard_planner.plugin.options import fqn_of
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table
@@ -66,7 +66,9 @@ class TableReader:
         )
 
     def in_backward(self, option: ShardingOption) -> bool:
-        """Whether somebody set an in-backward optimizer for the option's table."""
+        """Whether somebody set an in-backward optimizer for the option's table, which it may lose."""
+        if brings_optimizer(option.module[1]):
+            return False
         return bool(getattr(option.tensor, "_optimizer_classes", None) or self._fused_params(option).get("optimizer"))
 
     def pooling_factors(self, option: ShardingOption) -> list[float]:
@@ -190,7 +192,7 @@ class TableReader:
         return self._sharders.get(sharder_name(type(option.module[1])))
 
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
-        return getattr(self._sharder(option), "fused_params", None) or {}
+        return fused_params(option.module[1], self._sharder(option))
 
     def _module_is_weighted(self, module: nn.Module) -> bool:
         if module not in self._weighted:
