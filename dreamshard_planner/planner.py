@@ -57,6 +57,7 @@ from dreamshard_planner.plugin.planned import AnyPlan, Planned
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.plugin.settings import PlannerSettings
 from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
+from dreamshard_planner.plugin.units import impossible_types
 from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -304,6 +305,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             exact_training=exact_training,
             has_ssd=any(device.storage.ssd > 0 for device in self._topology.devices),
             legal=self._legal,
+            impossible=impossible_types(self._topology),
         )
 
     def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:

@@ -109,3 +109,17 @@ def test_a_plan_that_tears_a_tower_apart_is_not_rated() -> None:
 def test_towers_that_no_host_holds() -> None:
     with pytest.raises(PlannerError, match=r"'tower\.a2'.* needs .* bytes"):
         planner(4, 2, memory=2**22).plan(towers(), SHARDERS)
+
+
+@pytest.mark.parametrize(("ranks", "host"), [(8, 3), (4, 8)])
+def test_hosts_that_are_not_whole_hold_no_tables_together(ranks: int, host: int) -> None:
+    model = nn.Module()
+    model.pooled = bags("p", 1000, 200_000)
+    made = planner(ranks, host)
+    made.plan(model, SHARDERS)
+    assert TWRW not in {option.sharding_type for option in made._enumerator.last_stored_search_space}
+    reason = f"{ranks} ranks are no whole number of hosts of {host}"
+    with pytest.raises(PlannerError, match=f"'pooled.p0' .table_row_wise: {reason}"):
+        planner(ranks, host, constraints={"p0": ParameterConstraints(sharding_types=[TWRW])}).plan(model, SHARDERS)
+    with pytest.raises(PlannerError, match=f"'towers?.* belongs on one host, and {reason}: give Topology"):
+        planner(ranks, host).plan(towers(), SHARDERS)

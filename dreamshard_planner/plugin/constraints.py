@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import GUARDED_SHARDING_TYPES_FOR_FP_MODULES
@@ -42,6 +43,7 @@ def planning_constraints(
     exact_training: bool = True,
     has_ssd: bool = True,
     legal: LegalRanks | None = None,
+    impossible: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, ParameterConstraints]:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
@@ -59,6 +61,7 @@ def planning_constraints(
         exact_training: leave out types that change how a table is trained, unless its constraint names them.
         has_ssd: whether the topology has SSDs; TorchRec leaves ``key_value`` out where not.
         legal: where tables may lie; anywhere by default.
+        impossible: sharding types that the topology leaves no place for, and why.
 
     Raises:
         PlannerError: where a constraint names a table that the module does not have, no type is left for a table,
@@ -88,7 +91,7 @@ def planning_constraints(
                 compute_device,
                 sharding_types,
                 exact_training,
-                legal.left_out(one.fqn) if legal else {},
+                {**impossible, **(legal.left_out(one.fqn) if legal else {})},
             )
             for one in by_name[name]
         ]

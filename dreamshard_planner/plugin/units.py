@@ -12,6 +12,12 @@ from dreamshard_planner.plugin.legal import DP, GRID, RW, TWRW
 from dreamshard_planner.plugin.options import fqn_of
 
 
+def impossible_types(topology: Topology) -> dict[str, str]:
+    """Sharding types that the topology leaves no place for, and why: TorchRec forms groups of whole hosts alone."""
+    ranks, host = topology.world_size, topology.intra_group_size
+    return dict.fromkeys((TWRW, GRID), f"{ranks} ranks are no whole number of hosts of {host}") if ranks % host else {}
+
+
 def unit_span(option: ShardingOption, topology: Topology) -> int:
     """How many consecutive ranks one unit of the option occupies."""
     if option.sharding_type in (RW, DP):
@@ -23,9 +29,15 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     """The option's shards, by their parts, in units.
 
     Raises:
-        PlannerError: they do not fill units.
+        PlannerError: they do not fill units, or lie on hosts of which some are not whole.
     """
-    span = unit_span(option, topology)
+    span, impossible = unit_span(option, topology), impossible_types(topology)
+    if impossible and (option.dependency or option.sharding_type in impossible):
+        raise PlannerError(
+            f"table {option.fqn.removeprefix('.')!r} belongs on one host, and {impossible[TWRW]}: give Topology a "
+            "local_world_size (and pod_size) that divides its world_size",
+            PlannerErrorType.PARTITION,
+        )
     if not parts or len(parts) % span:
         raise PlannerError(
             f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
