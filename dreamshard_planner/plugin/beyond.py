@@ -16,6 +16,7 @@ from dreamshard_planner.placement.search import SearchConfig
 from dreamshard_planner.plugin.baseline import torchrec_plan
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.joint_proposer import usable_options
+from dreamshard_planner.plugin.options import by_table, fqn_of, same_option
 from dreamshard_planner.plugin.partitioner import Outcome
 from dreamshard_planner.plugin.slices import is_torchrecs
 from dreamshard_planner.report import BeyondExactTraining
@@ -59,15 +60,24 @@ def beyond_exact_training(
     """
     with single_thread():
         options = usable_options(search_space, context.topology.compute_device)
-        read = context.read(options, topology)
+        plan = outcome.read.assign(outcome.sharding)
+        read = context.read([*options, *_others(plan, options)], topology)
         cost = context.cost(read)
-        exact = read.sharding(outcome.read.assign(outcome.sharding))
+        exact = read.sharding(plan)
         found = joint_search(cost, [exact], QUICK, search, seed)
         offered = [option for option in options if is_torchrecs(option)]
         theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec)
     theirs_ms = None if theirs is None else cost.overall_ms(read.sharding(theirs.options))
     types = Counter(_kinds(read.problem.tables, found.sharding)).most_common()
     return BeyondExactTraining(opened, found.overall_ms, tuple(types), theirs_ms)
+
+
+def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Options of a plan that are not among those given: proposers of others use what ours has no use for."""
+    given = by_table(options)
+    return [
+        option for option in plan if not any(same_option(option, other) for other in given.get(fqn_of(option), ()))
+    ]
 
 
 def _kinds(tables: Sequence[Sequence], sharding: Sharding) -> list[str]:
