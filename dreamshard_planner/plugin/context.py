@@ -110,14 +110,13 @@ class PlanningContext:
             batch_size: local.
             perf: estimator of perf where the cost source is ours.
         """
-
-        def prepare(option: ShardingOption) -> None:
-            option.input_lengths = self.reader.pooling_factors(option)
-
         estimators = [self._torchrec[0] if self.cost_source == "torchrec" else perf, self._torchrec[1]]
         return FastEnumerator(
-            self.topology, batch_size, self.constraints, estimators, variants=wider_slices, prepare=prepare
+            self.topology, batch_size, self.constraints, estimators, variants=wider_slices, prepare=self._prepare
         )
+
+    def _prepare(self, option: ShardingOption) -> None:
+        option.input_lengths = self.reader.pooling_factors(option)
 
     def _compute(self) -> ComputeCost:
         if self.cost_source == "torchrec":
