@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 
@@ -12,10 +13,11 @@ from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, sm
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, Stats, Topology
 
-from dreamshard_planner import DreamShardError, FeatureStatistics, TableStatistics
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.plugin import (
     DreamShardEstimator,
     DreamShardPartitioner,
@@ -67,6 +69,37 @@ def test_given_components_are_used() -> None:
     assert ranks_of(ruled.plan(model, SHARDERS)) == ranks_of(theirs.plan(model, SHARDERS))
     with pytest.raises(DreamShardError, match="no report"):
         ruled.report()
+
+
+def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:
+    """They use options that ours leaves out, such as a single column slice."""
+    made = planner(topology=topology(device="cuda"), proposer=UniformProposer())
+    made.plan(small_model(), SHARDERS)
+    report = made.report()
+    assert report.beyond.total_ms <= report.chosen.total_ms * (1 + 1e-6)
+    assert made.explain().tables
+
+
+def test_planners_pickle_with_what_they_planned() -> None:
+    made = planner()
+    plan = made.plan(small_model(), SHARDERS)
+    again = pickle.loads(pickle.dumps(made))
+    assert str(again.report()) == str(made.report())
+    assert ranks_of(again.plan(small_model(), SHARDERS)) == ranks_of(plan)
+
+
+def test_statistics_tell_what_the_user_constrained() -> None:
+    told: list[dict[str, ParameterConstraints]] = []
+
+    class Told(Stats):
+        def log(self, *args, constraints=None, **kwargs) -> None:
+            told.append(constraints)
+
+    constraints = {"t2": ParameterConstraints(compute_kernels=["fused"])}
+    devices = topology(device="cuda")
+    made = DreamShardPlanner(topology=devices, batch_size=64, stats=Told(), constraints=constraints)
+    made.plan(small_model(), SHARDERS)
+    assert {name for name, constraint in told[0].items() if constraint.compute_kernels} == {"t2"}
 
 
 def test_paper_recipe_plans() -> None:

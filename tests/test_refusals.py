@@ -49,6 +49,8 @@ def test_modules_whose_kernels_nobody_knows_are_refused_and_others_are_planned()
     plain = collection(table("t0"))
     collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
     model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
+    with pytest.raises(PlannerError, match=r"'sparse.t0' cannot be sharded: Managed\w+ offers no sharding type on cpu"):
+        planner().plan(model, get_default_sharders())
     plan = planner(topology=topology(1, device="cuda")).plan(model, get_default_sharders())
     assert plan.plan["sparse"]["t0"].sharding_type == "row_wise"  # nothing else is offered
 

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import nn
-from torchrec.distributed.planner.enumerators import GUARDED_SHARDING_TYPES_FOR_FP_MODULES
+from torchrec.distributed.planner.enumerators import (
+    GUARDED_COMPUTE_KERNELS,
+    GUARDED_SHARDING_TYPES_FOR_FP_MODULES,
+)
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
@@ -173,8 +176,9 @@ def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, P
 
 def _usable_kernels(
     table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
-) -> list[str]:
-    """Compute kernels that a table may use: offered, known, and named by its constraint where that names some.
+) -> list[str] | None:
+    """Compute kernels that a table may use: offered, known, and named by its constraint where that names some. None
+    where TorchRec would take just these, since its statistics tell users which tables they constrained.
 
     Raises:
         PlannerError: there are none, with the true reason: no constraint could make the table one that we place, or
@@ -186,6 +190,12 @@ def _usable_kernels(
         for kind in sharder.sharding_types(compute_device)
         for kernel in sharder.compute_kernels(kind, compute_device)
     }
+    if not offered:
+        raise PlannerError(
+            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers no sharding type on "
+            f"{compute_device}",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
     if not offered & KERNEL_MEMORY.keys():
         raise PlannerError(
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
@@ -195,7 +205,8 @@ def _usable_kernels(
         )
     named = constraint.compute_kernels
     if not named:
-        return sorted(offered & KERNEL_MEMORY.keys() - KEY_VALUE_MEMORY.keys())
+        known = offered & KERNEL_MEMORY.keys() - KEY_VALUE_MEMORY.keys()
+        return None if known == offered - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(known)
     usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != "key_value"}
     if not usable & offered:
         why = "" if has_ssd or "key_value" not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
