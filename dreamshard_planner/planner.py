@@ -76,7 +76,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.
-        search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so.
+        search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so. TorchRec's
+            ``timeout_seconds`` is one as well.
         refine: ``"measure"`` to time the fused kernels of the best plans on this machine, under
             :meth:`collective_plan` on the devices of all ranks at once, learn from them, search again, and choose by
             all evidence. Tables stay split as they were. The plan then depends on what was measured.
@@ -250,19 +251,20 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         estimator = DreamShardEstimator(self._topology, context=context)
         self._enumerator = self._given_enumerator or context.enumerator(self._batch_size, estimator)
         self._perf_model = self._given_perf_model or DreamShardPerfModel(self._topology, context=context)
+        seconds = min(filter(None, (settings.search_seconds, self._timeout_seconds)), default=None)
         self._proposer = JointProposer(
             context,
             left,
             search=settings.search or DEFAULT_SEARCH,
             seed=settings.seed,
-            seconds=settings.search_seconds,
+            seconds=seconds,
         )
         if self._given_proposer is None:
             self._proposers = [self._proposer]
         self._partitioner = self._given_partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,
-            search_seconds=settings.search_seconds,
+            search_seconds=seconds,
             refine_seconds=settings.measuring_seconds,
             together=self._together,
             context=context,

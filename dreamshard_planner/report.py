@@ -169,7 +169,10 @@ class Report:
 
         notes = (*cost.notes(sharding), *_skew_notes(cost, sharding), *placement.notes, *notes)
         if placement.cut_short:
-            notes = (*notes, "the search was cut short by search_seconds; more time may give another plan")
+            notes = (
+                *notes,
+                "the search was cut short (search_seconds, timeout_seconds); more time may give another plan",
+            )
         if rivals is None:
             rivals = placement.rivals
         report = cls(

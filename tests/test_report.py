@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
+from dreamshard_planner.placement import search
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -116,6 +119,15 @@ def test_cuda_without_measurements_says_roofline() -> None:
 
 def test_search_that_is_cut_short_says_so() -> None:
     chosen = planner(search_seconds=1e-6)
+    chosen.plan(small_model(), SHARDERS)
+    assert any("cut short" in note for note in chosen.report().notes)
+
+
+def test_torchrecs_timeout_cuts_the_search_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which each look takes a second."""
+    ticks = itertools.count()
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    chosen = planner(timeout_seconds=1)
     chosen.plan(small_model(), SHARDERS)
     assert any("cut short" in note for note in chosen.report().notes)
 

@@ -129,7 +129,9 @@ class JointProposer(Proposer):
         """On a proposal of this proposer that was placed."""
         joint, notes = self.result, []
         if joint is not None and joint.cut_short:
-            notes.append("the joint search was cut short by search_seconds; more time may give another plan")
+            notes.append(
+                "the joint search was cut short (search_seconds, timeout_seconds); more time may give another plan"
+            )
         if self.torchrec is not None and not self.torchrec.finished:
             notes.append(f"TorchRec's plan is the best of its first {self.torchrec.proposals} proposals")
         return Report.of(
