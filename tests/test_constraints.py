@@ -12,6 +12,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -82,6 +83,23 @@ def test_a_type_that_no_allowed_kernel_serves() -> None:
 def test_a_kernel_that_the_sharder_does_not_offer() -> None:
     text = refusal(bags((100, 16)), {"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}, device="cpu")
     assert "'sparse.t0' may only use compute kernels ['fused_uvm']" in text and "offers ['dense', 'fused']" in text
+
+
+def test_types_and_kernels_are_texts_that_torchrec_knows() -> None:
+    text = refusal(bags((100, 16)), {"t0": ParameterConstraints(sharding_types=["tablewise"])})
+    assert "tablewise: there is no such type" in text and TW in text
+    for given in ({"sharding_types": [ShardingType.ROW_WISE]}, {"compute_kernels": [EmbeddingComputeKernel.FUSED]}):
+        text = refusal(bags((100, 16)), {"t0": ParameterConstraints(**given)})
+        (what, (member,)) = next(iter(given.items()))
+        assert f"'sparse.t0': {what} of its constraint are strings, got {member!r}: give {member}.value" in text
+
+
+def test_an_empty_list_constrains_nothing() -> None:
+    """As in TorchRec."""
+    nothing = ParameterConstraints(sharding_types=[], compute_kernels=[])
+    (option,) = planned(bags((100, 16)), {"t0": nothing})._best_plan
+    (free,) = planned(bags((100, 16)), {})._best_plan
+    assert (option.sharding_type, option.compute_kernel) == (free.sharding_type, free.compute_kernel)
 
 
 @pytest.mark.parametrize("given", [-4, 2.5, True])

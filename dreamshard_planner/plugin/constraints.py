@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
 
 from torch import nn
@@ -21,6 +22,7 @@ from dreamshard_planner.plugin.legal import (
     CW,
     GRID,
     MIXED_MEAN,
+    SHARDING_TYPES,
     TWCW,
     Situation,
     broken,
@@ -84,6 +86,7 @@ def planning_constraints(
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
         if constraint.device_group and constraint.device_group != compute_device:
             continue
+        _check_texts(table, constraint)
         _check_min_partition(table, constraint)
         constraint.compute_kernels = _usable_kernels(table, constraint, compute_device, has_ssd)
         # TorchRec looks up one constraint for all tables of a name.
@@ -219,6 +222,18 @@ def _usable_kernels(
     return sorted(usable)
 
 
+def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> None:
+    """PlannerError for sharding types and kernels that are members of TorchRec's enums, which it finds nowhere."""
+    for what in ("sharding_types", "compute_kernels"):
+        for given in getattr(constraint, what) or ():
+            if not isinstance(given, str):
+                raise PlannerError(
+                    f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
+                    + (f": give {given}.value" if isinstance(given, Enum) else ""),
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+
+
 def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints) -> None:
     """PlannerError for a bound that no width can keep to; one above the table's dim leaves one slice."""
     given = constraint.min_partition
@@ -260,9 +275,15 @@ def allowed_types(
         PlannerError: none is left; says why each was left out.
     """
     supported = table.sharder.sharding_types(compute_device)
-    named = constraint.sharding_types
+    named = constraint.sharding_types or None
     wanted = set(supported) if named is None else set(named) & set(supported)
-    left_out: dict[str, str] = {kind: "the sharder does not offer it" for kind in named or () if kind not in supported}
+    left_out = {
+        kind: "the sharder does not offer it"
+        if kind in SHARDING_TYPES
+        else f"there is no such type{nearest(kind, SHARDING_TYPES)}"
+        for kind in named or ()
+        if kind not in supported
+    }
     if sharding_types is not None:
         left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
     left_out.update({kind: reason for kind, reason in ruled_out.items() if kind in wanted})
