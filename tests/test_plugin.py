@@ -15,7 +15,9 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import ParameterConstraints, Stats, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats, Topology
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.plugin import (
@@ -69,6 +71,26 @@ def test_given_components_are_used() -> None:
     assert ranks_of(ruled.plan(model, SHARDERS)) == ranks_of(theirs.plan(model, SHARDERS))
     with pytest.raises(DreamShardError, match="no report"):
         ruled.report()
+
+
+def test_a_given_enumerator_does_not_undo_exact_training() -> None:
+    """It offers every type, as TorchRec's does unless it has constraints."""
+    model, devices = collection(table("t", 100_000, 1024), table("u", 100)), topology(device="cuda")
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    for named, expected in ((None, {"table_wise", "row_wise"}), (["column_wise"], {"column_wise"})):
+        constraints = named and {"t": ParameterConstraints(sharding_types=named)}
+        made = planner(
+            topology=devices,
+            constraints=constraints,
+            cost_source="torchrec",
+            enumerator=EmbeddingEnumerator(devices, 64),
+        )
+        assert made.plan(model, SHARDERS).plan[""]["t"].sharding_type in expected
+    only = EmbeddingEnumerator(devices, 64, constraints)
+    with pytest.raises(
+        PlannerError, match="'t' only column_wise, and .* row_wise, .*: give the planner the enumerator's"
+    ):
+        planner(topology=devices, enumerator=only).plan(model, SHARDERS)
 
 
 def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torchrec.distributed.planner.types import (
     Enumerator,
+    ParameterConstraints,
     PlannerError,
     PlannerErrorType,
     Proposer,
@@ -85,9 +86,11 @@ class JointProposer(Proposer):
         self.torchrec: TorchRecPlan | None = None
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel."""
+        """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel, or none of a
+        type that the context's constraints leave it."""
         self.rivals, self.result, self.torchrec = [], None, None
-        self._options = usable_options(search_space, self._context.topology.compute_device)
+        allowed = as_constrained(search_space, self._context.constraints or {})
+        self._options = usable_options(allowed, self._context.topology.compute_device)
         self._only_whole = all(option.sharding_type == TW for option in self._options)
         if self._only_whole:
             self._table_wise.load(self._options, enumerator)
@@ -211,6 +214,36 @@ def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
         if any(option.dependency for option in plan):
             return None
         raise
+
+
+def as_constrained(
+    search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
+) -> list[ShardingOption]:
+    """Options of the sharding types that the constraints leave: an enumerator that was given knows neither them nor
+    what exact training leaves out.
+
+    Raises:
+        PlannerError: a table has none.
+    """
+    types: dict[str, Collection[str]] = {}
+    for name, constraint in constraints.items():
+        if constraint.sharding_types:
+            also = {TWCW} if CW in constraint.sharding_types else set()  # at run time the same
+            types[name] = {*constraint.sharding_types, *also}
+    kept = [
+        option for option in search_space if option.sharding_type in types.get(option.name, (option.sharding_type,))
+    ]
+    left = {option.fqn for option in kept}
+    for option in search_space:
+        if option.fqn not in left:
+            offered = sorted({other.sharding_type for other in search_space if other.fqn == option.fqn})
+            raise PlannerError(
+                f"the enumerator offers table {option.fqn.removeprefix('.')!r} only {', '.join(offered)}, and "
+                f"DreamShardPlanner may shard it {', '.join(sorted(constraints[option.name].sharding_types))}: give "
+                "the planner the enumerator's constraints as well",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+    return kept
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
