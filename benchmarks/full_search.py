@@ -52,9 +52,9 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.placement.starts import JointOptions
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.estimates import FastEnumerator, estimate_all, torchrec_estimators
-from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.legal import TW
 from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
+from dreamshard_planner.plugin.usable_options import usable_options
 from dreamshard_planner.words import sharding_in_words
 from full_search_summary import PLANNERS, Key, summarize
 from full_search_tasks import QUICK, SETTINGS, FullTask, tasks

@@ -33,11 +33,11 @@ from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.placement.tasks import problem_of
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.estimates import EnumeratedOption, estimate_all, torchrec_estimators
-from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.legal import DP, TW
 from dreamshard_planner.plugin.read_problem import ReadProblem
 from dreamshard_planner.plugin.reader import OptionReader
 from dreamshard_planner.plugin.slices import wider_slices
+from dreamshard_planner.plugin.usable_options import usable_options
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of

@@ -15,10 +15,10 @@ from dreamshard_planner.placement.joint import JointConfig, joint_search
 from dreamshard_planner.placement.search import SearchConfig
 from dreamshard_planner.plugin.baseline import torchrec_plan
 from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.options import by_table, fqn_of, same_option
 from dreamshard_planner.plugin.partitioner import Outcome
 from dreamshard_planner.plugin.slices import is_torchrecs
+from dreamshard_planner.plugin.usable_options import usable_options
 from dreamshard_planner.report import BeyondExactTraining
 
 QUICK = JointConfig(starts=2, reshards=6_000, candidates=3_000)
@@ -75,9 +75,7 @@ def beyond_exact_training(
 def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Options of a plan that are not among those given: proposers of others use what ours has no use for."""
     given = by_table(options)
-    return [
-        option for option in plan if not any(same_option(option, other) for other in given.get(fqn_of(option), ()))
-    ]
+    return [option for option in plan if not any(same_option(option, other) for other in given.get(fqn_of(option), ()))]
 
 
 def _kinds(tables: Sequence[Sequence], sharding: Sharding) -> list[str]:

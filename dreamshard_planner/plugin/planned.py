@@ -21,9 +21,9 @@ from dreamshard_planner.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plugin.context import PlanningContext
 from dreamshard_planner.plugin.explaining import explain
 from dreamshard_planner.plugin.given_plans import GivenPlans, Rated, shardings
-from dreamshard_planner.plugin.joint_proposer import usable_options
 from dreamshard_planner.plugin.legal_ranks import LegalRanks
 from dreamshard_planner.plugin.options import fqn_of
+from dreamshard_planner.plugin.usable_options import usable_options
 from dreamshard_planner.predicted import Predicted
 from dreamshard_planner.report import Report
 from dreamshard_planner.stale import differences
