@@ -271,6 +271,17 @@ def test_predict_takes_any_kind_of_plan(made: tuple, file: Path) -> None:
     assert one.predict(split).total_ms == pytest.approx(one.predict(theirs._best_plan).total_ms)
 
 
+@pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
+def test_predict_takes_shards_that_were_not_enumerated(cost_source: str) -> None:
+    narrow = {"t": ParameterConstraints(sharding_types=["column_wise"], min_partition=32)}
+    module, common = collection(table("t", 1000, 256)), {"batch_size": 64, "stats": [], "debug": False}
+    theirs = EmbeddingShardingPlanner(topology(), constraints=narrow, **common)
+    split = theirs.plan(module, SHARDERS)
+    one = DreamShardPlanner(topology(), cost_source=cost_source, **common)
+    one.plan(module, SHARDERS)
+    assert one.predict(split).total_ms == pytest.approx(one.predict(theirs._best_plan).total_ms)
+
+
 def _options_with(ranks: list) -> Callable[[DreamShardPlanner, Any], Any]:
     def plan_of(one: DreamShardPlanner, plan: Any) -> Any:
         options = copy.deepcopy(one._best_plan)

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import UniformProposer
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -91,6 +91,26 @@ def test_a_given_enumerator_does_not_undo_exact_training() -> None:
         PlannerError, match="'t' only column_wise, and .* row_wise, .*: give the planner the enumerator's"
     ):
         planner(topology=devices, enumerator=only).plan(model, SHARDERS)
+
+
+class DearWhole(EmbeddingPerfEstimator):
+    """A user's estimator, to which whole tables are dear."""
+
+    def estimate(self, sharding_options, *args, **kwargs) -> None:
+        super().estimate(sharding_options, *args, **kwargs)
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.perf.fwd_compute += 100.0 * (option.sharding_type == "table_wise")
+
+
+def test_with_a_users_estimates_torchrecs_plan_is_by_them_as_well() -> None:
+    devices = topology(device="cuda")
+    parts = [DearWhole(devices), EmbeddingStorageEstimator(devices)]
+    given = {"topology": devices, "enumerator": EmbeddingEnumerator(devices, 64, estimator=parts)}
+    made = planner(cost_source="torchrec", exact_training=False, **given)
+    made.plan(small_model(), SHARDERS)
+    totals = {rival.name: rival.total_ms for rival in made.report().rivals}
+    assert totals["torchrec"] < 100.0 < totals["whole_tables"]
 
 
 def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:

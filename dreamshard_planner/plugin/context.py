@@ -96,12 +96,18 @@ class PlanningContext:
         self._torchrec = [] if self.sharders is None else torchrec_estimators(self.topology, self.constraints)
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
-        """Set the perf of every shard by TorchRec's own estimator, in place."""
+        """Set the perf of every shard by TorchRec's own estimator, in place. Where TorchRec's estimates are the cost
+        source, options keep those that they come with, which may be a user's."""
+        if self.cost_source == "torchrec":
+            options = [option for option in options if any(shard.perf is None for shard in option.shards)]
         estimate_all(self._torchrec[:1], options, self.sharders or ())
 
-    def estimate_storage(self, options: list[ShardingOption]) -> None:
-        """Set the storage of every shard by TorchRec's own estimator, in place."""
-        estimate_all(self._torchrec[1:], options, self.sharders or ())
+    def complete(self, options: list[ShardingOption]) -> None:
+        """Estimate, in place and as TorchRec does, what costs and memory are read from and nobody has estimated."""
+        bare = [option for option in options if any(shard.storage is None for shard in option.shards)]
+        estimate_all(self._torchrec[1:], bare, self.sharders or ())
+        if self.cost_source == "torchrec":
+            self.estimate_as_torchrec(options)
 
     def enumerator(self, batch_size: int, perf: ShardEstimator) -> FastEnumerator:
         """TorchRec's enumerator for a planner's model, with pooling factors per feature before anything is estimated.

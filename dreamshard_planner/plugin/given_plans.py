@@ -93,9 +93,7 @@ class GivenPlans:
         """What a plan needs and costs; errors as of :meth:`options`."""
         with single_thread():
             options = self.options(plan)
-            bare = [option for option in options if any(shard.storage is None for shard in option.shards)]
-            if bare:
-                self._context.estimate_storage(bare)
+            self._context.complete(options)
             read = self._context.read(options, self.left)
             cost, sharding = self._context.cost(read), read.sharding(options)
             return Rated(options, read, cost, sharding, cost.rate(sharding))
