@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ import torch
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
-from dreamshard_planner.placement.joint import JointConfig, joint_search
+from dreamshard_planner.placement.joint import JointConfig, _Descents, joint_search
 from dreamshard_planner.placement.joint_packing import packed_start
 from dreamshard_planner.placement.reshards import ShardingState
 from dreamshard_planner.placement.search import SearchConfig
 from dreamshard_planner.placement.starts import JointOptions, lay, level_choice, level_starts
+from dreamshard_planner.placement.states import in_steps
+from dreamshard_planner.placement.wide_swaps import rated_swaps
 
 RANKS, HOST = 4, 2
 SEARCH = SearchConfig(samples=0, candidates=2000)
@@ -190,6 +194,60 @@ def test_reshards_keep_their_sums() -> None:
     afresh = ShardingState(cost, state.sharding, 1.0)
     for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
         assert torch.allclose(getattr(state, name).double(), getattr(afresh, name).double(), atol=1e-9), name
+
+
+def over_hosts(cost: ShardingCost) -> ShardingCost:
+    """The same tables, which may only lie over a host."""
+    problem = replace(cost.problem, tables=tuple((options[2],) for options in cost.problem.tables))
+    return ShardingCost(problem, cost.compute, cost.latent_PH)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
+    cost = over_hosts(problem_of(8, 4, latency_ms=0.1))
+    sharding = Sharding((0,) * 8, tuple((index // 4,) for index in range(8)))
+    if tight:  # the fuller host may only get less
+        cost.problem.capacity_DM.fill_(int(cost.used_bytes(*cost.laid(sharding)).max()))
+    state = ShardingState(cost, sharding, 1.0)
+    swaps = rated_swaps(state, 0, 1.0)
+    assert len(swaps.pairs) == 16
+    for (here, there), overall in zip(swaps.pairs, swaps.overall_E.tolist(), strict=True):
+        assert (here.position, there.position) == (0, 1)
+        made = sharding.changed(here.table, 0, (1,)).changed(there.table, 0, (0,))
+        assert math.isinf(overall) != cost.fits(made)
+        assert math.isinf(overall) or overall == pytest.approx(in_steps(cost.overall_ms(made), 1.0), abs=1)
+    assert bool(swaps.overall_E.isinf().any()) == tight and swaps.overall_E.isfinite().any()
+
+
+def test_where_hosts_are_full_two_tables_change_places() -> None:
+    """11 against 8: no single table improves that by moving, the second and the third do by changing places."""
+    cost = over_hosts(problem_of(4, 0))
+    for (option,), ms in zip(cost.problem.tables, (6, 5, 4, 4), strict=True):
+        cost.latent_PH[option.parts, 1:] = ms / 2
+    state = ShardingState(cost, Sharding((0,) * 4, ((0,), (0,), (1,), (1,))), 1.0)
+    assert float(state.device_ms_D.max()) == 11
+    state.improve(100, lambda: True)
+    assert float(state.device_ms_D.max()) == 10
+    assert float(cost.rate(state.sharding).device_ms_BD.max()) == 10
+
+
+def test_every_start_has_its_turn() -> None:
+    """A budget that the first descent would use up alone is shared, and what was interrupted goes on."""
+    cost = problem_of(20, 3)
+    starts = level_starts(cost, JointOptions(cost))[:4]
+    tried: dict[Sharding, int] = {}
+
+    def descend(self: _Descents, start: Sharding, turn: int | None = None) -> None:
+        before = self._reshards
+        original(self, start, turn)
+        tried[start] = self._reshards - before
+
+    original = _Descents.descend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Descents, "descend", descend)
+        patch.setattr("dreamshard_planner.placement.joint.level_starts", lambda *_: [])
+        joint_search(cost, starts, JointConfig(starts=4, reshards=1000, reshards_per_table=0), SEARCH)
+    assert all(tried[start] > 0 for start in starts)
 
 
 def test_a_level_start_splits_what_would_stick_out() -> None:

@@ -29,6 +29,10 @@ from dreamshard_planner.placement.states import in_steps
 
 WORTH = 1e-3
 """Share of the cost that a kick has to bring."""
+TURNS = 0.5
+"""Share of the budget in which all starts, and their evened variants, have one turn each."""
+CONTINUED = 2
+"""Of the descents that their turn interrupted, the best, which go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +103,15 @@ def joint_search(
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
+    # What a start costs says little of where it leads: each has its turn before the best may use up the budget.
+    turn = int(TURNS * descents.limit / (2 * config.starts))
     for start in order[: config.starts]:
-        descents.descend(start)
+        descents.descend(start, turn)
         variants = evened(cost, asked, start) if descents.left() else []
         if variants:
-            descents.descend(min(variants, key=cost.overall_ms))
+            descents.descend(min(variants, key=cost.overall_ms), turn)
+    for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
+        descents.descend(sharding)
     fruitless = 0
     while descents.left() and fruitless < config.kicks:
         worth_it = descents.best_ms * (1 - WORTH)
@@ -130,15 +138,17 @@ class _Descents:
         self._generator = torch.Generator().manual_seed(seed)
         self._quiet = replace(search, starts=1, candidates=config.candidates, kicks=0)
         self._reshards = self._candidates = 0
-        self._limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
+        self.limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
         self._cut_short = False
+        self.unfinished: list[Sharding] = []
+        """Where descents were when their turn ended, while they still gained."""
 
     def left(self) -> bool:
         """Whether budget and time are left."""
         if time.monotonic() > self._deadline:
             self._cut_short = True
-        return self._reshards < self._limit and not self._cut_short
+        return self._reshards < self.limit and not self._cut_short
 
     def result(self) -> JointResult:
         """The best, in the cheapest kernels that there is room for."""
@@ -149,17 +159,21 @@ class _Descents:
         config = self._config
         return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly)
 
-    def descend(self, start: Sharding) -> None:
-        """Re-shards, then moves and swaps, in turns until neither helps."""
+    def descend(self, start: Sharding, turn: int | None = None) -> None:
+        """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried."""
         unit, state = self._unit, self._state(start)
+        end = self.limit if turn is None else min(self.limit, self._reshards + turn)
         while self.left():
             before = in_steps(state.overall_ms(), unit)
-            self._reshards += state.improve(self._limit - self._reshards, self.left)
+            self._reshards += state.improve(end - self._reshards, self.left)
             state = self._state(self._moved(state.sharding))
             after = in_steps(state.overall_ms(), unit)
             if after < in_steps(self.best_ms, unit):
                 self._best, self.best_ms = state.sharding, state.overall_ms()
             if after >= before:
+                break
+            if self._reshards >= end:
+                self.unfinished.append(state.sharding)
                 break
 
     def _moved(self, sharding: Sharding) -> Sharding:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
-from dreamshard_planner.placement.states import DIGITS, in_steps
+from dreamshard_planner.placement.states import DIGITS, in_steps, ordered
+from dreamshard_planner.placement.wide_swaps import rated_swaps
 
 REFRESH = 100
 """Re-shards after which sums are taken afresh: differences add up rounding errors."""
@@ -92,13 +93,18 @@ class ShardingState:
         return self._try([table], queries, self.cost.compute.group_cost_ms)
 
     def improve(self, limit: int, left: Callable[[], bool]) -> int:
-        """Re-shard tables on the bottleneck rank, and where that helps no more, those that exchange most, until neither
-        helps; says how many re-shards were tried."""
+        """Re-shard tables on the bottleneck rank, where that helps no more those that exchange most, then swap what
+        spans several ranks, until nothing helps; says how many changes were tried."""
+        steps = (
+            lambda: self._reshard(self._tables_on_bottleneck()),
+            lambda: self._reshard(self._tables_that_exchange()),
+            self._swap,
+        )
         tried = 0
         while tried < limit and left():
-            for tables in (self._tables_on_bottleneck, self._tables_that_exchange):
-                improved, queries = self._reshard(tables())
-                tried += queries
+            for step in steps:
+                improved, changes = step()
+                tried += changes
                 if improved:
                     break
             else:
@@ -125,14 +131,36 @@ class ShardingState:
         else:
             queries_rated = queries
         index = int(tried.key_Q.argmin())
-        before_ms, before_square = self.overall_ms(), float(self.device_ms_D.square().sum())
-        after, before = float(tried.overall_Q[index]), in_steps(before_ms, self._unit)
-        balances = float(tried.square_Q[index]) < before_square * (1 - 10.0**-DIGITS)
-        if not (after < before or (after == before and balances)):
+        if not self._betters(tried.overall_Q[index], tried.square_Q[index]):
             return False, len(queries)
         _, table, option = queries_rated[index]
         self._change(table, option, tried.positions[index])
         return True, len(queries)
+
+    def _swap(self) -> tuple[bool, int]:
+        """Apply the best swap of a wide unit on the bottleneck rank, by the same rule; says the same, in re-shards that
+        would take as long: those are tried on all ranks, a swap on those of two places."""
+        swaps = rated_swaps(self, self._bottleneck, self._unit)
+        if swaps is None:
+            return False, 0
+        index = int(swaps.key_E.argmin())
+        here, there = swaps.pairs[index]
+        tried = math.ceil(len(swaps.pairs) * 2 * here.unit.span / self.problem.num_ranks)
+        if not self._betters(swaps.overall_E[index], swaps.square_E[index]):
+            return False, tried
+        for unit, position in ((here, there.position), (there, here.position)):
+            self._change(unit.table, self.sharding.options[unit.table], unit.positions(self.sharding, position))
+        return True, tried
+
+    def _betters(self, overall: Tensor, square: Tensor) -> bool:
+        """Whether a cost, rounded, is lower than now; or as low with a lower sum of squares of the ranks' costs."""
+        before, before_square = in_steps(self.overall_ms(), self._unit), float(self.device_ms_D.square().sum())
+        balances = float(square) < before_square * (1 - 10.0**-DIGITS)
+        return float(overall) < before or (float(overall) == before and balances)
+
+    @property
+    def _bottleneck(self) -> int:
+        return int(in_steps(self.device_ms_D, self._unit).argmax())
 
     def _movable(self, option: Option) -> bool:
         """Whether laying the same option down again may give another sharding; single units of span 1 just move."""
@@ -157,7 +185,7 @@ class ShardingState:
 
     def _tables_on_bottleneck(self) -> list[int]:
         """Tables that may change and have a part on the slowest rank, the heaviest there first."""
-        rank = int(in_steps(self.device_ms_D, self._unit).argmax())
+        rank = self._bottleneck
         single, burden = self.cost.single_ms_P, {}
         for table, (option, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
             if not self._changeable(table):
@@ -190,9 +218,8 @@ class ShardingState:
         forward_Q, backward_Q = problem.collectives.ms(trials.bytes_QCD)
         overall_Q = in_steps(trials.device_ms_QD.amax(-1) + forward_Q + backward_Q, self._unit)
         square_Q = trials.device_ms_QD.square().sum(-1)
-        key_Q = overall_Q + square_Q / (square_Q.max() * 2).clamp_min(1e-30)
         return Tried(
-            key_Q.masked_fill(~trials.fits_Q, torch.inf),
+            ordered(overall_Q, square_Q).masked_fill(~trials.fits_Q, torch.inf),
             overall_Q.masked_fill(~trials.fits_Q, torch.inf),
             square_Q,
             [tuple(places) for places in trials.positions],
