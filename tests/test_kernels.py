@@ -234,16 +234,17 @@ def test_time_groups_keeps_every_sample() -> None:
 
 
 def faults_of_timed_runs() -> tuple[int, int, int]:
-    """Pages of one output, and page faults of one timed run and of nine."""
+    """Pages of one output, and page faults of one timed run and of nine: the fewest of three times, since a system that
+    reclaims idle memory may take it in between."""
     arena = Arena("cpu", size_bytes=1 << 20)
     kernel = FusedKernel([workload(batch_size=1 << 17, dim=128, pooling_factor=0.1)], "cpu", arena=arena)
     pages = kernel.forward().nbytes // resource.getpagesize()
     faults = []
-    for repeats in (1, 9):
+    for repeats in (1, 9, 9, 9):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         time_groups([kernel], repeats)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return pages, *faults
+    return pages, faults[0], min(faults[1:])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
@@ -253,8 +254,7 @@ def test_timed_runs_find_the_memory_of_their_outputs_in_place() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         pages, faults_of_one, faults_of_nine = process.submit(faults_of_timed_runs).result()
     assert pages >= (64 << 20) // resource.getpagesize()
-    # Eight runs more, and not the pages of an output in each: a kernel that reclaims idle memory may take them once.
-    assert faults_of_nine < faults_of_one + 4 * pages
+    assert faults_of_nine < faults_of_one + pages  # eight runs more, and not once the pages of an output
 
 
 def test_processor_time_leaves_out_what_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
