@@ -124,10 +124,10 @@ class SplitSearch:
         table, index, _ = here[self._draw(len(here))]
         if there and self._draw(5) < 3:
             other, other_index, rank = there[self._draw(len(there))]
-            sharding = _moved(sharding, other, other_index, slowest)
+            sharding = sharding.moved(other, other_index, slowest)
         else:
             rank = self._draw(problem.num_ranks)
-        return _moved(sharding, table, index, rank)
+        return sharding.moved(table, index, rank)
 
     def _resharded(self, sharding: Sharding, here: Sequence[tuple[int, int, int]]) -> Sharding | None:
         """A table with a unit on the slowest rank, else any, under another option: its units where the measured load
@@ -152,12 +152,6 @@ class SplitSearch:
             positions.append(int(peak_N.argmin()))
             load_D[list(unit.ranks(positions[-1]))] += self._single_P[list(unit.parts)]
         return sharding.changed(table, option, tuple(positions))
-
-
-def _moved(sharding: Sharding, table: int, unit: int, rank: int) -> Sharding:
-    positions = list(sharding.positions[table])
-    positions[unit] = rank
-    return sharding.changed(table, sharding.options[table], tuple(positions))
 
 
 def play_splits(

@@ -127,6 +127,12 @@ class Sharding:
         options[table], places[table] = option, positions
         return Sharding(tuple(options), tuple(places))
 
+    def moved(self, table: int, unit: int, position: int) -> Sharding:
+        """The same with one unit of a table somewhere else."""
+        positions = list(self.positions[table])
+        positions[unit] = position
+        return self.changed(table, self.options[table], tuple(positions))
+
 
 @dataclass(frozen=True)
 class Chosen:

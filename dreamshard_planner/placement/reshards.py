@@ -149,7 +149,8 @@ class ShardingState:
         if not self._betters(swaps.overall_E[index], swaps.square_E[index]):
             return False, tried
         for unit, position in ((here, there.position), (there, here.position)):
-            self._change(unit.table, self.sharding.options[unit.table], unit.positions(self.sharding, position))
+            moved = self.sharding.moved(unit.table, unit.index, position)
+            self._change(unit.table, moved.options[unit.table], moved.positions[unit.table])
         return True, tried
 
     def _betters(self, overall: Tensor, square: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Sharding, Unit
+from dreamshard_planner.cost.sharding import Unit
 from dreamshard_planner.placement.states import in_steps, ordered
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ class WideUnit:
     def ranks(self) -> range:
         """Those that it lies on."""
         return self.unit.ranks(self.position)
-
-    def positions(self, sharding: Sharding, position: int) -> tuple[int, ...]:
-        """Those of all units of its table, with this one somewhere else."""
-        positions = list(sharding.positions[self.table])
-        positions[self.index] = position
-        return tuple(positions)
 
 
 @dataclass(frozen=True)
