@@ -29,13 +29,13 @@ from rich.progress import track
 from torchrec.distributed.planner import Topology
 
 from bootstrap import mean_interval
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.place import place
-from dreamshard_planner.placement.policy import AnyPolicy, roll_out
-from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.policy.environment import TaskBatch
+from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.search.place import place
 from dreamshard_planner.training import WITH_ROOM, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from output import table_of, wide_console, write_result
 from placers import rule_starts

@@ -9,9 +9,9 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from beam import Beam, BeamConfig
-from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.estimates import EnumeratedOption
-from dreamshard_planner.plugin.legal import CW, TW
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.search_space.enumeration import EnumeratedOption
+from dreamshard_planner.search_space.sharding_types import CW, TW
 
 HALVES = BeamConfig(alone=True)
 SMALLEST_WIDTH = 4

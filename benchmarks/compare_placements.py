@@ -45,10 +45,10 @@ from contests import Part, draw_contests
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned, processor_time
-from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig, refine
-from dreamshard_planner.placement.rules import RULES
-from dreamshard_planner.placement.search import DEFAULT_SEARCH
-from dreamshard_planner.plugin.legal import CW, DP, TW
+from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig, refine
+from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search_space.sharding_types import CW, DP, TW
 from output import named, wide_console
 from placement_summary import ANCHOR, draw_figure, print_summary
 from placers import Contest, Field

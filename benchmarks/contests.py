@@ -15,8 +15,8 @@ import torch
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementProblem
-from dreamshard_planner.placement.exact import solve
-from dreamshard_planner.placement.tasks import Task, problem_of
+from dreamshard_planner.policy.tasks import Task, problem_of
+from dreamshard_planner.search.exact import solve
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of

@@ -35,13 +35,13 @@ from torch import Tensor
 from torchrec.distributed.planner.types import Topology
 
 from bootstrap import mean_interval
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import collect, draw_sets
+from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
 from output import table_of, wide_console, write_result

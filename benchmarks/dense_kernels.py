@@ -32,7 +32,7 @@ from torch import Tensor
 from torchrec.distributed.planner import Topology
 
 from cost_accuracy import STAGES, errors
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.roofline import FRESH_BYTES, dense_ms
 from dreamshard_planner.measure.collect import REFERENCE_SETS, draw_sets

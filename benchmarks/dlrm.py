@@ -19,7 +19,7 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.measure.kernels import draw_inputs
-from dreamshard_planner.plugin.legal import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 from meta_model import feature_names, meta_collection
 

@@ -11,8 +11,8 @@ import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm import SIZES
-from dreamshard_planner.placement.rules import RULES
-from dreamshard_planner.plugin.legal import SHARDING_TYPES
+from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 SKEWED = "skewed_"
 OURS = {

@@ -22,8 +22,8 @@ from dlrm_node import Node
 from dlrm_options import OURS, REFINED, SKEWED, Config
 from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.measure.timing import processor_time
-from dreamshard_planner.plugin import RulePartitioner
-from dreamshard_planner.plugin.legal import DP
+from dreamshard_planner.search_space.sharding_types import DP
+from dreamshard_planner.torchrec_components import RulePartitioner
 from dreamshard_planner.workload.tables import Table
 
 

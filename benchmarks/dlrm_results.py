@@ -13,8 +13,8 @@ from dlrm_node import Node
 from dlrm_options import Config
 from dlrm_planners import Planned
 from dlrm_steps import Trained
-from dreamshard_planner.checkpoint import resolve
-from dreamshard_planner.report import Report, ReportEntry
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.plans.report import Report, ReportEntry
 from provenance import provenance
 
 

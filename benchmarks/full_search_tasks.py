@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
-from dreamshard_planner.plugin.legal import CW, DP, RW, TW, TWCW, TWRW
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 from dreamshard_planner.workload import named_pool
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import FeatureStatistics, Table

@@ -27,14 +27,14 @@ from rich.progress import track
 from torch import Tensor
 from torchrec.distributed.planner import Topology
 
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig, greedy_plan
-from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig
-from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
+from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan
+from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
+from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.training import WITH_ROOM, PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from dreamshard_planner.workload.tables import Table
 from output import table_of, wide_console, write_result

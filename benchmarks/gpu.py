@@ -34,9 +34,9 @@ import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from dreamshard_planner.checkpoint import measured_name, shipped
+from dreamshard_planner.checkpoints.checkpoint import measured_name, shipped
 from dreamshard_planner.errors import CheckpointError, FileError
-from dreamshard_planner.files import check_writable, write_whole
+from dreamshard_planner.support.files import check_writable, write_whole
 from output import named
 from provenance import ROOT, commit, provenance
 

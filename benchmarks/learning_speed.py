@@ -21,20 +21,20 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.measure.timing import pinned
-from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.policy import Policy, PolicyConfig, roll_out
-from dreamshard_planner.placement.reinforce import (
+from dreamshard_planner.policy.environment import TaskBatch
+from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out
+from dreamshard_planner.policy.reinforce import (
     ReinforceConfig,
     UpdateStatistics,
     best_rule_ms,
     reinforce_update,
     train_policy,
 )
-from dreamshard_planner.placement.tasks import problem_of
+from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
 from dreamshard_planner.workload.tables import workloads_of
 from output import table_of, wide_console, write_result

@@ -39,8 +39,8 @@ from torch import Tensor
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
-from dreamshard_planner.placement.rules import RULES
-from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.support.progress import progress_bar
 from paper_experiment_models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper_experiment_results import held_out_errors, held_out_journal, held_out_placements, print_results
 from paper_experiment_setting import Half, Setting, halves

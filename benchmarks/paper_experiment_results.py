@@ -23,9 +23,9 @@ from contests import BYTES_PER_MS
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.journal import Journal
-from dreamshard_planner.cost.paper import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.placement.rules import RULES
+from dreamshard_planner.research.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
+from dreamshard_planner.search.heuristics import RULES
 from paper_experiment_models import FITS, Models
 from paper_experiment_setting import Half, Setting
 from paper_experiment_training import labelled_placements, named_placement

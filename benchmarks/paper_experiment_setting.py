@@ -17,7 +17,7 @@ from torch import Tensor
 from contests import BYTES_PER_MS
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.placement.tasks import Task, problem_of
+from dreamshard_planner.policy.tasks import Task, problem_of
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of

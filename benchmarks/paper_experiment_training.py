@@ -21,16 +21,16 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
-from dreamshard_planner.cost.paper import PaperCostNetwork, PaperFit, PaperFitConfig
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
-from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.placement.policy import AnyPolicy, roll_out
-from dreamshard_planner.placement.refine import MeasuredCosts, RefineConfig
-from dreamshard_planner.placement.reinforce import ReinforceConfig, reinforce_update
+from dreamshard_planner.policy.environment import TaskBatch
+from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.policy.reinforce import ReinforceConfig, reinforce_update
+from dreamshard_planner.research.paper_network import PaperCostNetwork, PaperFit, PaperFitConfig
+from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.training import PAPER_REINFORCE
 from paper_experiment_setting import Half
 from placers import Contest

@@ -25,20 +25,20 @@ from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
-from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
-from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.exact import solve
-from dreamshard_planner.placement.place import InfeasibleError, place
-from dreamshard_planner.placement.policy import AnyPolicy, roll_out
-from dreamshard_planner.placement.rules import RULES, greedy_by_score, place_by_rule
-from dreamshard_planner.placement.search import DEFAULT_SEARCH, SearchConfig, local_search
-from dreamshard_planner.placement.tasks import Task
+from dreamshard_planner.policy.environment import TaskBatch
+from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.policy.tasks import Task
+from dreamshard_planner.research.linear_cost import LinearCost
+from dreamshard_planner.search.exact import solve
+from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.search.place import InfeasibleError, place
 from dreamshard_planner.workload.tables import Table
 from meta_model import meta_collection
 from torchrec_estimates import TorchRecCost, torchrec_table_ms

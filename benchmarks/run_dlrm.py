@@ -56,10 +56,10 @@ from dlrm_steps import Trainee, train_side_by_side
 from dlrm_summary import print_table
 from dreamshard_planner import DistributedModelParallel
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.files import check_writable
 from dreamshard_planner.measure.hardware import available_bytes
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
 from output import wide_console, write_result

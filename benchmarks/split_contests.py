@@ -26,18 +26,18 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from contests import draw_contests, least_capacity_bytes
-from dreamshard_planner.checkpoint import Checkpoint
-from dreamshard_planner.cost.linear import LinearCost
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.sharding import Sharding
-from dreamshard_planner.placement.tasks import problem_of
-from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.estimates import EnumeratedOption, estimate_all, torchrec_estimators
-from dreamshard_planner.plugin.legal import DP, TW
-from dreamshard_planner.plugin.read_problem import ReadProblem
-from dreamshard_planner.plugin.reader import OptionReader
-from dreamshard_planner.plugin.slices import wider_slices
-from dreamshard_planner.plugin.usable_options import usable_options
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.policy.tasks import problem_of
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.research.linear_cost import LinearCost
+from dreamshard_planner.search_space.enumeration import EnumeratedOption, estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.sharding_types import DP, TW
+from dreamshard_planner.search_space.slices import wider_slices
+from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of

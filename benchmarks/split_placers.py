@@ -16,11 +16,11 @@ from torchrec.distributed.planner.types import PlannerError
 
 from beam import beam_sharding
 from dreamshard_planner.cost.sharding import Sharding
-from dreamshard_planner.placement.joint import DEFAULT_JOINT, joint_search
-from dreamshard_planner.placement.search import DEFAULT_SEARCH
 from dreamshard_planner.planner import DreamShardPlanner
-from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.legal import TW
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.search.joint import DEFAULT_JOINT, joint_search
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search_space.sharding_types import TW
 from placers import Field
 from split_contests import SameStorage, SplitTask
 

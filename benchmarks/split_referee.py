@@ -25,7 +25,7 @@ from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
-from dreamshard_planner.plugin.legal import TW
+from dreamshard_planner.search_space.sharding_types import TW
 from placement_summary import ANCHOR, print_table, summarize
 from provenance import commit
 from split_contests import SplitContest, SplitTask

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from cost_accuracy import REPEATS, measure_rounds
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, calibrate_cost_network, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.measure.collect import collect

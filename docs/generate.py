@@ -37,7 +37,7 @@ def command_line() -> str:
 
 def never_proposed() -> str:
     """A table of legal.py."""
-    from dreamshard_planner.plugin.legal import BROKEN, INEXACT, MIXED_MEAN, ROW_BLOCKS, SHARDING_TYPES
+    from dreamshard_planner.search_space.sharding_types import BROKEN, INEXACT, MIXED_MEAN, ROW_BLOCKS, SHARDING_TYPES
 
     def row(types: frozenset[str], where: str, reason: str, proposed: str) -> str:
         named = ", ".join(f"`{kind}`" for kind in SHARDING_TYPES if kind in types)

@@ -13,8 +13,7 @@ from dreamshard_planner.environment import EnvironmentWarning, explained, warn_o
 from dreamshard_planner.errors import MissingLibraryError
 
 if TYPE_CHECKING:
-    from dreamshard_planner.checkpoint import Checkpoint
-    from dreamshard_planner.comparison import Comparison, compare
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.errors import (
         CheckpointError,
         DatasetError,
@@ -24,13 +23,14 @@ if TYPE_CHECKING:
         StatisticsError,
         TaskError,
     )
-    from dreamshard_planner.explain import Explanation
-    from dreamshard_planner.model_parallel import DistributedModelParallel
-    from dreamshard_planner.placement_rules import PlacementRules
-    from dreamshard_planner.plan_file import SavedPlan
     from dreamshard_planner.planner import DreamShardPlanner
-    from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
-    from dreamshard_planner.report import Report
+    from dreamshard_planner.plans.comparison import Comparison, compare
+    from dreamshard_planner.plans.explanation import Explanation
+    from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.report import Report
+    from dreamshard_planner.search_space.placement_rules import PlacementRules
+    from dreamshard_planner.torchrec_components.model_parallel import DistributedModelParallel
+    from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
     from dreamshard_planner.workload.statistics import TableStatistics
     from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -62,17 +62,17 @@ __version__ = "0.1.0"
 
 _HOMES = (
     "errors",
-    "checkpoint",
+    "checkpoints.checkpoint",
     "workload.statistics",
     "workload.tables",
-    "report",
-    "plan_file",
-    "comparison",
-    "explain",
-    "placement_rules",
+    "plans.report",
+    "plans.plan_file",
+    "plans.comparison",
+    "plans.explanation",
+    "search_space.placement_rules",
     "planner",
-    "model_parallel",
-    "plugin.plan_loader",
+    "torchrec_components.model_parallel",
+    "torchrec_components.plan_loader",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""
 

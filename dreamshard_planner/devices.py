@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.words import nearest
+from dreamshard_planner.support.formatting import nearest
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology

@@ -33,32 +33,32 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from dreamshard_planner.ambient import neutral
-from dreamshard_planner.checkpoint import Checkpoint, resolve
-from dreamshard_planner.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.explain import Explanation
-from dreamshard_planner.placement.search import DEFAULT_SEARCH
-from dreamshard_planner.placement_rules import PlacementRules
-from dreamshard_planner.plan_file import SavedPlan
-from dreamshard_planner.plugin.beyond import beyond_exact_training, opened_types
-from dreamshard_planner.plugin.constraints import left_out_by_group, planning_constraints
-from dreamshard_planner.plugin.context import PlanningContext, ranks_by_choice
-from dreamshard_planner.plugin.estimator import DreamShardEstimator
-from dreamshard_planner.plugin.joint_proposer import JointProposer
-from dreamshard_planner.plugin.legal_ranks import LegalRanks
-from dreamshard_planner.plugin.limits import check_topology
-from dreamshard_planner.plugin.modules import shardable_tables
-from dreamshard_planner.plugin.partitioner import DreamShardPartitioner, Outcome
-from dreamshard_planner.plugin.perf_model import DreamShardPerfModel
-from dreamshard_planner.plugin.plan_inputs import MadeFrom
-from dreamshard_planner.plugin.plan_loader import JsonPlanLoader
-from dreamshard_planner.plugin.planned import AnyPlan, Planned
-from dreamshard_planner.plugin.reader import OptionReader
-from dreamshard_planner.plugin.settings import PlannerSettings
-from dreamshard_planner.plugin.training_notes import lost_optimizers, training_notes
-from dreamshard_planner.plugin.units import impossible_types
-from dreamshard_planner.report import BeyondExactTraining, Report, ReportEntry
+from dreamshard_planner.planning.beyond import beyond_exact_training, opened_types
+from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.planning.context import PlanningContext, ranks_by_choice
+from dreamshard_planner.planning.plan_inputs import MadeFrom
+from dreamshard_planner.planning.planned import AnyPlan, Planned
+from dreamshard_planner.planning.settings import PlannerSettings
+from dreamshard_planner.planning.training_notes import lost_optimizers, training_notes
+from dreamshard_planner.plans.explanation import Explanation
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.report import BeyondExactTraining, Report, ReportEntry
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.problem.units import impossible_types
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search_space.constraints import left_out_by_group, planning_constraints
+from dreamshard_planner.search_space.input_checks import check_topology
+from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
+from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, Outcome
+from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
+from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -348,7 +348,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     ) -> ShardingPlan:
         """Plan on rank 0 and broadcast; with ``refine`` all ranks measure. As in TorchRec, what the other ranks were
         given does not matter. An error on rank 0 is raised on every rank, so that none waits for ever, as
-        :func:`~dreamshard_planner.collective.plan_on_rank_0` says.
+        :func:`~dreamshard_planner.planning.collective.plan_on_rank_0` says.
 
         Raises:
             DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
@@ -465,8 +465,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return self._planned().saved(self._or_last(plan), name, known)
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the last plan to a file that :class:`~dreamshard_planner.plugin.plan_loader.JsonPlanLoader` loads; on
-        the rank that planned (rank 0). An existing file is replaced as a whole.
+        """Write the last plan to a file that
+        :class:`~dreamshard_planner.torchrec_components.plan_loader.JsonPlanLoader` loads; on the
+        rank that planned (rank 0). An existing file is replaced as a whole.
 
         Raises:
             DreamShardError: there is no plan yet on this rank.

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.plugin.partitioner import DreamShardPartitioner
+from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 
 ROWS, LOOKUPS = [100_000, 50_000, 20_000, 5_000, 1_000, 100], [20.0, 1.0, 5.0, 50.0, 10.0, 1.0]
 

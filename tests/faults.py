@@ -56,7 +56,8 @@ def dreamshard(arguments: Sequence[str], stderr: Path, file_bytes: int | None = 
         file_bytes: no file may grow beyond, as on a disk that fills up while the command runs.
         read_only: respect permissions, even as root.
     """
-    from dreamshard_planner import cli, files
+    from dreamshard_planner import cli
+    from dreamshard_planner.support import files
 
     sys.stderr = stderr.open("w", buffering=1)
     if file_bytes is not None:

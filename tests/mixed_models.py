@@ -30,7 +30,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm import EveryTypeSharder
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.plugin.legal import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
+from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
 GIB = 2**30
 POOLED_TYPES, SEQUENCE_TYPES = SHARDING_TYPES, (TW, CW, RW, DP)

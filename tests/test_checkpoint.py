@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dreamshard_planner import Checkpoint, CheckpointError
-from dreamshard_planner.checkpoint import SHIPPED, resolve, shipped
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.paper import PaperCostConfig, PaperCostNetwork
-from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.placement.policy import Policy, PolicyConfig
-from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.policy.network import Policy, PolicyConfig
+from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
+from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES, MEMORY_FEATURES
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dreamshard_planner.caveats import checkpoint_notes
-from dreamshard_planner.checkpoint import SHIPPED, Checkpoint
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
+from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.learn import with_updates
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit

@@ -17,12 +17,12 @@ import typer
 from typer.testing import CliRunner
 
 from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
-from dreamshard_planner.checkpoint import RECIPES, SHIPPED
+from dreamshard_planner.checkpoints.checkpoint import RECIPES, SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.options import CostSource, Recipe, bytes_per_s, size_bytes
-from dreamshard_planner.plugin.context import COST_SOURCES
-from dreamshard_planner.plugin.legal import SHARDING_TYPES
-from dreamshard_planner.table_list import SHARDING_TYPES as LISTED_TYPES
+from dreamshard_planner.offline.table_list import SHARDING_TYPES as LISTED_TYPES
+from dreamshard_planner.planning.context import COST_SOURCES
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
@@ -146,7 +146,7 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
     shown = run("plan", *SMALL, "--statistics", str(folder / "tuesday.json"), "--all").stdout
     assert "sequences_64.history" in shown and "TorchRec" in shown
     (tmp_path / "my_model.py").write_text(
-        "from dreamshard_planner.offline import read_model\n"
+        "from dreamshard_planner.offline.jobs import read_model\n"
         f"def make():\n    return read_model({EXAMPLE!r}).module\n\ndef broken():\n    raise RuntimeError('no data')\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -276,14 +276,15 @@ def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
 
 
 def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dreamshard_planner import doctor, environment
+    from dreamshard_planner import environment
+    from dreamshard_planner.cli import diagnosis
 
     def broken(name: str):
         if name.startswith("torchrec"):
             raise ImportError("libc10.so: cannot open shared object file")
         return importlib.import_module(name)
 
-    monkeypatch.setattr(doctor, "import_module", broken)
+    monkeypatch.setattr(diagnosis, "import_module", broken)
     found = json.loads(run("doctor", "--format", "json", status=1).stdout)
     (torchrec,) = [finding for finding in found if finding["subject"] == "torchrec"]
     assert torchrec["verdict"] == "missing" and "libc10.so" in torchrec["found"]

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.plugin.legal import CW, DP, RW, TW
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -18,9 +18,9 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.canonical import canonical
-from dreamshard_planner.checkpoint import resolve
-from dreamshard_planner.plugin import RulePartitioner
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.support.fingerprint import canonical
+from dreamshard_planner.torchrec_components import RulePartitioner
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -10,10 +10,10 @@ import torch
 
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.paper import PaperFit, PaperFitConfig, fit_paper_network
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.research.linear_cost import LinearCost
+from dreamshard_planner.research.paper_network import PaperFit, PaperFitConfig, fit_paper_network
 from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of

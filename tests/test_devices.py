@@ -9,11 +9,11 @@ import pytest
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner import Checkpoint, TaskError
-from dreamshard_planner.caveats import checkpoint_notes
-from dreamshard_planner.checkpoint import SHIPPED
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED
+from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.devices import GB, GPUS, Machine, default_notes
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.offline import Job, read_model
+from dreamshard_planner.offline.jobs import Job, read_model
 
 
 def test_a_named_gpu_gives_memory_and_bandwidths() -> None:

@@ -38,7 +38,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim import RowWiseAdagrad
 
-from dreamshard_planner.plugin.estimates import FastEnumerator, OncePerSize, estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.enumeration import (
+    FastEnumerator,
+    OncePerSize,
+    estimate_all,
+    torchrec_estimators,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.measure.hardware import describe_hardware

@@ -15,9 +15,16 @@ import torch
 from test_dataset import HARDWARE, SETS
 
 from dreamshard_planner import Checkpoint, DatasetError, FileError, StatisticsError
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.journal import Journal
-from dreamshard_planner.files import MAX_NESTING, check_writable, open_locked, parse_json, read_json, write_whole
+from dreamshard_planner.support.files import (
+    MAX_NESTING,
+    check_writable,
+    open_locked,
+    parse_json,
+    read_json,
+    write_whole,
+)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from dreamshard_planner import (
     TableStatistics,
     TaskError,
 )
-from dreamshard_planner.checkpoint import FORMAT, SHIPPED, VERSION
+from dreamshard_planner.checkpoints.checkpoint import FORMAT, SHIPPED, VERSION
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.journal import Journal

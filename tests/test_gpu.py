@@ -13,14 +13,14 @@ import torch
 from test_kernels import GROUPS, LEARNING_RATE, plain_output, workload
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.collect import BATCH_SIZES, REFERENCE_SETS, collect, draw_sets, set_work
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.sets import SetClock
-from dreamshard_planner.placement import tasks
-from dreamshard_planner.plugin.context import links_of
+from dreamshard_planner.planning.context import links_of
+from dreamshard_planner.policy import tasks
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
 from dreamshard_planner.workload.reuse import reuse_histogram
 

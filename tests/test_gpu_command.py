@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import gpu
-from dreamshard_planner.checkpoint import resolve, shipped
+from dreamshard_planner.checkpoints.checkpoint import resolve, shipped
 
 
 def _stage(name: str, code: str, share: float = 1.0) -> gpu.Stage:

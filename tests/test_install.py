@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from dreamshard_planner import EnvironmentWarning, MissingLibraryError, __version__, environment
-from dreamshard_planner.doctor import diagnose
+from dreamshard_planner.cli.diagnosis import diagnose
 
 ROOT = Path(__file__).parent.parent
 NOT_SHIPPED = (".*", "__pycache__", "*.egg-info", "build", "dist", "results", "data")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dreamshard_planner.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import (
     FitConfig,
@@ -19,11 +19,11 @@ from dreamshard_planner.cost.fit import (
     mape_2,
     predict_ms,
 )
-from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.network import CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.placement.policy import Policy, PolicyConfig
-from dreamshard_planner.placement.reinforce import ReinforceConfig, train_policy
+from dreamshard_planner.policy.network import Policy, PolicyConfig
+from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
+from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.training import (
     TrainingConfig,
     pool_tables,

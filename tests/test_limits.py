@@ -16,9 +16,9 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.model import PlacementProblem
-from dreamshard_planner.plugin import DreamShardPartitioner, DreamShardPerfModel
-from dreamshard_planner.plugin.infeasible import shortage
-from dreamshard_planner.plugin.limits import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
+from dreamshard_planner.planning.infeasible import shortage
+from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
+from dreamshard_planner.torchrec_components import DreamShardPartitioner, DreamShardPerfModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

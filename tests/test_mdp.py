@@ -13,10 +13,10 @@ from placement_tasks import ROOFLINE, SEARCH, make_cost, storage_problem, tables
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.placement.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
-from dreamshard_planner.placement.place import InfeasibleError, place
-from dreamshard_planner.placement.policy import Policy, PolicyConfig, roll_out, score_rollout
-from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.policy.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
+from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out, score_rollout
+from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.search.place import InfeasibleError, place
 from dreamshard_planner.workload.tables import Workload
 
 

@@ -21,8 +21,19 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.plugin.legal import CW, DP, GRID, RW, TWCW, TWRW, Situation, broken, inexact, optimizer_name
-from dreamshard_planner.plugin.modules import table_configs
+from dreamshard_planner.search_space.modules import table_configs
+from dreamshard_planner.search_space.sharding_types import (
+    CW,
+    DP,
+    GRID,
+    RW,
+    TWCW,
+    TWRW,
+    Situation,
+    broken,
+    inexact,
+    optimizer_name,
+)
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

@@ -12,13 +12,13 @@ import torch
 from placement_tasks import make_cost, storage_problem
 
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
-from dreamshard_planner.placement.exact import RELATIVE_GAP, solve
-from dreamshard_planner.placement.packing import pack
-from dreamshard_planner.placement.place import InfeasibleError, place
-from dreamshard_planner.placement.policy import Policy, PolicyConfig
-from dreamshard_planner.placement.rules import RULES, place_by_rule
-from dreamshard_planner.placement.search import SearchConfig
-from dreamshard_planner.plugin.infeasible import shortage
+from dreamshard_planner.planning.infeasible import shortage
+from dreamshard_planner.policy.network import Policy, PolicyConfig
+from dreamshard_planner.search.exact import RELATIVE_GAP, solve
+from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.packing import pack
+from dreamshard_planner.search.place import InfeasibleError, place
 
 
 def test_packing_where_greedy_dead_ends() -> None:

@@ -14,10 +14,10 @@ import torch
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.paper import PaperCostConfig, placement_labels, sent_bytes
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.placement.environment import OBSERVATIONS
-from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.policy.environment import OBSERVATIONS
+from dreamshard_planner.research.paper_network import PaperCostConfig, placement_labels, sent_bytes
+from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper_experiment import main
 from paper_experiment_models import MaxOfTables, MeanOfTables, WithoutCosts

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from dreamshard_planner.cli import app
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.offline import Job, OfflineModel, PlannedJob
-from dreamshard_planner.picture import save_html
-from dreamshard_planner.picture.drawing import COLOURS
-from dreamshard_planner.plan_file import SavedPlan
-from dreamshard_planner.report import MemoryEntry, Report, ReportEntry
-from dreamshard_planner.table_list import read_table_list
+from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob
+from dreamshard_planner.offline.table_list import read_table_list
+from dreamshard_planner.plans.picture import save_html
+from dreamshard_planner.plans.picture.drawing import COLOURS
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tables.json"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -235,7 +235,7 @@ def test_commands_write_pictures(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"ranks.png", "plans.png", "tables.png", "memory.png"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "jinja2", None)
-        patch.setattr("dreamshard_planner.offline.Job.plan", None)  # asked for before anything is planned
+        patch.setattr("dreamshard_planner.offline.jobs.Job.plan", None)  # asked for before anything is planned
         assert "there is no jinja2" in dreamshard("plan", *job, "--html", str(page), status=1)
     refused = dreamshard("report", str(plan), "--html", str(folder), status=2)
     assert "cannot be written" in re.sub(r"\W+", " ", refused)

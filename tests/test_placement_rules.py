@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
-from dreamshard_planner.plugin import RulePartitioner
+from dreamshard_planner.torchrec_components import RulePartitioner
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

@@ -24,9 +24,9 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.placement.refine import RefineConfig
-from dreamshard_planner.placement.rules import RULES
-from dreamshard_planner.plugin import RulePartitioner
+from dreamshard_planner.research.refine import RefineConfig
+from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.torchrec_components import RulePartitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -231,7 +231,7 @@ def small_model() -> nn.Module:
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> dict:
     """To refine a little, on a machine however busy."""
     short = partial(RefineConfig, rounds=1, repeats=1, final_repeats=1)
-    monkeypatch.setattr("dreamshard_planner.plugin.refinement.RefineConfig", short)
+    monkeypatch.setattr("dreamshard_planner.research.refinement.RefineConfig", short)
     return {"batch_size": 32, "refine": "measure", "refine_seconds": 60.0}
 
 
@@ -267,7 +267,7 @@ def test_refine_measures_what_it_cannot_move_as_well(time_enough: dict) -> None:
 
 def test_what_cannot_be_measured_is_a_note(time_enough: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per-sample weights of sequences have no kernel to measure; the tables beside them have."""
-    monkeypatch.setattr("dreamshard_planner.plugin.refinement.CALL_SECONDS", 0.0)  # then some sets at a time
+    monkeypatch.setattr("dreamshard_planner.research.refinement.CALL_SECONDS", 0.0)  # then some sets at a time
     sequences = EmbeddingCollection(
         device=torch.device("meta"),
         tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],

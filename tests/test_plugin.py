@@ -20,7 +20,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.plugin import (
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.torchrec_components import (
     DreamShardEstimator,
     DreamShardPartitioner,
     DreamShardPerfModel,
@@ -28,7 +29,6 @@ from dreamshard_planner.plugin import (
     RulePartitioner,
     TableWiseProposer,
 )
-from dreamshard_planner.plugin.context import PlanningContext
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

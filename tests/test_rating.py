@@ -11,7 +11,7 @@ from placement_tasks import ROOFLINE, make_cost
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import PlacementCost, Preload
-from dreamshard_planner.placement.environment import EstimatedMDP, TaskBatch
+from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
 
 
 def brute_force_ms(cost: PlacementCost, assignment: list[int]) -> float:

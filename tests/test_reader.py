@@ -19,10 +19,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import TableStatistics
-from dreamshard_planner.checkpoint import resolve
-from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.read_problem import ReadProblem
-from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import Workload
 

@@ -16,11 +16,11 @@ from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
-from dreamshard_planner.placement.evidence import ErrorModel, Evidence, Measurements, shares
-from dreamshard_planner.placement.refine import Laid, MeasuredCosts, RefineConfig, ShardSet, refine
-from dreamshard_planner.placement.rules import place_by_rule
-from dreamshard_planner.placement.search import DEFAULT_SEARCH, local_search
-from dreamshard_planner.placement.tasks import problem_of
+from dreamshard_planner.policy.tasks import problem_of
+from dreamshard_planner.research.evidence import ErrorModel, Evidence, Measurements, shares
+from dreamshard_planner.research.refine import Laid, MeasuredCosts, RefineConfig, ShardSet, refine
+from dreamshard_planner.search.heuristics import place_by_rule
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH, local_search
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of
 

@@ -27,7 +27,7 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
-from dreamshard_planner.plugin import DreamShardPartitioner
+from dreamshard_planner.torchrec_components import DreamShardPartitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

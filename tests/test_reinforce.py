@@ -12,18 +12,18 @@ import torch
 from placement_tasks import ROOFLINE, make_cost, storage_problem
 
 from dreamshard_planner.cost.model import PlacementCost
-from dreamshard_planner.placement.environment import EstimatedMDP, TaskBatch
-from dreamshard_planner.placement.paper import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.placement.policy import AnyPolicy, Policy, PolicyConfig, roll_out, score_rollout
-from dreamshard_planner.placement.recurrent import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.placement.reinforce import (
+from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
+from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, roll_out, score_rollout
+from dreamshard_planner.policy.reinforce import (
     ReinforceConfig,
     advantages,
     best_rule_ms,
     greedy_standing,
     train_policy,
 )
-from dreamshard_planner.placement.rules import RULES, place_by_rule
+from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.search.heuristics import RULES, place_by_rule
 
 POLICIES = [(lambda seed=0: Policy(PolicyConfig(), seed), "score")]
 POLICIES += [(lambda seed=0: PaperPolicy(PaperPolicyConfig(), seed), "score")]

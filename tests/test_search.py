@@ -10,9 +10,9 @@ import torch
 from placement_tasks import SEARCH, make_cost
 
 from dreamshard_planner.cost.model import PlacementCost, Preload
-from dreamshard_planner.placement import changes
-from dreamshard_planner.placement.search import local_search
-from dreamshard_planner.placement.states import PlacementStates
+from dreamshard_planner.search import changes
+from dreamshard_planner.search.local_search import local_search
+from dreamshard_planner.search.states import PlacementStates
 
 
 def test_search_finds_the_optimum_of_a_small_task() -> None:

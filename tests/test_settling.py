@@ -9,7 +9,7 @@ import torch
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
-from dreamshard_planner.placement.settling import settled
+from dreamshard_planner.search.settling import settled
 
 DEVICE_MS = (5.0, 1.0, 2.0, 0.5)
 """Of each table in device memory; over the link to the host it takes twice as long."""

@@ -15,13 +15,13 @@ import torch
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
 from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
-from dreamshard_planner.placement.joint import JointConfig, _Descents, joint_search
-from dreamshard_planner.placement.joint_packing import packed_start
-from dreamshard_planner.placement.reshards import ShardingState
-from dreamshard_planner.placement.search import SearchConfig
-from dreamshard_planner.placement.starts import JointOptions, lay, level_choice, level_starts
-from dreamshard_planner.placement.states import in_steps
-from dreamshard_planner.placement.wide_swaps import rated_swaps
+from dreamshard_planner.search.joint import JointConfig, _Descents, joint_search
+from dreamshard_planner.search.joint_packing import packed_start
+from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.starts import JointOptions, lay, level_choice, level_starts
+from dreamshard_planner.search.states import in_steps
+from dreamshard_planner.search.wide_swaps import rated_swaps
 
 RANKS, HOST = 4, 2
 SEARCH = SearchConfig(samples=0, candidates=2000)
@@ -245,7 +245,7 @@ def test_every_start_has_its_turn() -> None:
     original = _Descents.descend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Descents, "descend", descend)
-        patch.setattr("dreamshard_planner.placement.joint.level_starts", lambda *_: [])
+        patch.setattr("dreamshard_planner.search.joint.level_starts", lambda *_: [])
         joint_search(cost, starts, JointConfig(starts=4, reshards=1000, reshards_per_table=0), SEARCH)
     assert all(tried[start] > 0 for start in starts)
 

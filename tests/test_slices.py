@@ -8,8 +8,8 @@ from small_models import SHARDERS, collection, planner, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.plugin.estimates import FastEnumerator
-from dreamshard_planner.plugin.slices import is_torchrecs, wider_slices
+from dreamshard_planner.search_space.enumeration import FastEnumerator
+from dreamshard_planner.search_space.slices import is_torchrecs, wider_slices
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -11,8 +11,8 @@ import pytest
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner import TaskError
-from dreamshard_planner.offline import OfflineModel, read_model
-from dreamshard_planner.table_list import SCHEMA, read_table_list
+from dreamshard_planner.offline.jobs import OfflineModel, read_model
+from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
 from dreamshard_planner.workload.pools import merlin, save_tables
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tables.json"

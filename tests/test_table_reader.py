@@ -13,10 +13,10 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.checkpoint import resolve
-from dreamshard_planner.plugin.constraints import planning_constraints
-from dreamshard_planner.plugin.context import PlanningContext
-from dreamshard_planner.plugin.reader import OptionReader
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.constraints import planning_constraints
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

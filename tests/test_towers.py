@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dreamshard_planner import DreamShardPlanner
-from dreamshard_planner.plugin.legal import TWCW, TWRW
+from dreamshard_planner.search_space.sharding_types import TWCW, TWRW
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -11,9 +11,9 @@ from torchrec.modules.embedding_configs import DataType
 
 from dreamshard_planner import FeatureStatistics, TableStatistics, TaskError
 from dreamshard_planner.devices import GB, Machine
-from dreamshard_planner.offline import Job, OfflineModel, read_model
-from dreamshard_planner.table_list import TableSpec
-from dreamshard_planner.what_if import replanning, resized, smallest_that_fits, sweep, what_if, worst_table
+from dreamshard_planner.offline.jobs import Job, OfflineModel, read_model
+from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.offline.what_if import replanning, resized, smallest_that_fits, sweep, what_if, worst_table
 
 QUICK = {"search_seconds": 0.2, "sharding_types": ["table_wise", "row_wise", "column_wise"]}
 

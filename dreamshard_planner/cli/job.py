@@ -17,8 +17,8 @@ from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, list
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline import Job
-    from dreamshard_planner.placement_rules import PlacementRules
+    from dreamshard_planner.offline.jobs import Job
+    from dreamshard_planner.search_space.placement_rules import PlacementRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class JobOptions:
         """Read; mistakes in it are found before anything is planned."""
         machine, rules = self.machine(), self.placement_rules()
         with quiet():
-            from dreamshard_planner.offline import Job, read_model
+            from dreamshard_planner.offline.jobs import Job, read_model
             from dreamshard_planner.workload.statistics import TableStatistics
 
         model = read_model(self.tables)
@@ -127,7 +127,7 @@ class JobOptions:
         """Where tables must lie; None where that is free."""
         if not (self.together or self.apart or self.on_ranks):
             return None
-        from dreamshard_planner.placement_rules import PlacementRules
+        from dreamshard_planner.search_space.placement_rules import PlacementRules
 
         on_ranks: dict[str, list[int]] = {}
         for text in self.on_ranks or ():
@@ -147,7 +147,7 @@ class JobOptions:
 
     def sharding_types_named(self) -> tuple[str, ...]:
         """Those asked for."""
-        from dreamshard_planner.table_list import SHARDING_TYPES
+        from dreamshard_planner.offline.table_list import SHARDING_TYPES
 
         types = listed(self.sharding_types or "")
         unknown = [kind for kind in types if kind not in SHARDING_TYPES]

@@ -24,7 +24,7 @@ from dreamshard_planner.cli.options import (
     output,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, show
-from dreamshard_planner.files import check_writable
+from dreamshard_planner.support.files import check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.measure.ranks import Ranks
@@ -36,9 +36,9 @@ KEPT = "default: among your own checkpoints, named by the hardware, where auto f
 
 def _kept(hardware: Mapping[str, Any], recipe: str = "default", calibrated: bool = False) -> Path:
     """Where a checkpoint goes that nobody gave a file for."""
-    from dreamshard_planner import kept
+    from dreamshard_planner.checkpoints import user_folder
 
-    out = kept.new_file(hardware, recipe, calibrated)
+    out = user_folder.new_file(hardware, recipe, calibrated)
     check_writable(out)
     return out
 
@@ -217,7 +217,7 @@ def calibrate(
 
     Under torchrun all ranks measure.
     """
-    from dreamshard_planner.checkpoint import resolve
+    from dreamshard_planner.checkpoints.checkpoint import resolve
     from dreamshard_planner.errors import CheckpointError
     from dreamshard_planner.training import calibrate
 

@@ -14,7 +14,7 @@ from dreamshard_planner.cli.job import quiet
 from dreamshard_planner.cli.options import Device, Recipe, RecipeOption
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.files import read_json
+from dreamshard_planner.support.files import read_json
 
 
 @command("dreamshard doctor")
@@ -24,7 +24,7 @@ def doctor(format: FormatOption = Format.table) -> None:
     Exit status 1 where planning is not possible.
     """
     with quiet():
-        from dreamshard_planner.doctor import diagnose
+        from dreamshard_planner.cli.diagnosis import diagnose
 
         findings = diagnose()
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
@@ -48,8 +48,8 @@ def info(
 def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, Any]]:
     """Kind and content of a file."""
     with quiet():
-        from dreamshard_planner.checkpoint import Checkpoint, resolve
-        from dreamshard_planner.kept import folder
+        from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+        from dreamshard_planner.checkpoints.user_folder import folder
 
     path = Path(source)
     if source == "auto":
@@ -83,7 +83,8 @@ def _dataset(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
-    from dreamshard_planner import plan_file, table_list
+    from dreamshard_planner.offline import table_list
+    from dreamshard_planner.plans import plan_file
     from dreamshard_planner.workload import pools, statistics
 
     document = read_json(path, DreamShardError)

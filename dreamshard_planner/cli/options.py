@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from dreamshard_planner.errors import FileError
-from dreamshard_planner.files import check_writable
+from dreamshard_planner.support.files import check_writable
 
 
 class Device(str, Enum):
@@ -26,7 +26,7 @@ class Device(str, Enum):
 
 
 class Recipe(str, Enum):
-    """Of :data:`dreamshard_planner.checkpoint.RECIPES`, which this need not load."""
+    """Of :data:`dreamshard_planner.checkpoints.checkpoint.RECIPES`, which this need not load."""
 
     default = "default"
     paper = "paper"
@@ -106,7 +106,7 @@ def ranks_of(text: str) -> list[int]:
 
 
 class CostSource(str, Enum):
-    """Of :data:`dreamshard_planner.plugin.context.COST_SOURCES`."""
+    """Of :data:`dreamshard_planner.planning.context.COST_SOURCES`."""
 
     auto = "auto"
     roofline = "roofline"

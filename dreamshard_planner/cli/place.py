@@ -13,12 +13,12 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, quiet
 from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
-from dreamshard_planner.progress import working
+from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline import Job, PlannedJob
-    from dreamshard_planner.plan_file import SavedPlan
-    from dreamshard_planner.report import MemoryEntry, Report
+    from dreamshard_planner.offline.jobs import Job, PlannedJob
+    from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.report import MemoryEntry, Report
 
 TABLES_SHOWN = 20
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
@@ -83,7 +83,7 @@ def report(
 def compare(before: PlanArgument, after: PlanArgument, format: FormatOption = Format.table) -> None:
     """Tables that moved or changed how they are sharded, bytes to move, and costs before and after."""
     with quiet():
-        from dreamshard_planner.comparison import compare
+        from dreamshard_planner.plans.comparison import compare
 
         found = compare(before, after)
     show(found.to_dict(), format, str(found))
@@ -96,14 +96,14 @@ def _planning(job: Job) -> str:
 def _check_picture(html: Path | None, png: Path | None) -> None:
     """That what draws is installed, before anything is planned."""
     if html is not None or png is not None:
-        from dreamshard_planner.picture import check_libraries
+        from dreamshard_planner.plans.picture import check_libraries
 
         check_libraries()
 
 
 def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, title: str | None = None) -> None:
     """What was asked for."""
-    from dreamshard_planner.picture import save_html, save_png
+    from dreamshard_planner.plans.picture import save_html, save_png
 
     if html is not None:
         save_html(subject, html, title)
@@ -115,7 +115,7 @@ def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, t
 
 def _saved(path: Path) -> SavedPlan:
     with quiet():
-        from dreamshard_planner.plan_file import SavedPlan
+        from dreamshard_planner.plans.plan_file import SavedPlan
 
         return SavedPlan.load(path)
 
@@ -136,7 +136,7 @@ def _document(planned: PlannedJob) -> dict[str, Any]:
 
 def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
-    from dreamshard_planner.words import ranges
+    from dreamshard_planner.support.formatting import ranges
 
     tables = sorted(report.tables, key=lambda table: -table.alone_ms)
     shown = tables[:limit]

@@ -114,7 +114,7 @@ def diff(
     if options.tables is not None:
         from dataclasses import replace
 
-        from dreamshard_planner.what_if import replanning
+        from dreamshard_planner.offline.what_if import replanning
 
         size = options.batch_size or max(feature.batch_size for feature in other.values())
         gain = replanning(replace(options, batch_size=size, statistics=None).job(), one, other)

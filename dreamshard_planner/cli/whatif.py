@@ -15,8 +15,8 @@ from dreamshard_planner.cli.options import bytes_per_s, listed, size_bytes, take
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
-    from dreamshard_planner.offline import Job
-    from dreamshard_planner.what_if import Point, WhatIf
+    from dreamshard_planner.offline.jobs import Job
+    from dreamshard_planner.offline.what_if import Point, WhatIf
 
 
 def _whole(text: str) -> int:
@@ -58,8 +58,8 @@ def what_if(
     """What other machines, batches and tables would cost; each line is a plan of its own."""
     varied = None if not vary else dict(_axis(text) for text in vary)
     job = options.job()
-    from dreamshard_planner.progress import progress_bar
-    from dreamshard_planner.what_if import what_if
+    from dreamshard_planner.offline.what_if import what_if
+    from dreamshard_planner.support.progress import progress_bar
 
     with progress_bar("planning", None, enabled=True) as advance:
         found = what_if(job, _around(job) if varied is None else varied, smallest, worst, advance)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import DatasetError, TaskError
-from dreamshard_planner.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
+from dreamshard_planner.support.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
 

@@ -25,7 +25,7 @@ from dreamshard_planner.cost.dataset import (
     require_same_hardware,
 )
 from dreamshard_planner.errors import DatasetError, FileError
-from dreamshard_planner.files import brief, check_readable, open_locked, parse_json
+from dreamshard_planner.support.files import brief, check_readable, open_locked, parse_json
 from dreamshard_planner.workload.tables import Workload
 
 KIND = "dreamshard cost journal"

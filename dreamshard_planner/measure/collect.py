@@ -27,7 +27,7 @@ from dreamshard_planner.measure.journals import RankJournals
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
-from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
 
 BATCH_SIZES = {

@@ -25,10 +25,10 @@ import typer
 
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit, CollectiveModel, fits_of
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.files import brief, check_writable, read_json, write_whole
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.support.files import brief, check_writable, read_json, write_whole
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
 """Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter or all-reduce, and of what

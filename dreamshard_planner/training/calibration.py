@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, calibrate_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.files import check_writable
 from dreamshard_planner.measure.collect import BATCH_SIZES
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
 from dreamshard_planner.training.measuring import measure, most_sets
 

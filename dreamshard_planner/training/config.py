@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dreamshard_planner.checkpoint import RECIPES
+from dreamshard_planner.checkpoints.checkpoint import RECIPES
 from dreamshard_planner.cost.fit import FitConfig
 from dreamshard_planner.cost.network import CostNetworkConfig
-from dreamshard_planner.cost.paper import PaperFitConfig
 from dreamshard_planner.measure.collect import draw_sets
-from dreamshard_planner.placement.policy import PolicyConfig
-from dreamshard_planner.placement.reinforce import ReinforceConfig
-from dreamshard_planner.placement.tasks import TaskConfig
+from dreamshard_planner.policy.network import PolicyConfig
+from dreamshard_planner.policy.reinforce import ReinforceConfig
+from dreamshard_planner.policy.tasks import TaskConfig
+from dreamshard_planner.research.paper_network import PaperFitConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from dreamshard_planner.cost.fit import LabelledSets, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.linear import LinearCost
 from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.network import CostNetwork
-from dreamshard_planner.cost.paper import PaperCostNetwork, fit_paper_network
-from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.research.linear_cost import LinearCost
+from dreamshard_planner.research.paper_network import PaperCostNetwork, fit_paper_network
+from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.training.config import TrainingConfig
 
 

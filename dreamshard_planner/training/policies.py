@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dreamshard_planner.checkpoint import RECIPES
+from dreamshard_planner.checkpoints.checkpoint import RECIPES
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.measure.collect import MAX_SET_WORK, set_work
-from dreamshard_planner.placement.environment import TaskBatch
-from dreamshard_planner.placement.policy import AnyPolicy, greedy_plan, roll_out
-from dreamshard_planner.placement.reinforce import UpdateStatistics, train_policy
-from dreamshard_planner.placement.rules import RULES, place_by_rule
-from dreamshard_planner.placement.tasks import TaskConfig, draw_tasks, problem_of
-from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.policy.environment import TaskBatch
+from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
+from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
+from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
+from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.training.config import TrainingConfig
 from dreamshard_planner.workload.tables import Table, Workload
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dreamshard_planner.checkpoint import Checkpoint
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
-from dreamshard_planner.files import check_writable
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
 from dreamshard_planner.training.costs import fit, validate_cost
 from dreamshard_planner.training.measuring import finished_mark, measure, most_sets

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
 from dreamshard_planner.workload.sketch import IdSketch, merge
 from dreamshard_planner.workload.tables import FeatureStatistics

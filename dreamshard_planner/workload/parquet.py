@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.progress import progress_bar
+from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import FeatureCounts
 from dreamshard_planner.workload.tables import FeatureStatistics
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.files import brief, check_readable, read_json, write_whole
+from dreamshard_planner.support.files import brief, check_readable, read_json, write_whole
 from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 

@@ -22,7 +22,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from dreamshard_planner.ambient import neutral
+from dreamshard_planner.support.torch_state import neutral
 
 NUM_REUSE_BINS = 17
 BIN_UPPER = tuple(2**k for k in range(NUM_REUSE_BINS - 1))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dreamshard_planner.ambient import neutral
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.files import brief, read_json, write_whole
-from dreamshard_planner.progress import progress_bar
-from dreamshard_planner.words import nearest
+from dreamshard_planner.support.files import brief, read_json, write_whole
+from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.progress import progress_bar
+from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import count_batches, count_lengths, merge_features
 from dreamshard_planner.workload.drift import Drift, drift
 from dreamshard_planner.workload.tables import FeatureStatistics

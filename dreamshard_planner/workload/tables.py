@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError, TaskError
-from dreamshard_planner.files import brief
+from dreamshard_planner.support.files import brief
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 

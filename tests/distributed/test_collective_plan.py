@@ -24,11 +24,11 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsError
-from dreamshard_planner.collective import Failure, check_patience
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
-from dreamshard_planner.placement.refine import RefineConfig
-from dreamshard_planner.plugin import refinement
+from dreamshard_planner.planning.collective import Failure, check_patience
+from dreamshard_planner.research import refinement
+from dreamshard_planner.research.refine import RefineConfig
 
 
 def _same_plan(rank: Rank) -> str:

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.plugin.legal import BROKEN, CW, DP, GRID, INEXACT, MIXED_MEAN, RW, TW, TWCW, TWRW
+from dreamshard_planner.search_space.sharding_types import BROKEN, CW, DP, GRID, INEXACT, MIXED_MEAN, RW, TW, TWCW, TWRW
 
 MEAN, SUM = PoolingType.MEAN, PoolingType.SUM
 FP16 = DataType.FP16

@@ -1,0 +1,224 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""One versioned file for what was learned: safetensors with JSON metadata, where both flows meet.
+
+Learning writes it, planning reads it. Nothing in it is executable.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+
+from dreamshard_planner.checkpoints import user_folder
+from dreamshard_planner.checkpoints.file import (
+    FORMAT,
+    RECIPES,
+    VERSION,
+    check_sense,
+    describe,
+    description_of,
+    network_of,
+    opened,
+)
+from dreamshard_planner.cost.model import ComputeCost, CostSource
+from dreamshard_planner.cost.network import CostNetwork
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.policy.network import AnyPolicy
+from dreamshard_planner.research.paper_network import PaperCostNetwork
+from dreamshard_planner.support.files import write_whole
+from dreamshard_planner.support.fingerprint import digest
+from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.workload.features import FEATURE_NAMES
+
+SHIPPED = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
+
+    policy: AnyPolicy
+    cost: CostNetwork | PaperCostNetwork | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Hardware, library versions, dataset digest, validation errors and the like."""
+    name: str = "unsaved"
+    why: str = ""
+    """Why ``auto`` took it, where there was a choice: a user keeps checkpoints of their own."""
+
+    def compute_cost(self, topology) -> ComputeCost:
+        """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
+        return RooflineCost.of_topology(topology) if self.cost is None else self.cost
+
+    @property
+    def recipe(self) -> str:
+        return self.metadata.get("recipe", "default")
+
+    @neutral()
+    def digest(self) -> str:
+        """SHA-256 of networks and metadata, in hexadecimal; what it is called and why it was taken don't count."""
+        networks = [
+            None if network is None else (network.config, network.state_dict()) for network in (self.policy, self.cost)
+        ]
+        return digest((networks, self.metadata))
+
+    @neutral()
+    def save(self, path: str | Path) -> None:
+        """Write the file; an existing one is replaced as a whole.
+
+        Raises:
+            FileError: where that fails; says where the checkpoint is kept instead.
+        """
+        tensors = _state("policy", self.policy) | (_state("cost", self.cost) if self.cost is not None else {})
+        description = {
+            **self.metadata,
+            "features": list(FEATURE_NAMES),
+            "policy": asdict(self.policy.config),
+            "cost": None if self.cost is None else asdict(self.cost.config),
+        }
+        header = {"format": FORMAT, "version": str(VERSION), "description": json.dumps(description, sort_keys=True)}
+        write_whole(path, serialize(tensors, metadata=header), keep=True)
+
+    @classmethod
+    @neutral()
+    def load(cls, path: str | Path) -> Checkpoint:
+        """Read a checkpoint.
+
+        Raises:
+            CheckpointError: missing, truncated, foreign, of a newer version, or not fitting this package;
+                the message names the file and the reason.
+        """
+        path = Path(path)
+        with opened(path) as file:
+            description = description_of(path, file.metadata() or {})
+            recipe = RECIPES[description.get("recipe", "default")]
+            policy = network_of(path, "policy", *recipe[:2], description.get("policy"), file)
+            cost = None
+            if description.get("cost") is not None:
+                cost = network_of(path, "cost", *recipe[2:], description["cost"], file)
+        check_sense(path, policy, cost)
+        if cost is not None:
+            cost.requires_grad_(False)
+            cost.source = CostSource("network", f"{path.name}, measured on {description.get('hardware_name', '?')}")
+        metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
+        return cls(policy, cost, metadata, path.name)
+
+
+def resolve(
+    checkpoint: str | Path | Checkpoint,
+    compute_device: str,
+    recipe: str = "default",
+    threads: int | None = None,
+    calibrated: bool = True,
+) -> Checkpoint:
+    """The checkpoint to plan with: a :class:`Checkpoint`, a path, or ``"auto"``.
+
+    ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.checkpoints.user_folder`) that was
+    measured on this machine's kind of processor, or on the card that this process sees; else the one that ships for
+    this type of device, and the roofline model with the policy trained on it where nothing was measured.
+
+    Args:
+        checkpoint: what to look for.
+        compute_device: ``cpu`` or ``cuda``.
+        recipe: that it must be of.
+        threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
+        calibrated: whether ``"auto"`` may take one that was calibrated.
+
+    Raises:
+        CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own
+            can't be read, since plans would be made by other costs than those that the user measured.
+    """
+    if checkpoint == "auto":
+        checkpoint = _auto(compute_device, recipe, threads, calibrated)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.load(checkpoint)
+    if checkpoint.recipe != recipe:
+        raise CheckpointError(f"{checkpoint.name}: made by recipe {checkpoint.recipe!r}, asked for {recipe!r}")
+    return checkpoint
+
+
+def _auto(compute_device: str, recipe: str, threads: int | None, calibrated: bool) -> Checkpoint:
+    """One of the user's own, else what ships."""
+    try:
+        described = {path: describe(path) for path in user_folder.files()}
+    except OSError as error:  # of a home that is not this user's, say, where nobody can have kept anything
+        made = _shipped(compute_device, recipe)
+        return replace(
+            made, why=f"{made.name} ships: {user_folder.folder()}, for your own, cannot be read ({error.strerror})"
+        )
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; checkpoint='auto' looks at all that you keep there: remove the file, or name a checkpoint"
+        ) from error
+    alike = {
+        path: metadata
+        for path, metadata in described.items()
+        if metadata.get("hardware", {}).get("device") == compute_device
+    }
+    if not alike:
+        return _shipped(compute_device, recipe)
+    here = user_folder.Here.of(compute_device, threads)  # for CUDA this asks for the card, which starts CUDA
+    best = here.best(
+        {
+            path: metadata
+            for path, metadata in alike.items()
+            if metadata.get("recipe", "default") == recipe and (calibrated or "calibration" not in metadata)
+        }
+    )
+    if best is None:
+        made = _shipped(compute_device, recipe)
+        which = f"is of recipe {recipe!r} and was measured on {here.name or 'a card that is here'}"
+        return replace(made, why=f"{made.name} ships: none of your own in {user_folder.folder()} {which}")
+    found = best.stat()
+    why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here.name}"
+    return replace(_loaded(best, found.st_mtime_ns, found.st_size, found.st_ino), why=why)
+
+
+@cache
+def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
+    """A file as it is now."""
+    return Checkpoint.load(path)
+
+
+def _shipped(compute_device: str, recipe: str) -> Checkpoint:
+    return shipped(SHIPPED, compute_device, recipe, _card(SHIPPED, compute_device))
+
+
+def _card(folder: Path, compute_device: str) -> str | None:
+    """Name of the card that this process sees. Asking starts CUDA, so nobody asks where no card's checkpoint ships."""
+    if compute_device != "cuda" or not torch.cuda.device_count():
+        return None
+    sources = {path.stem.partition("-")[0] for path in folder.glob("*.safetensors")}
+    return None if sources <= {"cpu", "roofline"} else torch.cuda.get_device_name()
+
+
+def measured_name(compute_device: str, card: str) -> str:
+    """What a checkpoint is called that was measured on a device: ``cpu``, or the card's name as in file names."""
+    return "cpu" if compute_device == "cpu" else user_folder.slug(card)
+
+
+@cache
+def shipped(folder: Path, compute_device: str, recipe: str, card: str | None = None) -> Checkpoint:
+    """The best checkpoint in ``folder`` for a device: ``cpu``, or the card's name (``NVIDIA H200``:
+    ``nvidia-h200.safetensors``), else ``roofline``; with ``-<recipe>`` behind it, if not the default one.
+
+    Raises:
+        CheckpointError: none of them is there.
+    """
+    measured = measured_name(compute_device, card) if card else compute_device
+    suffix = "" if recipe == "default" else f"-{recipe}"
+    for source in (measured, "roofline"):
+        if (path := folder / f"{source}{suffix}.safetensors").is_file():
+            return Checkpoint.load(path)
+    raise CheckpointError(f"no checkpoint of recipe {recipe!r} ships: make one with dreamshard train --recipe {recipe}")
+
+
+def _state(prefix: str, module: nn.Module) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor.detach().contiguous() for name, tensor in module.state_dict().items()}

@@ -1,0 +1,163 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What must be so in a checkpoint's file before any of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dreamshard_planner.cost.collectives import fits_of
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig
+from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
+from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
+from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.support.files import brief, check_readable, parse_json
+from dreamshard_planner.workload.features import covers, feature_matrix
+from dreamshard_planner.workload.tables import Workload
+
+FORMAT = "dreamshard_planner"
+VERSION = 1
+RECIPES: dict[str, tuple[type, type, type, type]] = {
+    "default": (Policy, PolicyConfig, CostNetwork, CostNetworkConfig),
+    "paper": (PaperPolicy, PaperPolicyConfig, PaperCostNetwork, PaperCostConfig),
+    "autoshard": (RecurrentPolicy, RecurrentPolicyConfig, CostNetwork, CostNetworkConfig),
+}
+"""Policy, its configuration, cost network and its configuration, by recipe. ``default`` is ours, ``paper`` is
+DreamShard as published, ``autoshard`` the recurrent policy of AutoShard on our cost network, for comparison."""
+
+METADATA: dict[str, tuple[type, type]] = {
+    "recipe": (str, str),
+    "hardware_name": (str, str),
+    "hardware": (dict, str),
+    "pools": (list, str),
+    "extra_pools": (list, str),
+    "batch_sizes": (list, int),
+}
+"""What else of the description is read again: its type, and that of its elements."""
+COUNTS = (("dataset", "sets"), ("calibration", "sets"), ("validation", "tasks"))
+"""And how many there were, in sections of it that need not be there."""
+
+MAX_SIZE = 4096
+"""Widest layer of a network, and most of anything that its configuration counts."""
+UNBOUNDED = ("_low", "_high")
+"""Ends of the names of buffers that may be infinite: ranges of networks that have seen nothing."""
+ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The metadata of a file, and how large its networks are; without reading them.
+
+    Raises:
+        CheckpointError: as :meth:`Checkpoint.load`, as far as that can be told.
+    """
+    with opened(path) as file:
+        return description_of(path, file.metadata() or {})
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """The file, if it is one of safetensors; also what goes wrong while it is read names it."""
+    check_readable(path, CheckpointError, "checkpoint")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
+
+
+def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
+    if header.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
+    version = header.get("version", "")
+    if not (version.isascii() and version.isdecimal() and len(version) < 10):
+        raise CheckpointError(f"{path}: unreadable version {brief(version)}")
+    if int(version) > VERSION:
+        raise CheckpointError(
+            f"{path}: checkpoint version {version} is newer than this package reads ({VERSION}); upgrade the package"
+        )
+    try:
+        description = parse_json(header["description"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: its description is missing or damaged ({brief(error)})") from error
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{path}: its description must be a mapping, got {brief(description)}")
+    features = description.get("features")
+    if not isinstance(features, list) or not covers(features):
+        raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
+    for name, (kind, of) in METADATA.items():
+        value = description.get(name)
+        if name in description and not (type(value) is kind and all(type(part) is of for part in value)):
+            raise CheckpointError(f"{path}: its {name} must be a {kind.__name__} of {of.__name__}, got {brief(value)}")
+    for section, counted in COUNTS:
+        value = description.get(section, {})
+        if not (isinstance(value, dict) and type(value.get(counted, 0)) is int):
+            raise CheckpointError(f"{path}: {counted} of its {section} must be a whole number, got {brief(value)}")
+    threads = description.get("hardware", {}).get("threads", 1)
+    if type(threads) is not int or threads < 1:
+        raise CheckpointError(f"{path}: threads of its hardware must be a whole number from 1, got {brief(threads)}")
+    if description.get("recipe", "default") not in RECIPES:
+        raise CheckpointError(
+            f"{path}: its recipe must be one of {', '.join(RECIPES)}, got {brief(description['recipe'])}"
+        )
+    if description.get("collectives") is not None:
+        try:
+            fits_of(description["collectives"])
+        except ValueError as error:
+            raise CheckpointError(f"{path}: its collectives are no measurement ({brief(error)})") from error
+    return description
+
+
+def network_of(path: Path, what: str, make: type, config_type: type, values: Any, file: Any) -> nn.Module:
+    """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
+    sizes = list(values.values()) if isinstance(values, dict) else [values]
+    if not all(type(size) is int and 1 <= size <= MAX_SIZE for size in sizes):
+        raise CheckpointError(f"{path}: sizes of the {what} network must be from 1 to {MAX_SIZE}, got {brief(values)}")
+    try:
+        config = config_type(**values)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its description does not fit this package ({brief(error)})") from error
+    prefix = f"{what}."
+    held = {name.removeprefix(prefix): file.get_slice(name) for name in file.keys() if name.startswith(prefix)}
+    with FakeTensorMode():
+        expected = make(config).state_dict()
+    wrong = sorted(expected.keys() ^ held.keys()) or [
+        name for name in expected if list(expected[name].shape) != held[name].get_shape()
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: the {what} network does not fit this package (see {brief(wrong)})")
+    network, state = make(config), {name: file.get_tensor(prefix + name) for name in held}
+    for name, tensor in state.items():
+        _check_values(path, f"{what} network", name, tensor, expected[name].dtype)
+    network.load_state_dict(state)
+    return network.eval()
+
+
+def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise CheckpointError(f"{path}: the {network} holds {tensor.dtype} in {name}, not {dtype}")
+    if tensor.isnan().any():
+        raise CheckpointError(f"{path}: the {network} holds NaN in {name}")
+    if tensor.isinf().any() and not name.endswith(UNBOUNDED):
+        raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
+
+
+def check_sense(path: Path, policy: AnyPolicy, cost: CostNetwork | PaperCostNetwork | None) -> None:
+    """Finite weights may still be none to compute with: too large, or scales of zero."""
+    features_SF = feature_matrix(ORDINARY)
+    with torch.no_grad():
+        if not bool(policy.represent(features_SF).isfinite().all()):
+            raise CheckpointError(f"{path}: the policy network computes no finite numbers for two ordinary tables")
+        if cost is None:
+            return
+        cost_ms = cost.group_cost_ms(cost.encode(features_SF).sum(0, keepdim=True))[0]
+    if not bool((cost_ms.isfinite() & (cost_ms >= 0)).all()):
+        raise CheckpointError(f"{path}: the cost network predicts {cost_ms.tolist()} ms for two ordinary tables")

@@ -1,0 +1,72 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a reader of predicted costs should know of where they came from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dreamshard_planner.measure.hardware import describe_hardware
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import Topology
+
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+
+FEW_SETS = 1_000
+"""Sets that a cost network is fitted to, below which it is no good: 1,680 make one that errs by 5 to 7 %."""
+FEW_CALIBRATION_SETS = 40
+"""Below which what calibration changes is noise."""
+FEW_TASKS = 20
+"""Validation tasks of a policy that was trained in earnest; ``--quick`` has four."""
+
+
+def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: bool = True) -> tuple[str, ...]:
+    """Of a plan for these devices with this checkpoint.
+
+    Args:
+        checkpoint: what was planned with.
+        topology: what was planned for.
+        uses_network: whether costs came from its network; else only its policy counts.
+    """
+    metadata, notes = checkpoint.metadata, [checkpoint.why] if checkpoint.why else []
+    tasks = metadata.get("validation", {}).get("tasks")
+    if tasks is not None and tasks < FEW_TASKS:
+        notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
+    if uses_network and checkpoint.cost is not None:
+        notes += [*_too_few(checkpoint), *_other_hardware(checkpoint, topology.compute_device)]
+    return tuple(notes)
+
+
+def _too_few(checkpoint: Checkpoint) -> list[str]:
+    metadata, notes = checkpoint.metadata, []
+    sets = metadata.get("dataset", {}).get("sets")
+    if sets is not None and sets < FEW_SETS:
+        notes.append(
+            f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on (fewer "
+            f"than {FEW_SETS:,})"
+        )
+    calibrated = metadata.get("calibration", {}).get("sets")
+    if calibrated is not None and calibrated < FEW_CALIBRATION_SETS:
+        notes.append(
+            f"{checkpoint.name} was calibrated on {calibrated} measured sets, too few to rely on (fewer than "
+            f"{FEW_CALIBRATION_SETS})"
+        )
+    return notes
+
+
+def _other_hardware(checkpoint: Checkpoint, compute_device: str) -> list[str]:
+    measured = checkpoint.metadata.get("hardware", {})
+    device, name = measured.get("device"), measured.get("name")
+    if device is not None and device != compute_device:
+        return [
+            f"these costs were measured on {device} ({name}) and say little of {compute_device}, which the plan is for"
+        ]
+    if device != "cpu":
+        return []
+    here = describe_hardware("cpu", 1)["name"]
+    if name is None or name == here:
+        return []
+    return [
+        f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
+        "fits them to it"
+    ]

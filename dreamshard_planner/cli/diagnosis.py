@@ -1,0 +1,125 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What this environment can do: what is installed, which devices there are, which costs a plan would be made with."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+from dreamshard_planner import __version__
+from dreamshard_planner.environment import LIBRARIES, TORCHREC, Library, how_to_install, installed, untried
+
+_IMPORTED = {TORCHREC: "torchrec.distributed.planner"}
+"""Where more than the module itself has to load."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a diagnosis."""
+
+    subject: str
+    found: str
+    verdict: str = "ok"
+    """``ok``; ``note`` where something is to be known; ``missing`` where nothing can be planned without it."""
+    advice: str = ""
+
+
+def diagnose() -> list[Finding]:
+    """All findings; never raises for what is missing."""
+    findings = [_python(), _dreamshard(), *map(_library, LIBRARIES)]
+    if any(finding.verdict == "missing" for finding in findings):
+        return findings
+    findings += [_cpu(), *_cuda(), _own_checkpoints()]
+    return [*findings, *(_checkpoint(device) for device in ("cpu", "cuda"))]
+
+
+def _python() -> Finding:
+    return Finding("Python", sys.version.split()[0])
+
+
+def _dreamshard() -> Finding:
+    return Finding("dreamshard_planner", __version__)
+
+
+def _library(library: Library) -> Finding:
+    """Whether it works here, and was tried."""
+    releases = library.releases()
+    found = releases[library.name] if list(releases) == [library.name] else library.described()
+    try:
+        import_module(_IMPORTED.get(library, library.module))
+    except Exception as error:  # whatever a half installed library does
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Finding(library.name, f"{found or 'none'}: {why}", "missing", how_to_install(library))
+    if len(releases) > 1:
+        share = f"these share the module {library.module}, and the one installed last is used: uninstall the other"
+        return Finding(library.name, found, "note", share)
+    remark = untried(library)
+    return Finding(library.name, found or "of unknown version", "note" if remark else "ok", remark)
+
+
+def _cpu() -> Finding:
+    from dreamshard_planner.measure.hardware import describe_hardware
+
+    hardware = describe_hardware("cpu", 1)
+    return Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 1e9:.0f} GB")
+
+
+def _cuda() -> list[Finding]:
+    """Cards, and each thing that keeps CUDA from working."""
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        found = [Finding(f"GPU {i}", f"{c.name}, {c.total_memory / 1e9:.0f} GB") for i, c in enumerate(cards)]
+    else:
+        why = (
+            "this torch is built without CUDA: pip install a CUDA build of torch"
+            if torch.version.cuda is None
+            else f"torch is built for CUDA {torch.version.cuda} and sees no card, or no driver for one"
+        )
+        found = [Finding("CUDA", "none", "note", f"{why}. Planning for GPUs works without one")]
+    if installed("fbgemm-gpu-cpu"):
+        found.append(Finding("CUDA kernels", "none: fbgemm-gpu-cpu", "note", "training on GPUs needs fbgemm-gpu"))
+    if not dist.is_nccl_available():
+        found.append(Finding("NCCL", "none", "note", "ranks on GPUs exchange with NCCL; CUDA builds of torch have it"))
+    return found
+
+
+def _own_checkpoints() -> Finding:
+    """What the user keeps, and where."""
+    from dreamshard_planner.checkpoints import user_folder
+
+    subject = "your checkpoints"
+    try:
+        names = ", ".join(path.name for path in user_folder.files())
+    except OSError as error:
+        return Finding(
+            subject,
+            f"{user_folder.folder()}: {error.strerror}",
+            "note",
+            f"set {user_folder.VARIABLE} to another folder",
+        )
+    return Finding(subject, f"{names or 'none'}, in {user_folder.folder()}")
+
+
+def _checkpoint(device: str) -> Finding:
+    """What ``checkpoint="auto"`` would take there, and why."""
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.checkpoints.notes import checkpoint_notes
+    from dreamshard_planner.devices import Machine
+    from dreamshard_planner.errors import CheckpointError
+
+    subject = f"costs on {device}"
+    try:
+        checkpoint = resolve("auto", device)
+    except CheckpointError as error:
+        return Finding(subject, str(error), "missing")
+    if checkpoint.cost is None:
+        how = f"nothing was measured on such a device: on one, dreamshard train --device {device}"
+        advice = "; ".join(filter(None, (checkpoint.why, how)))
+        return Finding(subject, f"{checkpoint.name}: bandwidths, and a policy trained on them", "note", advice)
+    notes = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device=device).topology())
+    found = f"{checkpoint.name}: network, measured on {checkpoint.metadata.get('hardware_name', '?')}"
+    return Finding(subject, found, "note" if set(notes) - {checkpoint.why} else "ok", "; ".join(notes))

@@ -1,0 +1,208 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Planning without training anything: models of the shipped collections, of lists of tables, of a user's function, and
+jobs that name all that their plan depends on."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.offline.table_list import TableSpec, read_table_list
+from dreamshard_planner.planner import DreamShardPlanner
+from dreamshard_planner.plans.report import Report
+from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.workload.pools import POOLS, named_pool
+from dreamshard_planner.workload.statistics import TableStatistics
+
+_OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+}
+
+
+@dataclass(frozen=True)
+class OfflineModel:
+    """A model, and what is known of its tables."""
+
+    name: str
+    module: nn.Module
+    constraints: Mapping[str, ParameterConstraints]
+    statistics: TableStatistics | None
+    specs: tuple[TableSpec, ...] = ()
+    """What it was made from; none for a user's own module."""
+
+    @classmethod
+    def of_specs(cls, specs: Sequence[TableSpec], name: str = "tables") -> OfflineModel:
+        """Collections on the meta device: one of pooled tables, one of weighted ones, one of the sequence tables of
+        each dim."""
+        module = nn.Module()
+        for kind, members in groupby(sorted(specs, key=_collection), key=_collection):
+            module.add_module(kind, _made(kind, list(members)))
+        constraints = {
+            spec.name: ParameterConstraints(
+                sharding_types=None if spec.sharding_types is None else list(spec.sharding_types),
+                compute_kernels=None if spec.compute_kernels is None else list(spec.compute_kernels),
+                min_partition=spec.min_partition,
+            )
+            for spec in specs
+            if (spec.sharding_types, spec.compute_kernels, spec.min_partition) != (None, None, None)
+        }
+        statistics = TableStatistics({name: known for spec in specs for name, known in spec.features.items()})
+        return cls(name, module, constraints, statistics, tuple(specs))
+
+    def with_statistics(self, statistics: TableStatistics) -> OfflineModel:
+        """The same with statistics of real data over what the list says."""
+        return replace(self, statistics=TableStatistics({**(self.statistics or {}), **statistics}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that a plan depends on; ``dataclasses.replace`` makes another."""
+
+    model: OfflineModel
+    machine: Machine
+    batch_size: int
+    """Samples in the batch of one rank."""
+    reserve: float | None = None
+    """Share of the memory kept for all but tables; None: TorchRec's estimate."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`."""
+
+    def planner(self) -> DreamShardPlanner:
+        """A planner for the job."""
+        reservation = None if self.reserve is None else FixedPercentageStorageReservation(self.reserve)
+        return DreamShardPlanner(
+            topology=self.machine.topology(),
+            batch_size=self.batch_size,
+            constraints=dict(self.model.constraints) or None,
+            storage_reservation=reservation,
+            statistics=self.model.statistics,
+            **self.settings,
+        )
+
+    def plan(self) -> PlannedJob:
+        """Plan it.
+
+        Raises:
+            PlannerError: TorchRec's, where tables do not fit.
+        """
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
+            planner = self.planner()
+            plan = planner.plan(self.model.module, get_default_sharders())
+        return PlannedJob(self, planner, plan, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job with its plan."""
+
+    job: Job
+    planner: DreamShardPlanner
+    plan: ShardingPlan
+    seconds: float
+    """That planning took."""
+
+    @property
+    def report(self) -> Report:
+        """On the plan, and what it was chosen from."""
+        return self.planner.report()
+
+    @property
+    def outline(self) -> Report:
+        """The same without what takes as long as planning."""
+        return self.planner.report(beyond=False)
+
+
+def read_model(source: str) -> OfflineModel:
+    """The model that ``source`` names: a list of tables (``tables.json``), a function that returns the model
+    (``package.module:function``), or a shipped collection.
+
+    Raises:
+        TaskError: there is none; names what is wrong with it.
+    """
+    if ":" in source and not os.path.exists(source):
+        return OfflineModel(source, _called(source), {}, None)
+    if source.endswith(".json"):
+        return OfflineModel.of_specs(read_table_list(source), source)
+    if source in POOLS or source.endswith((".pt", ".pt.gz")):
+        return OfflineModel.of_specs([TableSpec.of_table(table) for table in named_pool(source)], source)
+    raise TaskError(
+        f"unknown tables {source!r}{nearest(source, POOLS)}: give a .json list, a function as module:function, or one "
+        f"of {', '.join(POOLS)}"
+    )
+
+
+def _called(source: str) -> nn.Module:
+    """What a user's function returns; the current folder counts, as with ``python -m``."""
+    path, _, function = source.rpartition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(path)
+        for name in function.split("."):
+            found = getattr(found, name)
+        module = found()
+    except Exception as error:
+        raise TaskError(f"{source}: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise TaskError(f"{source} must return the model, a torch.nn.Module, got {type(module).__name__}")
+    return module
+
+
+def _collection(spec: TableSpec) -> str:
+    if spec.pooling == "none":
+        return f"sequences_{spec.embedding_dim}"
+    return "weighted" if spec.weighted else "pooled"
+
+
+def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
+    configs = [
+        {
+            "name": spec.name,
+            "num_embeddings": spec.num_embeddings,
+            "embedding_dim": spec.embedding_dim,
+            "feature_names": list(spec.features),
+            "data_type": DataType[spec.data_type.upper()],
+        }
+        for spec in specs
+    ]
+    meta = torch.device("meta")
+    if kind.startswith("sequences"):
+        collection = EmbeddingCollection(tables=[EmbeddingConfig(**config) for config in configs], device=meta)
+        tables = collection.embeddings
+    else:
+        bags = [
+            EmbeddingBagConfig(**config, pooling=PoolingType[spec.pooling.upper()])
+            for config, spec in zip(configs, specs, strict=True)
+        ]
+        collection = EmbeddingBagCollection(tables=bags, device=meta, is_weighted=kind == "weighted")
+        tables = collection.embedding_bags
+    for optimizer, members in groupby(sorted(specs, key=lambda spec: spec.optimizer), key=lambda spec: spec.optimizer):
+        weights = [tables[spec.name].weight for spec in members]
+        apply_optimizer_in_backward(_OPTIMIZERS[optimizer], weights, {"lr": 0.01})
+    return collection

@@ -1,0 +1,345 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What another machine, batch or table would cost: each answer is a plan of its own, offline.
+
+job = Job(model=read_model("tables.json"), machine=Machine(ranks_per_host=8, gpu="h100"), batch_size=8192)
+print(what_if(job, {"ranks": [4, 8, 16], "batch_size": [4096, 8192]}))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType
+
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.offline.jobs import Job, PlannedJob
+from dreamshard_planner.plans.report import Report
+from dreamshard_planner.workload.statistics import TableStatistics
+
+AXES: dict[str, Callable[[Job, Any], Job]] = {
+    "ranks": lambda job, value: replace(job, machine=replace(job.machine, ranks_per_host=value)),
+    "hosts": lambda job, value: replace(job, machine=replace(job.machine, hosts=value)),
+    "batch_size": lambda job, value: replace(job, batch_size=value),
+    "memory_bytes": lambda job, value: replace(job, machine=replace(job.machine, memory_bytes=value)),
+    "intra_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, intra_bytes_per_s=value)),
+    "inter_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, inter_bytes_per_s=value)),
+}
+"""What may vary, and a job with another value of it. ``ranks`` are those of each host."""
+SPLITS = ("column_wise", "row_wise", "table_row_wise")
+ON_DEVICE = ("fused", "dense")
+"""Compute kernels whose weights are in device memory."""
+CANDIDATES = 8
+"""Costliest tables of which the one that hurts most is found."""
+MAX_HOSTS = 64
+"""Up to which the smallest machine is looked for."""
+Step = Callable[[str], Any]
+"""Told of every plan that is made."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one plan costs."""
+
+    axis: str
+    value: float
+    machine: str
+    ranks: int
+    batch_size: int
+    """Of one rank."""
+    total_ms: float
+    """Of one step; infinite where nothing fits."""
+    compute_ms: float
+    """Of the slowest rank."""
+    collectives_ms: float
+    fullest: float
+    """Share of the memory left for tables that they take on the fullest rank."""
+    outside: int = 0
+    """Tables whose weights are not all in device memory."""
+    reason: str = ""
+    """Why nothing fits."""
+
+    @property
+    def fits(self) -> bool:
+        return math.isfinite(self.total_ms)
+
+    @property
+    def us_per_sample(self) -> float:
+        """Microseconds per sample of all ranks: what scaling gains."""
+        return self.total_ms * 1e3 / (self.ranks * self.batch_size)
+
+    @classmethod
+    def of(cls, axis: str, value: float, job: Job, report: Report | None, reason: str = "") -> Point:
+        """From a report, None where nothing fits."""
+        chosen = None if report is None else report.chosen
+        filled = [
+            used / limit
+            for entry in (report.memory if report else ())
+            for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
+            if limit > 0
+        ]
+        return cls(
+            axis=axis,
+            value=value,
+            machine=job.machine.title,
+            ranks=job.machine.ranks,
+            batch_size=job.batch_size,
+            total_ms=chosen.total_ms if chosen else math.inf,
+            compute_ms=max(chosen.rank_ms) if chosen else math.inf,
+            collectives_ms=chosen.collectives_ms if chosen else math.inf,
+            fullest=max(filled, default=0.0),
+            outside=sum(entry.kernel not in ON_DEVICE for entry in (report.tables if report else ())),
+            reason=reason,
+        )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to do to one table, and what the best plan costs then."""
+
+    what: str
+    total_ms: float
+    """Infinite where that cannot be planned."""
+    gain_ms: float
+    reason: str = ""
+    """Why it cannot."""
+
+
+@dataclass(frozen=True)
+class WorstTable:
+    """The table that hurts most."""
+
+    table: str
+    sharding: str
+    ranks: tuple[int, ...]
+    without_ms: float
+    """Cost of the plan, were the table not there."""
+    remedies: tuple[Remedy, ...]
+    """Best first."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What :func:`what_if` found."""
+
+    base: Point
+    cost_source: str
+    sweeps: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    """By axis."""
+    smallest: Point | None = None
+    """The smallest machine that the tables fit on; None where none was found, or asked for."""
+    worst: WorstTable | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Replanning:
+    """What planning again for newer statistics would gain."""
+
+    keep_ms: float
+    """Of the plan that was made with the older ones, as the newer ones have it."""
+    again_ms: float
+    """Of a plan made with the newer ones."""
+
+    @property
+    def gain(self) -> float:
+        """Share of the cost that planning again takes away; not below 0."""
+        return max(0.0, 1 - self.again_ms / self.keep_ms) if self.keep_ms > 0 else 0.0
+
+
+def what_if(
+    job: Job,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    smallest: bool = True,
+    worst: bool = True,
+    step: Step = lambda what: None,
+) -> WhatIf:
+    """Plan a job, and its variations one by one.
+
+    Args:
+        job: what is planned now.
+        vary: values by a name of :data:`AXES`.
+        smallest: also look for the smallest machine that fits.
+        worst: also look for the table that hurts most, and what would help it.
+        step: called before every plan, with what it is of.
+
+    Raises:
+        PlannerError: the job's own tables do not fit.
+        TaskError: an unknown axis, or a value that cannot be.
+    """
+    unknown = sorted(set(vary or {}) - AXES.keys())
+    if unknown:
+        raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
+    step("as it is")
+    planned = job.plan()
+    report = planned.outline
+    base = Point.of("", 0.0, job, report)
+    return WhatIf(
+        base=base,
+        cost_source=report.cost_source,
+        sweeps={axis: sweep(job, axis, values, step) for axis, values in (vary or {}).items()},
+        smallest=smallest_that_fits(job, base.outside, step) if smallest else None,
+        worst=worst_table(planned, step) if worst else None,
+        notes=report.notes,
+    )
+
+
+def sweep(job: Job, axis: str, values: Sequence[Any], step: Step = lambda what: None) -> tuple[Point, ...]:
+    """The cost at each value; what does not fit is a point that says why."""
+    return tuple(_point(axis, value, AXES[axis](job, value), step) for value in values)
+
+
+def _point(axis: str, value: float, job: Job, step: Step) -> Point:
+    step(f"{axis} {value:,}")
+    try:
+        return Point.of(axis, value, job, job.plan().outline)
+    except PlannerError as error:
+        return Point.of(axis, value, job, None, " ".join(str(error).split()))
+
+
+def smallest_that_fits(job: Job, outside: int = 0, step: Step = lambda what: None) -> Point | None:
+    """The fewest ranks that the tables fit on: on one host while it has room for more, then on whole hosts.
+
+    Looked for by bisection, since what fits on some ranks fits on more of them but for the last few bytes; None where
+    :data:`MAX_HOSTS` are too few.
+
+    Args:
+        job: with as many ranks per host as a host has room for.
+        outside: tables that may leave device memory.
+        step: told of every plan.
+    """
+    machines, tried = _machines(job.machine), {}
+
+    def fits(index: int) -> bool:
+        machine = machines[index]
+        tried[index] = _point("ranks", machine.ranks, replace(job, machine=machine), step)
+        return tried[index].fits and tried[index].outside <= outside
+
+    low, high = -1, job.machine.ranks_per_host - 1  # low: does not fit
+    while not fits(high):
+        low = high
+        if high == len(machines) - 1:
+            return None
+        high = min(2 * high + 1, len(machines) - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return tried[high]
+
+
+def _machines(machine: Machine) -> list[Machine]:
+    """From one rank to whole hosts, ascending; one host alone where nothing is known of a network."""
+    per_host = machine.ranks_per_host
+    made = [replace(machine, ranks_per_host=ranks, hosts=1) for ranks in range(1, per_host + 1)]
+    try:
+        return [*made, *(replace(machine, hosts=hosts) for hosts in range(2, MAX_HOSTS + 1))]
+    except TaskError:
+        return made
+
+
+def worst_table(planned: PlannedJob, step: Step = lambda what: None) -> WorstTable | None:
+    """The table without which the plan would cost least, and what splitting, caching or shrinking it would gain."""
+    tables = planned.outline.tables
+    if len(tables) < 2:
+        return None
+    by_cost = sorted(tables, key=lambda entry: -entry.alone_ms)[:CANDIDATES]
+    rated = ((planned.planner.without_ms(entry.name), entry) for entry in by_cost)
+    least_ms, entry = min(rated, key=lambda pair: pair[0])
+    remedies = sorted(_remedies(planned, entry.name, step), key=lambda remedy: remedy.total_ms)
+    return WorstTable(entry.name, entry.label, entry.ranks, least_ms, tuple(remedies))
+
+
+def _remedies(planned: PlannedJob, table: str, step: Step) -> Iterator[Remedy]:
+    """Of the table with this fully qualified name."""
+    job, base_ms = planned.job, planned.outline.chosen.total_ms
+    name = table.rpartition(".")[2]
+    label = next(entry.label for entry in planned.outline.tables if entry.name == table)
+
+    def tried(what: str, changed: Job) -> Remedy:
+        step(f"{name}: {what}")
+        try:
+            total_ms = changed.plan().outline.chosen.total_ms
+        except (PlannerError, TaskError) as error:
+            return Remedy(what, math.inf, 0.0, " ".join(str(error).split()))
+        return Remedy(what, total_ms, base_ms - total_ms)
+
+    for kind in SPLITS:
+        if kind != label and (kind != "table_row_wise" or job.machine.hosts > 1):
+            yield tried(f"split {kind}", _constrained(job, name, sharding_types=[kind]))
+    if job.machine.device == "cuda":
+        yield tried("cached in unified memory", _constrained(job, name, compute_kernels=["fused_uvm_caching"]))
+    for what, change in (
+        ("half the rows", {"rows": 0.5}),
+        ("half the dim", {"dim": 0.5}),
+        ("fp16 weights", {"data_type": DataType.FP16}),
+    ):
+        with resized(job.model.module, table, **change) as possible:
+            if possible:
+                yield tried(what, job)
+
+
+def _constrained(job: Job, table: str, **change: list[str]) -> Job:
+    constraint = job.model.constraints.get(table) or ParameterConstraints()
+    constraints = {**job.model.constraints, table: replace(constraint, **change)}
+    return replace(job, model=replace(job.model, constraints=constraints))
+
+
+@contextmanager
+def resized(
+    module: nn.Module, table: str, rows: float = 1.0, dim: float = 1.0, data_type: DataType | None = None
+) -> Iterator[bool]:
+    """The model with a table of this share of the rows and columns, or of another type, on the meta device; as it was
+    afterwards. False where the table is of a kind that this cannot be done with, or would be as it is.
+
+    Args:
+        module: the model.
+        table: its fully qualified name.
+    """
+    path, _, name = table.rpartition(".")
+    try:
+        collection = module.get_submodule(path)
+        bags = hasattr(collection, "embedding_bag_configs")
+        configs = collection.embedding_bag_configs() if bags else collection.embedding_configs()
+        holder = collection.embedding_bags if bags else collection.embeddings
+        config = next(config for config in configs if config.name == name)
+    except (AttributeError, StopIteration):
+        yield False
+        return
+    new_rows, new_dim = max(1, round(config.num_embeddings * rows)), max(4, round(config.embedding_dim * dim / 4) * 4)
+    new_type = data_type or config.data_type
+    old, known = holder[name], (config.num_embeddings, config.embedding_dim, config.data_type)
+    smaller = (new_rows, new_dim) < known[:2] or DATA_TYPE_NUM_BITS[new_type] < DATA_TYPE_NUM_BITS[known[2]]
+    if not smaller or (new_dim != known[1] and not bags):  # tables of a sequence collection have one dim
+        yield False
+        return
+    shape = {"num_embeddings": new_rows, "embedding_dim": new_dim, "device": torch.device("meta")}
+    dtype = torch.float16 if new_type == DataType.FP16 else old.weight.dtype
+    made = nn.EmbeddingBag(**shape, mode=old.mode, include_last_offset=True) if bags else nn.Embedding(**shape)
+    made.weight = nn.Parameter(made.weight.to(dtype))
+    made.weight.__dict__.update(old.weight.__dict__)  # its optimizer
+    holder[name] = made
+    config.num_embeddings, config.embedding_dim, config.data_type = new_rows, new_dim, new_type
+    try:
+        yield True
+    finally:
+        holder[name] = old
+        config.num_embeddings, config.embedding_dim, config.data_type = known
+
+
+def replanning(job: Job, before: TableStatistics, after: TableStatistics) -> Replanning:
+    """What a plan made with the statistics ``before`` costs by those ``after``, and what a new one would."""
+    kept = replace(job, model=job.model.with_statistics(before)).plan()
+    again = replace(job, model=job.model.with_statistics(after)).plan()
+    keep_ms = again.planner.predict(kept.plan).total_ms
+    return Replanning(keep_ms, again.outline.chosen.total_ms)

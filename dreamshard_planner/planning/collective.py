@@ -1,0 +1,212 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""One rank plans, all ranks go on: with its plan, or with its error. None waits for a rank that failed. While it plans
+it may have all ranks do something together."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.types import ShardingPlan
+
+from dreamshard_planner.errors import (
+    CheckpointError,
+    DatasetError,
+    DreamShardError,
+    PlanError,
+    StatisticsError,
+    TaskError,
+)
+from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.support.torch_state import neutral
+
+_KNOWN = (PlannerError, CheckpointError, DatasetError, PlanError, StatisticsError, TaskError, DreamShardError)
+_KNOWN += (ValueError, TypeError, RuntimeError, AssertionError, OSError)
+KNOWN_ERRORS = {f"{known.__module__}.{known.__qualname__}": known for known in _KNOWN}
+"""Errors that one text makes again on another rank."""
+
+CALL_SECONDS = 5.0
+"""After which ranks that measure talk to each other, about, so that none takes the others for dead."""
+PATIENCE_TO_MEASURE = 4
+"""Calls that ranks which measure together must be ready to wait for."""
+MAX_SHARE_OF_TIMEOUT = 0.75
+"""Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error in plain strings, which always pickle; errors themselves need not."""
+
+    known: str | None
+    """The nearest of :data:`KNOWN_ERRORS` among its class and bases."""
+    kind: str
+    text: str
+    planner_error: str | None = None
+    """Name of the ``PlannerErrorType``."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Whatever the error does when it is asked for its text."""
+        known = next((name for base in type(error).__mro__ for name, of in KNOWN_ERRORS.items() if of is base), None)
+        try:
+            text = str(error)
+        except Exception as unreadable:
+            text = f"its text cannot be read: {type(unreadable).__name__}"
+        planner_error = getattr(error, "error_type", None)
+        planner_error = planner_error.name if isinstance(planner_error, PlannerErrorType) else None
+        return cls(known, type(error).__qualname__, text, planner_error)
+
+    def error(self) -> Exception:
+        """For the other ranks: of the same type where that is known, of its nearest known base otherwise, or
+        :class:`DreamShardError`; then the text begins with the name of the type."""
+        if self.known is None:
+            return DreamShardError(f"planning on rank 0 ended with {self.kind}: {self.text}")
+        made = KNOWN_ERRORS[self.known]
+        text = self.text if made.__qualname__ == self.kind else f"{self.kind}: {self.text}"
+        if made is PlannerError and self.planner_error:
+            return PlannerError(text, PlannerErrorType[self.planner_error])
+        return made(text)
+
+
+Job = Callable[[Ranks, dict[str, Any], Any], Any]
+"""``(ranks, kept, argument)``: what all ranks do together. Importable by name; ``kept`` stays on a rank between jobs.
+Whatever may fail on one rank alone belongs into ``ranks.map``."""
+
+
+class Together:
+    """All ranks of a group, led by its first one: the others do what it asks for, until it has a plan."""
+
+    def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
+        alone = pg is None or pg.size() == 1
+        on_host = 1 if alone else get_local_size(pg.size())
+        self.ranks = Ranks() if alone else Ranks(pg.rank(), pg.size(), pg.rank() % on_host, on_host, pg)
+        self._kept: dict[str, Any] = {}
+
+    def do(self, job: Job, argument: Any) -> Any:
+        """``job`` on all ranks; what it returns on this one, the first. Raises what it raises here."""
+        self.tell((job, argument))
+        return job(self.ranks, self._kept, argument)
+
+    def tell(self, message: Any) -> None:
+        """Send anything that pickles to the others."""
+        if self.ranks.size > 1:
+            self._exchange([pickle.dumps(message)])
+
+    def follow(self) -> Any:
+        """On the others: do what the first rank asks for; returns what it tells in the end."""
+        while True:
+            message = [b""]
+            self._exchange(message)
+            told = pickle.loads(message[0])
+            if not isinstance(told, tuple):
+                return told
+            job, argument = told
+            try:
+                with neutral():
+                    job(self.ranks, self._kept, argument)
+            except Exception:  # the first rank has it as well, and tells what comes of it
+                continue
+
+    def end(self) -> None:
+        """Of planning: from now on this rank is alone."""
+        self.ranks, self._kept = Ranks(), {}
+
+    def _exchange(self, message: list[bytes]) -> None:
+        group = self.ranks.group
+        with neutral():
+            dist.broadcast_object_list(message, src=dist.get_global_rank(group, 0), group=group)
+
+
+def plan_on_rank_0(make: Callable[[Together], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:
+    """What ``make`` returns on rank 0 of the group, on every rank; the other ranks never call it, and do meanwhile what
+    it has them do.
+
+    Raises:
+        BaseException: what ``make`` raised, on rank 0; on the others what :meth:`Failure.error` makes of it.
+        DreamShardError: where the plan does not pickle, on every rank.
+    """
+    together = Together(pg)
+    if together.ranks.size == 1:
+        return make(together)
+    failed = None
+    try:
+        if together.ranks.rank == 0:
+            try:
+                plan = make(together)
+                _require_pickles(plan)
+                told = plan
+            except BaseException as error:  # an interrupt as well: the other ranks are waiting
+                failed, told = error, Failure.of(error)
+            together.tell(told)
+            if failed is not None:
+                raise failed
+            return plan
+        told = together.follow()
+        if isinstance(told, Failure):
+            raise told.error() from None
+        return told
+    finally:
+        # An error holds this frame: without this it would keep itself, and the group, whose threads must not outlive
+        # Python.
+        together.end()
+        del failed, pg
+
+
+def group_timeout_seconds(pg: dist.ProcessGroup) -> float | None:
+    """How long ranks of the group wait for one another; None where its backend does not say."""
+    try:
+        device = torch.device(dist.distributed_c10d._get_object_coll_device(pg))
+        return pg._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def check_patience(
+    sharding_group: int, ranks: int, patience_seconds: float | None, search_seconds: float | None, refines: bool
+) -> None:
+    """Whether a plan serves a process group, and is made while the group waits.
+
+    Args:
+        sharding_group: ranks that the plan is for.
+        ranks: of the process group.
+        patience_seconds: for which ranks wait for one another; None where that is unknown.
+        search_seconds: that rank 0 may search alone.
+        refines: whether the ranks measure together.
+
+    Raises:
+        DreamShardError: where not; says what would help.
+    """
+    if ranks % sharding_group:
+        raise DreamShardError(
+            f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
+            f"{sharding_group} ranks that the planner's topology has"
+        )
+    if ranks == 1 or patience_seconds is None:
+        return
+    seconds, most = search_seconds or 0.0, MAX_SHARE_OF_TIMEOUT * patience_seconds
+    if seconds > most:
+        raise DreamShardError(
+            f"rank 0 may plan for {seconds:g} s (search_seconds), but the other ranks wait for "
+            f"{patience_seconds:g} s, the process group's timeout: give less than {most:g} s, or "
+            "init_process_group(timeout=...) more"
+        )
+    if refines and patience_seconds < PATIENCE_TO_MEASURE * CALL_SECONDS:
+        raise DreamShardError(
+            f"ranks that measure together (refine) talk every {CALL_SECONDS:g} s or so, but the process group "
+            f"gives up after {patience_seconds:g} s: init_process_group(timeout=...) "
+            f"{PATIENCE_TO_MEASURE * CALL_SECONDS:g} s or more"
+        )
+
+
+def _require_pickles(plan: ShardingPlan) -> None:
+    try:
+        pickle.loads(pickle.dumps(plan))  # what only fails there would leave this rank waiting for the others
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DreamShardError(f"the plan cannot be sent to the other ranks, it does not pickle ({reason})") from error

@@ -1,0 +1,284 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How the explanation of a rank is worked out: from the plan's sums, and from the options of its costliest tables.
+
+Shapes: D ranks, G fused groups, H latent channels, M kinds of memory, Y parts of one table on the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+
+from dreamshard_planner.cost.model import MEMORY_KINDS, has_room
+from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.given_plans import GivenPlans, Rated
+from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
+from dreamshard_planner.problem.options import fqn_of, same_option
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search_space.input_checks import available_bytes
+from dreamshard_planner.support.formatting import ranks_in_words, sharding_in_words
+
+MAX_TABLES = 5
+"""Of the rank, the costliest: those whose changes are worked out."""
+CACHING = "fused_uvm_caching"
+
+
+@torch.no_grad()
+def explain(
+    context: PlanningContext,
+    given: GivenPlans,
+    rated: Rated,
+    usable: Sequence[ShardingOption],
+    topology: Topology,
+    rank: int | None = None,
+) -> Explanation:
+    """Why a rank takes as long as it does.
+
+    Args:
+        context: reads and rates options.
+        given: the planned model's.
+        rated: the plan.
+        usable: options that tables may take instead.
+        topology: before the storage reservation.
+        rank: the slowest by default.
+
+    Raises:
+        PlannerError: there is no such rank.
+    """
+    ranks = topology.world_size
+    device_ms_D = rated.costs.device_ms_BD[0]
+    rank = int(device_ms_D.argmax()) if rank is None else rank
+    if not 0 <= rank < ranks:
+        raise PlannerError(f"there is no rank {rank}: the plan has ranks 0 to {ranks - 1}", PlannerErrorType.OTHER)
+    here = _Here.of(rated, rank)
+    costliest = here.costliest()
+    names = {rated.read.problem.names[table] for table in costliest[:MAX_TABLES]}
+    changes = _Changes(context.read(_with_alternatives(rated.options, usable, names), given.left), rated, context, rank)
+    tables = tuple(
+        TableCost(
+            table=rated.read.problem.names[table],
+            sharding=_words(rated.read, rated.sharding, table),
+            marginal_ms=here.marginal_ms[table],
+            alone_ms=here.alone_ms[table],
+            bytes=int(rated.read.problem.storage_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
+            **changes.of(rated.read.problem.names[table]),
+        )
+        for table in costliest[:MAX_TABLES]
+    )
+    bottleneck, headline = _verdict(rated, here, rank, {entry.table: entry for entry in tables})
+    return Explanation(
+        rank=rank,
+        headline=headline,
+        bottleneck=bottleneck,
+        total_ms=float(rated.costs.overall_ms_B[0]),
+        rank_ms=tuple(device_ms_D.tolist()),
+        collectives_ms=float(rated.costs.forward_collective_ms_B[0] + rated.costs.backward_collective_ms_B[0]),
+        waiting_ms=float(device_ms_D.max() - device_ms_D[rank]),
+        groups=here.groups(),
+        tables=tables,
+        other_tables=max(0, len(costliest) - MAX_TABLES),
+        memory=_memory(rated, topology, rank),
+        cost_source=str(rated.cost.compute.source),
+        collectives_source=rated.read.problem.collectives.world.source,
+    )
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What lies on one rank."""
+
+    rated: Rated
+    latent_GH: Tensor
+    parts: dict[int, list[int]]
+    """Of each table that has some there."""
+    alone_ms: dict[int, float]
+    marginal_ms: dict[int, float]
+
+    @classmethod
+    def of(cls, rated: Rated, rank: int) -> _Here:
+        cost, problem, sharding = rated.cost, rated.read.problem, rated.sharding
+        latent_GH = cost.group_latents(*cost.laid(sharding))[rank]
+        parts: dict[int, list[int]] = {}
+        for table, (option, positions) in enumerate(zip(sharding.options, sharding.positions, strict=True)):
+            for unit, position in zip(problem.tables[table][option].units, positions, strict=True):
+                if rank in (ranks := unit.ranks(position)):
+                    parts.setdefault(table, []).append(unit.parts[ranks.index(rank)])
+        alone_ms = {table: float(cost.single_ms_P[part_Y].sum()) for table, part_Y in parts.items()}
+        marginal_ms = {}
+        for table, part_Y in parts.items():
+            group_H = latent_GH[problem.group_of(table, sharding.options[table])]
+            without_H = group_H - cost.latent_PH[part_Y].sum(0)
+            if float(without_H[0]) < 0.5:  # rounding of what was there
+                without_H = torch.zeros_like(without_H)
+            both_2 = cost.compute.group_cost_ms(torch.stack([group_H, without_H])).sum(-1)
+            marginal_ms[table] = float(both_2[0] - both_2[1])
+        return cls(rated, latent_GH, parts, alone_ms, marginal_ms)
+
+    def costliest(self) -> list[int]:
+        return sorted(self.parts, key=lambda table: (-self.marginal_ms[table], table))
+
+    def groups(self) -> tuple[GroupCost, ...]:
+        problem, sharding = self.rated.read.problem, self.rated.sharding
+        cost_G2 = self.rated.cost.compute.group_cost_ms(self.latent_GH)
+        members: dict[int, list[int]] = {}
+        for table in self.parts:
+            members.setdefault(problem.group_of(table, sharding.options[table]), []).append(table)
+        found = [
+            GroupCost(
+                label=_group_label(self.rated.read.options[tables[0]][sharding.options[tables[0]]]),
+                tables=tuple(problem.names[table] for table in tables),
+                forward_ms=float(cost_G2[group, 0]),
+                backward_ms=float(cost_G2[group, 1]),
+                alone_ms=sum(self.alone_ms[table] for table in tables),
+            )
+            for group, tables in members.items()
+        ]
+        return tuple(sorted(found, key=lambda group: -(group.forward_ms + group.backward_ms)))
+
+
+class _Changes:
+    """What changes of one table at a time would gain, by table name."""
+
+    def __init__(self, read: ReadProblem, rated: Rated, context: PlanningContext, rank: int) -> None:
+        self._read, self._rank = read, rank
+        self._cost = context.cost(read)
+        self._sharding = read.sharding(rated.options)
+        self._now_ms = self._cost.overall_ms(self._sharding)
+        self._state = ShardingState(self._cost, self._sharding, max(1e-9, self._now_ms))
+
+    def of(self, name: str) -> dict[str, Change | None]:
+        problem = self._read.problem
+        table = problem.names.index(name)
+        options, now = problem.tables[table], problem.tables[table][self._sharding.options[table]]
+        pieces = len(now.parts)
+        smaller = [
+            index
+            for index, option in enumerate(options)
+            if len(option.parts) > pieces and option.kernel in (now.kernel, "fused")
+        ]
+        cached = [
+            index
+            for index, option in enumerate(options)
+            if (option.kernel, option.sharding_type, len(option.units)) == (CACHING, now.sharding_type, len(now.units))
+        ]
+        return {
+            "leaving": self._leaving(table),
+            "splitting": self._best(table, smaller),
+            "caching": self._best(table, cached) if now.kernel != CACHING else None,
+        }
+
+    def _best(self, table: int, options: Sequence[int]) -> Change | None:
+        if not options:
+            return None
+        tried = self._state.tried(table, options)
+        index = int(tried.key_Q.argmin())
+        if not math.isfinite(float(tried.key_Q[index])):
+            return None
+        return self._change(self._sharding.changed(table, options[index], tried.positions[index]), table)
+
+    def _leaving(self, table: int) -> Change | None:
+        """Every unit of the table that is on the rank, where the peak is lowest elsewhere."""
+        cost, problem, state = self._cost, self._read.problem, self._state
+        option = self._sharding.options[table]
+        units, positions = problem.tables[table][option].units, list(self._sharding.positions[table])
+        group = problem.group_of(table, option)
+        latent_DH, free_DM = state.latent_DGH[:, group].clone(), state.free_DM.clone()
+        rest_D = state.device_ms_D - cost.compute.group_cost_ms(latent_DH).sum(-1)
+        for index, unit in enumerate(units):
+            if self._rank not in unit.ranks(positions[index]):
+                continue
+            added_LH, need_LM = cost.latent_PH[list(unit.parts)], problem.storage_PM[list(unit.parts)]
+            after_NL = cost.compute.group_cost_ms(latent_DH.unflatten(0, (-1, unit.span)) + added_LH).sum(-1)
+            peak_N = (rest_D.unflatten(0, (-1, unit.span)) + after_NL).amax(-1)
+            fits_N = has_room(need_LM, free_DM.unflatten(0, (-1, unit.span))).all(-1)
+            fits_N[self._rank // unit.span] = False
+            if not bool(fits_N.any()):
+                return None
+            positions[index] = int(peak_N.masked_fill(~fits_N, torch.inf).argmin())
+            taken = list(unit.ranks(positions[index]))
+            latent_DH[taken] += added_LH
+            free_DM[taken] -= need_LM
+        return self._change(self._sharding.changed(table, option, tuple(positions)), table)
+
+    def _change(self, sharding: Sharding, table: int) -> Change:
+        total_ms = self._cost.overall_ms(sharding)
+        return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
+
+
+def _with_alternatives(
+    plan: Sequence[ShardingOption], usable: Sequence[ShardingOption], names: set[str]
+) -> list[ShardingOption]:
+    """The plan's options, and of some tables all others that they may take."""
+    chosen = {option.fqn: option for option in plan}
+    others = [option for option in usable if fqn_of(option) in names and not same_option(option, chosen[option.fqn])]
+    return [*plan, *others]
+
+
+def _verdict(rated: Rated, here: _Here, rank: int, tables: dict[str, TableCost]) -> tuple[str | None, str]:
+    """The table that is the bottleneck, if one is, and that in words."""
+    device_ms_D, names = rated.costs.device_ms_BD[0], rated.read.problem.names
+    own_ms, level_ms = float(device_ms_D[rank]), float(device_ms_D.mean())
+    slowest = int(device_ms_D.argmax())
+    if not here.parts:
+        return None, f"Rank {rank} has nothing to compute."
+    heaviest = max(here.alone_ms, key=lambda table: here.alone_ms[table])
+    alone_ms = here.alone_ms[heaviest]
+    share = f"table {names[heaviest]!r} takes {alone_ms:.3f} ms by itself"
+    slowest_ms = float(device_ms_D[slowest])
+    if own_ms < slowest_ms * (1 - 1e-3):
+        return None, f"Rank {rank} is not the slowest: it takes {own_ms:.3f} ms, rank {slowest} {slowest_ms:.3f}."
+    if len(device_ms_D) > 1 and alone_ms > level_ms and alone_ms > 0.5 * own_ms:
+        return names[heaviest], (
+            f"One table is the bottleneck: {share}, more than the {level_ms:.3f} ms that every rank would take if all "
+            f"were level, so moving other tables away from rank {rank} cannot make it level. "
+            f"{_remedy(tables, names[heaviest])}"
+        )
+    return None, (
+        f"No single table is the bottleneck: of rank {rank}'s {own_ms:.3f} ms, the heaviest {share}; ranks would take "
+        f"{level_ms:.3f} ms each if all were level."
+    )
+
+
+def _remedy(tables: dict[str, TableCost], name: str) -> str:
+    """What changing the table itself would gain."""
+    entry = tables.get(name)
+    changes = [] if entry is None else [change for change in (entry.splitting, entry.caching) if change is not None]
+    best = max(changes, key=lambda change: change.gain_ms, default=None)
+    if best is None:
+        return "It may not be split here; a smaller table, or fewer lookups, would help."
+    if best.gain_ms <= 0:
+        return "Neither splitting nor caching it would gain anything; a smaller table, or fewer lookups, would."
+    return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms."
+
+
+def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:
+    used_DM, limit_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding)), rated.read.problem.capacity_DM
+    total_DM = available_bytes(topology)
+    return tuple(
+        RankMemory(
+            name,
+            int(used_DM[rank, kind]),
+            int(limit_DM[rank, kind]),
+            int(total_DM[rank, kind] - limit_DM[rank, kind]),
+        )
+        for kind, name in enumerate(MEMORY_KINDS)
+        if bool(used_DM[:, kind].any())
+    )
+
+
+def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
+    option = read.problem.tables[table][sharding.options[table]]
+    ranks = ranks_in_words(option.ranks(sharding.positions[table]))
+    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}"
+
+
+def _group_label(option: ShardingOption) -> str:
+    data_type = str(option.tensor.dtype).removeprefix("torch.")
+    return f"{option.path or 'model'} {option.sharding_type} {data_type}"

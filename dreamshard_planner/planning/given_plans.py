@@ -1,0 +1,232 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Plans that come from elsewhere, as options of the model that was planned: TorchRec's ``ShardingPlan``, files, lists
+of options. What is missing, unknown or impossible is an error that names the table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.enumerators import get_partition_by_type
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
+from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
+from dreamshard_planner.problem.options import by_table, fqn_of
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.torch_state import single_thread
+
+NAMED = 5
+"""Tables named in one error."""
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A plan, read and rated."""
+
+    options: list[ShardingOption]
+    """With ranks and storage."""
+    read: ReadProblem
+    cost: ShardingCost
+    sharding: Sharding
+    costs: PlacementCosts
+    """B = 1."""
+
+
+class GivenPlans:
+    """Reads and rates plans of one model.
+
+    Args:
+        context: of the planner that enumerated the options.
+        search_space: all options of all tables.
+        left: what the storage reservation leaves.
+    """
+
+    def __init__(self, context: PlanningContext, search_space: Sequence[ShardingOption], left: Topology) -> None:
+        self._context = context
+        self.left = left
+        self.by_table = by_table(search_space)
+
+    def options(self, plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> list[ShardingOption]:
+        """One option with ranks for each table, in the order of the search space. Options that are given are taken as
+        they are; others are copies of those that were enumerated, or made after them.
+
+        Raises:
+            PlannerError: tables are missing, unknown or given twice; shards leave their table or do not cover it; ranks
+                are missing or impossible; a sharding type or kernel is unknown.
+        """
+        given = _by_table(plan)
+        self._check_tables(given)
+        return [self._as_option(fqn, given[fqn]) for fqn in self.by_table]
+
+    def enumerated(self, plan: SavedPlan) -> list[ShardingOption]:
+        """Copies of the options that a file chose, with its ranks.
+
+        Raises:
+            PlannerError: as :meth:`options`, and where a table is sharded in a way that was not enumerated for it.
+        """
+        given = _by_table(plan)
+        self._check_tables(given)
+        chosen = []
+        for fqn, choices in self.by_table.items():
+            known = self._known(choices, given[fqn])
+            if known is None:
+                kinds = sorted({choice.sharding_type for choice in choices})
+                raise PlannerError(
+                    f"table {fqn!r} is sharded {given[fqn].label} in {len(given[fqn].shards)} shard(s) in {plan.name}, "
+                    f"which is none of the ways that it may be sharded here ({', '.join(kinds)})",
+                    PlannerErrorType.PLAN_LOADING_FAILED,
+                )
+            chosen.append(self._as_option(fqn, given[fqn]))
+        return chosen
+
+    @torch.no_grad()
+    def rated(self, plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> Rated:
+        """What a plan needs and costs; errors as of :meth:`options`."""
+        with single_thread():
+            options = self.options(plan)
+            self._context.complete(options)
+            read = self._context.read(options, self.left)
+            cost, sharding = self._context.cost(read), read.sharding(options)
+            return Rated(options, read, cost, sharding, cost.rate(sharding))
+
+    def check_room(self, rated: Rated, name: str) -> None:
+        """PlannerError unless every rank keeps within what the storage reservation leaves; names rank and bytes."""
+        used_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding))
+        over_DM = (used_DM - rated.read.problem.capacity_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
+        if not bool((over_DM > 0).any()):
+            return
+        rank, kind = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
+        raise PlannerError(
+            f"Tables do not fit: {name} puts {int(used_DM[rank, kind]):,} bytes of {MEMORY_KINDS[kind]} on rank {rank}"
+            f", the storage reservation leaves {max(0, int(rated.read.problem.capacity_DM[rank, kind])):,}: "
+            f"{int(over_DM[rank, kind]):,} bytes are missing",
+            PlannerErrorType.INSUFFICIENT_STORAGE,
+        )
+
+    def _check_tables(self, given: Mapping[str, Any]) -> None:
+        unknown = [name for name in given if name not in self.by_table]
+        if unknown:
+            named = [f"{name!r}{nearest(name, self.by_table)}" for name in unknown[:NAMED]]
+            raise PlannerError(
+                f"the plan shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
+                f"{', '.join(named)}",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        missing = [name for name in self.by_table if name not in given]
+        if missing:
+            raise PlannerError(
+                f"the plan has no sharding of {_count(missing)} the planned model has: "
+                f"{', '.join(map(repr, missing[:NAMED]))}",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+
+    def _check(self, fqn: str, sharding: TableSharding) -> None:
+        if sharding.sharding_type not in SHARDING_TYPES:
+            raise PlannerError(
+                f"table {fqn!r}: unknown sharding type {sharding.sharding_type!r}; known are "
+                f"{', '.join(SHARDING_TYPES)}",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        rows, dim = self.by_table[fqn][0].tensor.shape
+        try:
+            check_shards(fqn, sharding, rows, dim, self.left.world_size)
+        except ValueError as error:
+            raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
+
+    def _as_option(self, fqn: str, given: ShardingOption | ParameterSharding | TableSharding) -> ShardingOption:
+        choices = self.by_table[fqn]
+        sharding = _sharding(fqn, given, tuple(choices[0].tensor.shape))
+        self._check(fqn, sharding)
+        if isinstance(given, ShardingOption):
+            return given
+        known = self._known(choices, sharding)
+        option = copy.deepcopy(known or choices[0])
+        if known is None:
+            option.sharding_type, option.compute_kernel = sharding.sharding_type, sharding.kernel
+            option.partition_by = get_partition_by_type(sharding.sharding_type)
+            option.shards = [Shard([*place.size], [*place.offset]) for place in sharding.shards]
+        if isinstance(given, ParameterSharding):
+            for name in ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype"):
+                setattr(option, name, getattr(given, name))
+        for shard, place in zip(option.shards, sharding.shards, strict=True):
+            shard.rank = place.rank
+        return option
+
+    @staticmethod
+    def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
+        """The option that shards a table so, if it was enumerated."""
+        places = [(shard.offset, shard.size) for shard in sharding.shards]
+        for choice in choices:
+            same = (choice.sharding_type, choice.compute_kernel) == (sharding.sharding_type, sharding.kernel)
+            if same and [(tuple(shard.offset), tuple(shard.size)) for shard in choice.shards] == places:
+                return choice
+        return None
+
+
+def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSharding]]:
+    """How options with ranks shard their tables, by module and table."""
+    result: dict[str, dict[str, TableSharding]] = {}
+    for option in sorted(options, key=fqn_of):
+        result.setdefault(option.path, {})[option.name] = _sharding(fqn_of(option), option, tuple(option.tensor.shape))
+    return result
+
+
+def _by_table(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict[str, Any]:
+    """What a plan says of each table, by fully qualified name."""
+    if isinstance(plan, SavedPlan):
+        return dict(plan.tables())
+    if isinstance(plan, ShardingPlan):
+        return {
+            f"{path}.{name}".removeprefix("."): sharding
+            for path, module in plan.plan.items()
+            for name, sharding in module.items()
+        }
+    if isinstance(plan, str | bytes | Mapping) or not isinstance(plan, Iterable):
+        raise TypeError(f"a plan is a ShardingPlan, the file of one, or a list of options; got {type(plan).__name__}")
+    given: dict[str, ShardingOption] = {}
+    for option in plan:
+        if not isinstance(option, ShardingOption):
+            raise TypeError(f"a list of a plan holds ShardingOption, got {type(option).__name__}")
+        if given.setdefault(fqn_of(option), option) is not option:
+            raise PlannerError(f"the plan shards table {fqn_of(option)!r} twice", PlannerErrorType.STRICT_CONSTRAINTS)
+    return given
+
+
+def _sharding(
+    fqn: str, given: ShardingOption | ParameterSharding | TableSharding, shape: tuple[int, int]
+) -> TableSharding:
+    """What is given of a table, PlannerError where shards have no ranks."""
+    if isinstance(given, TableSharding):
+        return given
+    if isinstance(given, ShardingOption):
+        ranks = [shard.rank for shard in given.shards]
+        places = [(shard.offset, shard.size) for shard in given.shards]
+    else:
+        ranks = given.ranks or []
+        parts = getattr(given.sharding_spec, "shards", None)
+        # TorchRec keeps no shards of data-parallel tables.
+        replicas = [((0, 0), shape)] * len(ranks)
+        places = replicas if parts is None else [(part.shard_offsets, part.shard_sizes) for part in parts]
+    without = [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int)]
+    if without or len(ranks) != len(places):
+        raise PlannerError(
+            f"table {fqn!r} has {len(places)} shard(s) and ranks {list(ranks)}: it has not been placed",
+            PlannerErrorType.INVALID_RANK_ASSIGNMENT,
+        )
+    shards = tuple(
+        ShardPlace(rank, tuple(offset), tuple(size)) for rank, (offset, size) in zip(ranks, places, strict=True)
+    )
+    return TableSharding(given.sharding_type, given.compute_kernel, shards)
+
+
+def _count(names: Sequence[str]) -> str:
+    return "a table that" if len(names) == 1 else f"{len(names)} tables that"

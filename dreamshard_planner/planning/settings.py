@@ -1,0 +1,74 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a planner is asked for beside what TorchRec's planner takes, checked where it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dreamshard_planner.checkpoints.checkpoint import RECIPES
+from dreamshard_planner.planning.context import COST_SOURCES
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search_space.input_checks import checked_seed
+from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
+from dreamshard_planner.workload.statistics import TableStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSettings:
+    """Arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`, which says what they mean.
+
+    Raises:
+        ValueError, TypeError: one cannot be meant; names it.
+    """
+
+    statistics: TableStatistics | None
+    recipe: str
+    seed: int
+    search_seconds: float | None
+    refine: str
+    refine_seconds: float
+    sharding_types: Sequence[str] | None
+    exact_training: bool
+    cost_source: str
+    placement_rules: PlacementRules | None
+
+    def __post_init__(self) -> None:
+        if self.refine not in ("none", "measure") or not self.refine_seconds > 0:
+            raise ValueError(
+                "refine must be 'none' or 'measure', with refine_seconds above 0; got "
+                f"{self.refine!r}, {self.refine_seconds}"
+            )
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        if self.search_seconds is not None and not self.search_seconds > 0:
+            raise ValueError(f"search_seconds must be positive, got {self.search_seconds}")
+        if not isinstance(self.statistics, TableStatistics | None):
+            raise TypeError(f"statistics must be TableStatistics, got {type(self.statistics).__name__}")
+        if self.sharding_types is not None and (
+            isinstance(self.sharding_types, str)
+            or not self.sharding_types
+            or not all(kind in SHARDING_TYPES for kind in self.sharding_types)
+        ):
+            raise ValueError(f"sharding_types must be some of {', '.join(SHARDING_TYPES)}, got {self.sharding_types!r}")
+        if self.cost_source not in COST_SOURCES:
+            raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
+        if not isinstance(self.placement_rules, PlacementRules | None):
+            raise TypeError(f"placement_rules must be PlacementRules, got {type(self.placement_rules).__name__}")
+        object.__setattr__(self, "seed", checked_seed(self.seed))
+
+    @property
+    def search(self) -> SearchConfig | None:
+        """Of moves and swaps; None for one policy roll-out and nothing else, as published."""
+        return DEFAULT_SEARCH if self.recipe == "default" else None
+
+    @property
+    def allowed_types(self) -> Sequence[str] | None:
+        """Sharding types to use; None for all."""
+        return (TW,) if self.sharding_types is None and self.recipe == "paper" else self.sharding_types
+
+    @property
+    def measuring_seconds(self) -> float:
+        """For refining the plan by measurement; 0 for none."""
+        return self.refine_seconds if self.refine == "measure" else 0.0

@@ -1,0 +1,55 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a plan changes in the training of its tables, and what its cost leaves out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchrec.distributed.planner.types import ShardingOption, Topology
+
+from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.problem.table_reader import TableReader
+from dreamshard_planner.search_space.sharding_types import DP, inexact
+
+MAX_NAMED = 5
+
+
+def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_device: str) -> list[str]:
+    """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for option in plan:
+        reason = inexact(option.sharding_type, reader.situation(option, compute_device))
+        if reason is not None:
+            changed.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
+    return [
+        f"{_names(tables)}: {kind} trains differently than a whole table, {reason}"
+        for (kind, reason), tables in sorted(changed.items())
+    ]
+
+
+def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topology: Topology) -> tuple[str, ...]:
+    """A sentence on tables whose optimizer no cost model of ours knows, where there are some."""
+    others = [fqn_of(option) for option in plan if reader.table(option, topology).optimizer == "other"]
+    if not others:
+        return ()
+    return (
+        f"{_names(others)}: costed as with row-wise Adagrad, since of other optimizers only SGD's kernels are known; "
+        "those with a state for every weight take longer",
+    )
+
+
+def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str | None:
+    """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
+    lost = [fqn_of(option) for option in plan if option.sharding_type == DP and reader.in_backward(option)]
+    if not lost:
+        return None
+    return (
+        f"{_names(lost)}: the plan is data_parallel, which takes the in-backward optimizer away. They are trained only "
+        "by an optimizer of the script's own, over in_backward_optimizer_filter(model.named_parameters()); or name "
+        "other types in their ParameterConstraints.sharding_types"
+    )
+
+
+def _names(tables: Sequence[str]) -> str:
+    named = ", ".join(sorted(tables)[:MAX_NAMED])
+    return named if len(tables) <= MAX_NAMED else f"{named} and {len(tables) - MAX_NAMED} more tables"

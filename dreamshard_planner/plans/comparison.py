@@ -1,0 +1,184 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Two plans beside each other: which tables moved, what has to be sent, what each rank costs before and after."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.plans.predicted import Predicted
+from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.support.formatting import size_in_words
+
+MAX_SHOWN = 20
+"""Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """A table that both plans shard, each another way."""
+
+    table: str
+    before: str
+    """In words: sharding type, kernel and ranks."""
+    after: str
+    retyped: bool
+    """Whether it changed its sharding type or kernel; else only ranks or sizes of its shards."""
+    bytes_received: int
+    """Of weights that ranks hold after and did not hold before."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found."""
+
+    before: str
+    """Name of the plan."""
+    after: str
+    changes: tuple[TableChange, ...]
+    """Those with most bytes to move first."""
+    unchanged: int
+    """Tables sharded alike."""
+    only_before: tuple[str, ...]
+    """Tables that the other plan lacks, or that have another shape or data type there."""
+    only_after: tuple[str, ...]
+    bytes_received: tuple[int, ...]
+    """Weights that each rank must get from others: what :attr:`changes` add up to, without optimizer states."""
+    cost_before: Predicted
+    cost_after: Predicted
+    inputs: tuple[str, ...]
+    """Differences between what the plans were made from, in words."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights to move, all ranks together."""
+        return sum(self.bytes_received)
+
+    @property
+    def one_cost_source(self) -> bool:
+        """Whether both plans were rated by the same costs of compute and collectives."""
+        one, other = self.cost_before, self.cost_after
+        return (one.cost_source, one.collectives_source) == (other.cost_source, other.collectives_source)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "total_bytes": self.total_bytes, "one_cost_source": self.one_cost_source}
+
+    def __str__(self) -> str:
+        retyped = sum(change.retyped for change in self.changes)
+        lines = [
+            f"{self.before} -> {self.after}: {len(self.changes)} table(s) change, {retyped} of them their "
+            f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} of weights to move, "
+            f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
+        ]
+        lines += [f"Only in {self.before}: {_named(self.only_before)}."] if self.only_before else []
+        lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
+        if self.changes:
+            width = max(len(change.table) for change in self.changes[:MAX_SHOWN])
+            lines.append(f"{'table':<{width}}{'bytes':>12}  change")
+            lines += [
+                f"{change.table:<{width}}{size_in_words(change.bytes_received):>12}  {change.before} -> {change.after}"
+                for change in self.changes[:MAX_SHOWN]
+            ]
+            lines += _more(len(self.changes), "tables")
+        lines += self._costs()
+        lines += [f"Note: made from other inputs: {difference}." for difference in self.inputs]
+        return "\n".join(lines)
+
+    def _costs(self) -> list[str]:
+        before, after = self.cost_before, self.cost_after
+        rows = [("predicted ms", "before", "after")]
+        rows.append(("total", _ms(before.total_ms), _ms(after.total_ms)))
+        rows.append(("collectives", _ms(before.collectives_ms), _ms(after.collectives_ms)))
+        ranks = max(len(before.rank_ms), len(after.rank_ms))
+        for rank in range(min(ranks, MAX_SHOWN)):
+            shown = [_ms(costs[rank] if rank < len(costs) else None) for costs in (before.rank_ms, after.rank_ms)]
+            rows.append((f"rank {rank}", *shown))
+        more, chosen_from = [(line, "", "") for line in _more(ranks, "ranks")], _rivals(before, after)
+        width = max([14, *(len(name) + 1 for name, *_ in chosen_from)])
+        lines = [f"{row[0]:<{width}}{row[1]:>12}{row[2]:>12}".rstrip() for row in (*rows, *more, *chosen_from)]
+        if self.one_cost_source:
+            return [*lines, f"Compute: {after.cost_source}. Collectives: {after.collectives_source}."]
+        return [
+            *lines,
+            "Note: the costs are of different sources, and do not compare.",
+            f"Before: compute {before.cost_source}, collectives {before.collectives_source}.",
+            f"After: compute {after.cost_source}, collectives {after.collectives_source}.",
+        ]
+
+
+def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Comparison:
+    """Compare two plans, of which nothing is rated anew: costs are those that their files hold.
+
+    ``DreamShardPlanner.saved_plan`` makes a :class:`SavedPlan` of any plan of its model, so that a planner's plan
+    compares with a file: ``compare("plan.json", planner.saved_plan())``.
+
+    Args:
+        before: a plan, or the file of one.
+        after: another one.
+
+    Raises:
+        PlanError: a file can't be read; names it.
+    """
+    before, after = (plan if isinstance(plan, SavedPlan) else SavedPlan.load(plan) for plan in (before, after))
+    one, other = dict(before.tables()), dict(after.tables())
+    alike = {fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn)}
+    received = [0] * max(before.inputs.topology.world_size, after.inputs.topology.world_size)
+    changes = []
+    for fqn in sorted(alike):
+        if one[fqn] == other[fqn]:
+            continue
+        bytes_of = _received(one[fqn], other[fqn], before.inputs.tables[fqn].weight_bytes)
+        for rank, count in bytes_of.items():
+            received[rank] += count
+        retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
+        changes.append(TableChange(fqn, one[fqn].label, other[fqn].label, retyped, sum(bytes_of.values())))
+    return Comparison(
+        before=before.name,
+        after=after.name,
+        changes=tuple(sorted(changes, key=lambda change: -change.bytes_received)),
+        unchanged=len(alike) - len(changes),
+        only_before=tuple(sorted(one.keys() - alike)),
+        only_after=tuple(sorted(other.keys() - alike)),
+        bytes_received=tuple(received),
+        cost_before=before.predicted,
+        cost_after=after.predicted,
+        inputs=tuple(difference.text for difference in differences(before.inputs, after.inputs)),
+    )
+
+
+def _received(before: TableSharding, after: TableSharding, weight_bytes: int) -> dict[int, int]:
+    """Bytes of a table that each rank holds after and did not hold before."""
+    held: dict[int, list[ShardPlace]] = {}
+    for shard in before.shards:
+        held.setdefault(shard.rank, []).append(shard)
+    received: dict[int, int] = {}
+    for shard in after.shards:
+        known = sum(shard.common(other) for other in held.get(shard.rank, ()))
+        new = (shard.size[0] * shard.size[1] - known) * weight_bytes
+        received[shard.rank] = received.get(shard.rank, 0) + new
+    return received
+
+
+def _rivals(before: Predicted, after: Predicted) -> list[tuple[str, str, str]]:
+    """Totals of the plans that each was chosen from, where the files say."""
+    one, other = ({rival.name: rival.entry.total_ms for rival in costs.rivals} for costs in (before, after))
+    rows = [(name, _ms(one.get(name)), _ms(other.get(name))) for name in dict.fromkeys([*one, *other])]
+    return [("chosen from, total", "", ""), *rows] if rows else []
+
+
+def _ms(value: float | None) -> str:
+    """Of an infinite one: no plan."""
+    return "-" if value is None else "infeasible" if math.isinf(value) else f"{value:.3f}"
+
+
+def _named(tables: tuple[str, ...]) -> str:
+    rest = f" and {len(tables) - MAX_SHOWN} more" if len(tables) > MAX_SHOWN else ""
+    return ", ".join(tables[:MAX_SHOWN]) + rest
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"... and {count - MAX_SHOWN} more {what}"] if count > MAX_SHOWN else []

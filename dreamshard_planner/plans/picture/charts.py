@@ -1,0 +1,239 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The figures of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from dreamshard_planner.plans.picture import drawing
+from dreamshard_planner.plans.picture.content import Content, ShownTable, ms, ratio
+from dreamshard_planner.plans.report import MemoryEntry
+
+MAX_BARS = 64
+"""Ranks up to which each has a bar of its own; more become areas."""
+MAX_TABLES = 20
+MAX_NAME = 36
+"""Characters of a name in a figure."""
+ROW_INCHES = 0.3
+SHARDING_COLOURS = {
+    "table_wise": drawing.BLUE,
+    "column_wise": drawing.ORANGE,
+    "row_wise": drawing.GREEN,
+    "table_row_wise": drawing.SKY,
+    "table_column_wise": drawing.VERMILION,
+    "grid_shard": drawing.PURPLE,
+    "data_parallel": drawing.INK,
+}
+
+
+def ranks(content: Content) -> Figure:
+    """What each rank does in a step, one after the other."""
+    figure, axes = _ranks_axes(content.world_size, "ms per training step")
+    chosen = content.chosen
+    stacked = {
+        "forward": (chosen.forward_ms, drawing.BLUE),
+        "backward": (chosen.backward_ms, drawing.ORANGE),
+        "waiting for the slowest rank": (content.waiting_ms, drawing.GREY),
+        "collectives": ([chosen.collectives_ms] * content.world_size, drawing.GREEN),
+    }
+    base = [0.0] * content.world_size
+    for label, (values, colour) in stacked.items():
+        _layer(axes, base, values, colour, label)
+        base = [low + value for low, value in zip(base, values, strict=True)]
+    axes.set_ylim(0, chosen.total_ms * 1.05 or 1.0)
+    _legend(axes)
+    return figure
+
+
+def memory(content: Content) -> Figure:
+    """Used and limit of each rank, for each kind of memory."""
+    figure = Figure((drawing.WIDTH_INCHES, 2.6 * len(content.memory)), layout="constrained")
+    every = figure.subplots(len(content.memory), 1, squeeze=False)[:, 0]
+    for axes, entry in zip(every, content.memory, strict=True):
+        _memory_of_kind(axes, entry)
+    every[-1].set_xlabel("rank")
+    return figure
+
+
+def plans(content: Content) -> Figure:
+    """Totals of the chosen plan and of each rival: the slowest rank's compute, and collectives."""
+    figure = Figure((drawing.WIDTH_INCHES, 1.1 + ROW_INCHES * len(content.plans)), layout="constrained")
+    axes = figure.subplots()
+    for row, entry in enumerate(content.plans):
+        if not entry.feasible:
+            _beside(axes, 0, row, "does not fit", color=drawing.SOFT)
+            continue
+        slowest = max(range(len(entry.rank_ms)), key=entry.rank_ms.__getitem__)
+        parts = (entry.forward_ms[slowest], entry.backward_ms[slowest], entry.collectives_ms)
+        left = 0.0
+        for value, colour in zip(parts, (drawing.BLUE, drawing.ORANGE, drawing.GREEN), strict=True):
+            axes.barh(row, value, left=left, color=colour, height=0.68)
+            left += value
+        label = ms(entry.total_ms) + (f", \N{MULTIPLICATION SIGN} {ratio(entry, content.chosen)}" if row else "")
+        _beside(axes, left, row, label, fontweight="normal" if row else "bold")
+    longest_ms = max((entry.total_ms for entry in content.plans if entry.feasible), default=0.0)
+    axes.set_xlim(0, longest_ms * 1.22 or 1.0)
+    _rows(axes, [_short(entry.name) for entry in content.plans])
+    axes.get_yticklabels()[0].set_fontweight("bold")
+    axes.set_xlabel("ms per training step")
+    labels = {"forward": drawing.BLUE, "backward": drawing.ORANGE, "collectives": drawing.GREEN}
+    _legend(axes, [Patch(color=colour, label=f"{name} of the slowest rank" if name != "collectives" else name)
+                   for name, colour in labels.items()])  # fmt: skip
+    return figure
+
+
+def tables(content: Content) -> Figure:
+    """The costliest tables, and the ranks that their shards are on."""
+    shown = content.tables[:MAX_TABLES]
+    figure = Figure((drawing.WIDTH_INCHES, 1.4 + ROW_INCHES * len(shown)), layout="constrained")
+    weights, where = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
+    for row, table in enumerate(shown):
+        colour = _colour(table)
+        weights.barh(row, table.weight, color=colour, height=0.68)
+        _beside(weights, table.weight, row, f"{table.weight:,.3f}", fontsize=9)
+        where.broken_barh(_runs(table.ranks), (row - 0.34, 0.68), color=colour, linewidth=0)
+        for rank, count in _several(table.ranks):
+            where.text(rank, row, f"{count}", ha="center", va="center", fontsize=8, color=drawing.PAPER)
+    weights.set_xlim(0, (shown[0].weight or 1.0) * 1.3)
+    weights.set_xlabel(content.weighed_by)
+    _rows(weights, [_short(table.name) for table in shown])
+    where.tick_params(axis="y", length=0, labelleft=False)
+    where.set_xlim(-0.5, content.world_size - 0.5)
+    where.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    where.set_xlabel("rank of each shard")
+    if content.world_size <= MAX_BARS:
+        where.set_xticks([rank + 0.5 for rank in range(content.world_size - 1)], minor=True)
+        where.tick_params(axis="x", which="minor", length=0)
+        where.grid(axis="x", which="minor")
+    kinds = dict.fromkeys((table.sharding_type, _colour(table)) for table in shown)
+    _legend(weights, [Patch(color=colour, label=kind) for kind, colour in kinds])
+    return figure
+
+
+def measured(content: Content) -> Figure:
+    """Predicted and measured compute of each rank."""
+    figure, axes = _ranks_axes(content.world_size, "ms of forward and backward")
+    entries = {
+        "predicted": (content.chosen, drawing.BLUE, "o"),
+        "measured": (content.measured, drawing.VERMILION, "D"),
+    }
+    if content.measured_before is not None:
+        entries["measured, of the plan that prediction alone would take"] = (content.measured_before, drawing.GREY, "v")
+    every = range(content.world_size)
+    many = content.world_size > MAX_BARS
+    if not many:
+        axes.vlines(every, content.chosen.rank_ms, content.measured.rank_ms, color=drawing.SOFT, linewidth=1.2)
+    for label, (entry, colour, marker) in entries.items():
+        axes.plot(
+            every,
+            entry.rank_ms,
+            color=colour,
+            marker=None if many else marker,
+            markersize=8,
+            linestyle="-" if many else "none",
+            label=label,
+        )
+    longest_ms = max(max(entry.rank_ms, default=0.0) for entry, *_ in entries.values())
+    axes.set_ylim(0, longest_ms * 1.1 or 1.0)
+    _legend(axes)
+    return figure
+
+
+def _memory_of_kind(axes: Axes, entry: MemoryEntry) -> None:
+    unit, name = _unit(max(*entry.used_bytes, *entry.limit_bytes))
+    used = [value / unit for value in entry.used_bytes]
+    limit = [max(0, value) / unit for value in entry.limit_bytes]
+    _ranks_on(axes, len(used), f"{entry.kind}, {name}")
+    _layer(axes, [0.0] * len(used), used, drawing.PURPLE, "tables")
+    edges = [rank - 0.5 for rank in range(len(limit) + 1)]
+    axes.stairs(limit, edges, baseline=None, color=drawing.VERMILION, linewidth=2)
+    handles = [
+        Patch(color=drawing.PURPLE, label="tables"),
+        Line2D([], [], color=drawing.VERMILION, linewidth=2, label="limit: what the storage reservation leaves"),
+    ]
+    axes.set_ylim(0, max(*used, *limit) * 1.1 or 1.0)
+    _legend(axes, handles)
+
+
+def _ranks_axes(count: int, label: str) -> tuple[Figure, Axes]:
+    figure = Figure((drawing.WIDTH_INCHES, 3.9), layout="constrained")
+    axes = figure.subplots()
+    _ranks_on(axes, count, label)
+    axes.set_xlabel("rank")
+    return figure, axes
+
+
+def _ranks_on(axes: Axes, count: int, label: str) -> None:
+    axes.set_xlim(-0.6, count - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
+    axes.set_ylabel(label)
+    axes.grid(axis="y")
+    axes.tick_params(length=0)
+
+
+def _layer(axes: Axes, base: Sequence[float], values: Sequence[float], colour: str, label: str) -> None:
+    """One part of what is stacked: a bar for each rank, or one area where they are many."""
+    if len(values) <= MAX_BARS:
+        axes.bar(range(len(values)), values, bottom=base, width=0.72, color=colour, label=label)
+        return
+    tops = [low + value for low, value in zip(base, values, strict=True)]
+    edges = [rank - 0.5 for rank in range(len(values) + 1)]
+    axes.stairs(tops, edges, baseline=base, fill=True, color=colour, linewidth=0, label=label)
+
+
+def _legend(axes: Axes, handles: Sequence[Patch | Line2D] | None = None) -> None:
+    given = {} if handles is None else {"handles": handles}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2, handlelength=1.2, **given)
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names down the side, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(length=0)
+    axes.spines["bottom"].set_visible(False)
+    axes.grid(axis="x")
+
+
+def _beside(axes: Axes, x: float, row: int, text: str, **looks: Any) -> None:
+    """At the end of a row's bar."""
+    axes.annotate(text, (x, row), xytext=(5, 0), textcoords="offset points", va="center", **looks)
+
+
+def _runs(ranks_of_shards: Sequence[int]) -> list[tuple[float, float]]:
+    """Start and length of runs of ranks, as ``broken_barh`` has them."""
+    ordered = sorted(set(ranks_of_shards))
+    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    members = [[rank for _, rank in run] for _, run in runs]
+    return [(run[0] - 0.5, len(run)) for run in members]
+
+
+def _several(ranks_of_shards: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranks with more than one shard of a table, and how many."""
+    return [(rank, count) for rank in sorted(set(ranks_of_shards)) if (count := ranks_of_shards.count(rank)) > 1]
+
+
+def _colour(table: ShownTable) -> str:
+    return SHARDING_COLOURS.get(table.sharding_type, drawing.SOFT)
+
+
+def _short(name: str) -> str:
+    """The ends of a long name, which tell names apart."""
+    return (
+        name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2 - 1]}\N{HORIZONTAL ELLIPSIS}{name[-MAX_NAME // 2 :]}"
+    )
+
+
+def _unit(largest_bytes: int) -> tuple[int, str]:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if largest_bytes >= unit:
+            return unit, name
+    return 1, "B"

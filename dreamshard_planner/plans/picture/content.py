@@ -1,0 +1,195 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What there is to show of a report, or of a plan in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
+from dreamshard_planner.support.formatting import size_in_words
+
+COST_SOURCES = {
+    "network": "A cost network, fitted to fused kernels that were measured, predicts compute.",
+    "roofline": "Compute follows from bandwidths alone: nothing was measured. Trust the order of plans more than the "
+    "milliseconds.",
+    "torchrec": "Compute and collectives are the estimates of the TorchRec that is installed.",
+}
+"""By kind of cost source, in a sentence."""
+
+
+@dataclass(frozen=True)
+class ShownTable:
+    """A table and where it went."""
+
+    name: str
+    label: str
+    """Sharding type, and kernel where it is not the usual one."""
+    sharding_type: str
+    ranks: tuple[int, ...]
+    """Of its shards, in order."""
+    weight: float
+    """By which the costliest are chosen."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that figures and page show."""
+
+    title: str
+    chosen: ReportEntry
+    rivals: tuple[ReportEntry, ...]
+    cost_source: str
+    collectives_source: str
+    tables: tuple[ShownTable, ...]
+    """The costliest first."""
+    weighed_by: str
+    """What the tables' weights are, with its unit."""
+    memory: tuple[MemoryEntry, ...]
+    collectives: tuple[tuple[str, float], ...]
+    measured: ReportEntry | None
+    measured_before: ReportEntry | None
+    notes: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    """What the plan was made from, as far as known: name and value."""
+
+    @classmethod
+    def of(cls, subject: Report | SavedPlan, title: str | None = None) -> Content:
+        """Of either."""
+        return cls._of_saved(subject, title) if isinstance(subject, SavedPlan) else cls._of_report(subject, title)
+
+    @classmethod
+    def _of_report(cls, report: Report, title: str | None) -> Content:
+        tables = [
+            ShownTable(printable(table.name), table.label, table.sharding_type, table.ranks, table.alone_ms)
+            for table in report.tables
+        ]
+        facts = [
+            ("moves and swaps evaluated", f"{report.candidates:,}"),
+            ("re-shards evaluated", f"{report.reshards:,}"),
+            ("tables", ", ".join(f"{count:,} {name}" for name, count in report.sharding_types.items()) or "none"),
+        ]
+        return cls(
+            title=title or "Sharding plan",
+            chosen=report.chosen,
+            rivals=report.rivals,
+            cost_source=report.cost_source,
+            collectives_source=report.collectives_source,
+            tables=_heaviest_first(tables),
+            weighed_by="ms alone",
+            memory=report.memory,
+            collectives=report.collectives,
+            measured=report.measured,
+            measured_before=report.measured_before,
+            notes=report.notes,
+            facts=tuple(facts),
+        )
+
+    @classmethod
+    def _of_saved(cls, saved: SavedPlan, title: str | None) -> Content:
+        content, inputs, topology = cls._of_report(saved.report(), title), saved.inputs, saved.inputs.topology
+        facts = (
+            ("ranks", f"{topology.world_size:,} {topology.compute_device}, {topology.local_world_size:,} on a host"),
+            ("samples per rank", f"{inputs.batch_size:,}"),
+            *((f"{kind.upper()} of a rank", size_in_words(max(of_D))) for kind, of_D in topology.memory_bytes.items()),
+            ("statistics", inputs.statistics or "none"),
+            *((name, str(value)) for name, value in inputs.settings.items()),
+            *saved.libraries.items(),
+        )
+        content = replace(content, title=title or saved.name, facts=(*content.facts, *facts))
+        if saved.predicted.alone_ms or not content.tables:
+            return content
+        gib = {
+            printable(name): table.rows * table.dim * table.weight_bytes / 2**30
+            for name, table in inputs.tables.items()
+        }
+        tables = [replace(table, weight=gib[table.name]) for table in content.tables]
+        note = "this file is of version 1, which holds neither the plans it was chosen from nor what each table costs"
+        return replace(
+            content, tables=_heaviest_first(tables), weighed_by="GiB of weights", notes=(*content.notes, note)
+        )
+
+    @cached_property
+    def plans(self) -> tuple[ReportEntry, ...]:
+        """The chosen one first."""
+        return (self.chosen, *self.rivals)
+
+    @cached_property
+    def world_size(self) -> int:
+        return len(self.chosen.rank_ms)
+
+    @cached_property
+    def slowest(self) -> int:
+        """Rank."""
+        return max(range(self.world_size), key=self.chosen.rank_ms.__getitem__)
+
+    @cached_property
+    def waiting_ms(self) -> tuple[float, ...]:
+        """Of each rank, for the slowest one."""
+        return waiting(self.chosen)
+
+    @cached_property
+    def torchrec(self) -> ReportEntry | None:
+        """TorchRec's own plan, if it was searched and fits."""
+        return next((entry for entry in self.rivals if entry.name == "torchrec" and entry.feasible), None)
+
+    @cached_property
+    def source_in_words(self) -> str:
+        """A sentence on where compute comes from; empty for a kind without one."""
+        return COST_SOURCES.get(self.cost_source.partition(" ")[0], "")
+
+    @cached_property
+    def headline(self) -> str:
+        """What the report comes to."""
+        chosen = self.chosen
+        text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
+        if self.torchrec is not None and chosen.total_ms > 0:
+            text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, {ratio(self.torchrec, chosen)} times"
+        if self.world_size < 2:
+            return f"{text}."
+        mean_ms = sum(self.waiting_ms) / self.world_size
+        return f"{text}. Rank {self.slowest} is the slowest; ranks wait {ms(mean_ms)} for it on average."
+
+    @cached_property
+    def key_figures(self) -> tuple[tuple[str, str, str], ...]:
+        """Name, figure, and what it is of."""
+        chosen = self.chosen
+        found = [("total", ms(chosen.total_ms), "slowest rank's compute and all collectives")]
+        if self.torchrec is not None and chosen.total_ms > 0:
+            found.append(("TorchRec's own plan", f"{ratio(self.torchrec, chosen)}x", ms(self.torchrec.total_ms)))
+        found.append(("slowest rank", ms(max(chosen.rank_ms, default=0.0)), f"rank {self.slowest}: forward, backward"))
+        share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
+        found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
+        for entry in self.memory:
+            rank = entry.fullest
+            limit, used = max(0, entry.limit_bytes[rank]), entry.used_bytes[rank]
+            filled = f"{used / limit:.0%}" if limit else size_in_words(used)
+            words = f"rank {rank}: {size_in_words(used)} of {size_in_words(limit)}"
+            found.append((f"fullest {entry.kind}", filled, words))
+        return tuple(found)
+
+
+def _heaviest_first(tables: list[ShownTable]) -> tuple[ShownTable, ...]:
+    return tuple(sorted(tables, key=lambda table: -table.weight))
+
+
+def printable(text: str) -> str:
+    """Without what XML and lines of text cannot hold."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def waiting(entry: ReportEntry) -> tuple[float, ...]:
+    """Milliseconds of each rank until the slowest one is done."""
+    last_ms = max(entry.rank_ms, default=0.0)
+    return tuple(last_ms - own_ms for own_ms in entry.rank_ms)
+
+
+def ms(value: float) -> str:
+    """As the text of a report has it."""
+    return f"{value:,.3f} ms"
+
+
+def ratio(entry: ReportEntry, base: ReportEntry) -> str:
+    """Of totals."""
+    return f"{entry.total_ms / base.total_ms:.3f}" if base.total_ms > 0 else "1.000"

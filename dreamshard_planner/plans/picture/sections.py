@@ -1,0 +1,224 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The parts of the picture of a report: a figure, what it says in words, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from dreamshard_planner.plans.picture import charts
+from dreamshard_planner.plans.picture.content import Content, ms, ratio, waiting
+from dreamshard_planner.plans.report import ReportEntry
+from dreamshard_planner.support.formatting import ranges, ranks_in_words, size_in_words
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Numbers as rows under names of columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One figure."""
+
+    name: str
+    """For files and links."""
+    title: str
+    caption: str
+    """What it shows."""
+    finding: str
+    """What it comes to; with the title, what a screen reader says of it."""
+    draw: Callable[[], Figure]
+    grids: tuple[Grid, ...]
+
+
+def sections(content: Content) -> tuple[Section, ...]:
+    """Those that there is something to show in."""
+    found = [_ranks(content)]
+    if content.rivals:
+        found.append(_plans(content))
+    if content.tables:
+        found.append(_tables(content))
+    if content.memory:
+        found.append(_memory(content))
+    if content.measured is not None:
+        found.append(_measured(content, content.measured))
+    return tuple(found)
+
+
+def _ranks(content: Content) -> Section:
+    chosen, last = content.chosen, content.slowest
+    rows = [
+        (f"{rank}", *(f"{value:.3f}" for value in values), f"{chosen.collectives_ms:.3f}")
+        for rank, values in enumerate(
+            zip(chosen.forward_ms, chosen.backward_ms, chosen.rank_ms, content.waiting_ms, strict=True)
+        )
+    ]
+    grids = [Grid("Each rank", ("rank", "forward", "backward", "compute", "waiting", "collectives"), rows)]
+    if content.collectives:
+        each = [(name, f"{value:.3f}") for name, value in content.collectives]
+        grids.append(Grid("Each collective, forward and backward together", ("collective", "ms"), each))
+    return Section(
+        name="ranks",
+        title="Each rank's step",
+        caption="Milliseconds of embedding work in one training step. A rank that is done computing waits for the "
+        "slowest one; collectives then take as long on all.",
+        finding=f"Rank {last} computes longest, {ms(chosen.rank_ms[last])}; rank "
+        f"{content.waiting_ms.index(max(content.waiting_ms))} waits longest, {ms(max(content.waiting_ms))}; "
+        f"collectives take {ms(chosen.collectives_ms)}.",
+        draw=partial(charts.ranks, content),
+        grids=tuple(grids),
+    )
+
+
+def _plans(content: Content) -> Section:
+    infeasible = sum(not entry.feasible for entry in content.rivals)
+    best = min(content.rivals, key=lambda entry: entry.total_ms)
+    finding = f"The chosen plan takes {ms(content.chosen.total_ms)}."
+    if best.feasible:
+        finding += f" The best of the others, {best.name}, takes {ms(best.total_ms)}."
+    if infeasible:
+        finding += f" {infeasible} of the others do not fit into memory."
+    return Section(
+        name="plans",
+        title="Against other plans",
+        caption="Predicted totals by the same cost source: TorchRec's own plan, the policy's draft, and greedy rules.",
+        finding=finding,
+        draw=partial(charts.plans, content),
+        grids=(
+            Grid(
+                "Each plan",
+                ("plan", "total ms", "vs chosen", "slowest rank", "its compute ms", "mean waiting ms", "collectives"),
+                [_plan_row(entry, content.chosen) for entry in content.plans],
+            ),
+            Grid(
+                "Compute of each rank under each plan, ms",
+                ("rank", *(entry.name for entry in content.plans if entry.feasible)),
+                [
+                    (f"{rank}", *(f"{entry.rank_ms[rank]:.3f}" for entry in content.plans if entry.feasible))
+                    for rank in range(content.world_size)
+                ],
+            ),
+        ),
+    )
+
+
+def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
+    if not entry.feasible:
+        return (entry.name, "does not fit", "", "", "", "", "")
+    compute_ms, waiting_ms = max(entry.rank_ms, default=0.0), waiting(entry)
+    return (
+        entry.name,
+        f"{entry.total_ms:.3f}",
+        ratio(entry, chosen),
+        f"{entry.rank_ms.index(compute_ms)}" if entry.rank_ms else "",
+        f"{compute_ms:.3f}",
+        f"{sum(waiting_ms) / max(1, len(waiting_ms)):.3f}",
+        f"{entry.collectives_ms:.3f}",
+    )
+
+
+def _tables(content: Content) -> Section:
+    shown = content.tables[: charts.MAX_TABLES]
+    costliest = content.tables[0]
+    more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
+    several = any(len(set(table.ranks)) < len(table.ranks) for table in shown)
+    counted = " A number in a cell counts shards on that rank." if several else ""
+    what = "costliest" if content.weighed_by == "ms alone" else "largest"
+    by = (
+        "by what a table's shards would cost if each had its rank for itself, in milliseconds"
+        if content.weighed_by == "ms alone"
+        else "by the size of their weights"
+    )
+    return Section(
+        name="tables",
+        title=f"The {what} tables, and where their shards went",
+        caption=f"Tables {by}{more}.{counted}",
+        finding=f"{costliest.name}, {costliest.label} on {ranks_in_words(costliest.ranks)}, is first with "
+        f"{costliest.weight:,.3f} {content.weighed_by}.",
+        draw=partial(charts.tables, content),
+        grids=(
+            Grid(
+                f"Every table ({len(content.tables):,})",
+                ("table", "sharding", "shards", "ranks", content.weighed_by),
+                [
+                    (
+                        table.name,
+                        table.label,
+                        f"{len(table.ranks):,}",
+                        ranges(sorted(set(table.ranks))),
+                        f"{table.weight:,.3f}",
+                    )
+                    for table in content.tables
+                ],
+            ),
+        ),
+    )
+
+
+def _memory(content: Content) -> Section:
+    findings, columns = [], ["rank"]
+    for entry in content.memory:
+        rank = entry.fullest
+        used, limit = entry.used_bytes[rank], max(0, entry.limit_bytes[rank])
+        findings.append(f"{entry.kind}: rank {rank} is the fullest, {size_in_words(used)} of {size_in_words(limit)}.")
+        columns += [f"{entry.kind} used", f"{entry.kind} limit"]
+    rows = [
+        (
+            f"{rank}",
+            *(
+                size_in_words(max(0, of_rank[rank]))
+                for entry in content.memory
+                for of_rank in (entry.used_bytes, entry.limit_bytes)
+            ),
+        )
+        for rank in range(content.world_size)
+    ]
+    return Section(
+        name="memory",
+        title="Memory against the limit",
+        caption="What tables take on each rank, of what the storage reservation leaves them.",
+        finding=" ".join(findings),
+        draw=partial(charts.memory, content),
+        grids=(Grid("Each rank", tuple(columns), rows),),
+    )
+
+
+def _measured(content: Content, measured: ReportEntry) -> Section:
+    chosen = content.chosen
+    predicted_ms, measured_ms = max(chosen.rank_ms), max(measured.rank_ms)
+    before = content.measured_before
+    rows = [
+        (
+            f"{rank}",
+            *(
+                f"{of_rank[rank]:.3f}"
+                for entry in (chosen, measured)
+                for of_rank in (entry.forward_ms, entry.backward_ms, entry.rank_ms)
+            ),
+            f"{measured.rank_ms[rank] / chosen.rank_ms[rank]:.3f}" if chosen.rank_ms[rank] else "",
+            *([f"{before.rank_ms[rank]:.3f}"] if before is not None else []),
+        )
+        for rank in range(content.world_size)
+    ]
+    passes = ("forward", "backward", "compute")
+    columns = ["rank", *(f"{what} {which}" for which in ("predicted", "measured") for what in passes)]
+    columns += ["measured / predicted", *(["measured of the plan before"] if before is not None else [])]
+    finding = f"The slowest rank was predicted to compute {ms(predicted_ms)} and measured at {ms(measured_ms)}."
+    if before is not None:
+        finding += f" The plan that prediction alone would take was measured at {ms(max(before.rank_ms))}."
+    return Section(
+        name="measured",
+        title="Predicted against measured",
+        caption="Compute of each rank, forward and backward together.",
+        finding=finding,
+        draw=partial(charts.measured, content),
+        grids=(Grid("Each rank, ms", tuple(columns), rows),),
+    )

@@ -1,0 +1,331 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Plans as files: JSON that reads well in a diff, one line per shard.
+
+A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
+
+    {
+      "format": "dreamshard_planner plan", "version": 2,
+      "libraries":  {name: version},
+      "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
+                     "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},
+      "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
+                     "settings"},
+      "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}]}}}
+    }
+
+This module knows neither models nor planners: it reads, checks and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from dreamshard_planner.errors import FileError, PlanError
+from dreamshard_planner.plans.predicted import STRICT, Predicted
+from dreamshard_planner.plans.report import Report, TableEntry
+from dreamshard_planner.support.files import brief, read_json, write_whole
+from dreamshard_planner.support.formatting import ranks_in_words, sharding_in_words
+
+FORMAT = "dreamshard_planner plan"
+VERSION = 2
+"""2: rivals, costs of each table and of each collective, and notes; files of version 1 are read without."""
+LINE = 150
+"""Columns up to which a value is written on one line."""
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """A rectangle of a table, and the rank that has it."""
+
+    __pydantic_config__: ClassVar = STRICT
+    rank: int
+    offset: tuple[int, int]
+    """First row and column."""
+    size: tuple[int, int]
+    """Rows and columns."""
+
+    def common(self, other: ShardPlace) -> int:
+        """Elements that both hold."""
+        sides = (
+            max(0, min(start + length, other_start + other_length) - max(start, other_start))
+            for start, length, other_start, other_length in zip(
+                self.offset, self.size, other.offset, other.size, strict=True
+            )
+        )
+        rows, columns = sides
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """How one table is sharded."""
+
+    __pydantic_config__: ClassVar = STRICT
+    sharding_type: str
+    """TorchRec's name of it."""
+    kernel: str
+    """TorchRec's compute kernel."""
+    shards: tuple[ShardPlace, ...]
+
+    @property
+    def label(self) -> str:
+        """In words, such as ``column_wise on ranks 0, 2-3``."""
+        ranks = ranks_in_words(shard.rank for shard in self.shards)
+        return f"{sharding_in_words(self.sharding_type, self.kernel)} on {ranks}"
+
+
+@dataclass(frozen=True)
+class TableInputs:
+    """A table as the model declared it."""
+
+    __pydantic_config__: ClassVar = STRICT
+    rows: int
+    dim: int
+    data_type: str
+    """Of the weights: torch's name of the dtype."""
+    features: tuple[str, ...]
+    pooling: str
+    """``sum``, ``mean``, or ``none`` for sequences."""
+    weighted: bool
+    optimizer: str
+    """FBGEMM's name of the in-backward optimizer."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 0 or self.dim < 0:
+            raise ValueError(f"a table cannot have {self.rows} rows of dim {self.dim}")
+        if not isinstance(getattr(torch, self.data_type, None), torch.dtype):
+            raise ValueError(f"{self.data_type!r} is no dtype of torch")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight."""
+        return getattr(torch, self.data_type).itemsize
+
+
+@dataclass(frozen=True)
+class TopologyInputs:
+    """The ranks that a plan was made for."""
+
+    __pydantic_config__: ClassVar = STRICT
+    compute_device: str
+    world_size: int
+    local_world_size: int
+    memory_bytes: dict[str, tuple[int, ...]]
+    """Of every rank, by kind of memory, before any reservation."""
+    bandwidths: dict[str, float]
+    """Bytes per millisecond."""
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan was made from."""
+
+    __pydantic_config__: ClassVar = STRICT
+    batch_size: int
+    """Of a rank."""
+    topology: TopologyInputs
+    tables: dict[str, TableInputs]
+    """By fully qualified name."""
+    constraints: dict[str, dict[str, Any]]
+    """What each table's constraint says other than TorchRec's defaults."""
+    placement_rules: dict[str, Any]
+    """As :meth:`PlacementRules.to_dict` has them; empty where there are none."""
+    statistics: str | None
+    """Digest of the table statistics; None where there were none."""
+    settings: dict[str, Any]
+    """Arguments of the planner: cost source, checkpoint, recipe, seed, and so on."""
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan with all that it was made from; what :meth:`save` writes, and :meth:`load` reads.
+
+    Raises:
+        ValueError: shards that leave their table or each other uncovered, on ranks that there are not, or of tables
+            that are not among the inputs; names the table.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    libraries: dict[str, str]
+    """Versions."""
+    predicted: Predicted
+    inputs: PlanInputs
+    sharding: dict[str, dict[str, TableSharding]]
+    """By the fully qualified name of a module and the name of a table, as in TorchRec's ``ShardingPlan``."""
+    name: str = field(default="plan")
+    """For people; of the file, where it was loaded."""
+
+    def __post_init__(self) -> None:
+        sharded = dict(self.tables())
+        if odd := sorted(sharded.keys() ^ self.inputs.tables.keys()):
+            raise ValueError(f"inputs and sharding name different tables: {', '.join(odd[:5])}")
+        world_size = self.inputs.topology.world_size
+        for fqn, sharding in sharded.items():
+            table = self.inputs.tables[fqn]
+            check_shards(fqn, sharding, table.rows, table.dim, world_size)
+        predicted = self.predicted
+        rivals = [rival.cost for rival in predicted.rivals]
+        for cost in filter(None, (predicted, *rivals, predicted.measured, predicted.measured_before)):
+            for of_ranks in (cost.forward_ms, cost.backward_ms):
+                if len(of_ranks) != world_size:
+                    raise ValueError(f"costs of {len(of_ranks)} ranks are predicted, the topology has {world_size}")
+        if predicted.alone_ms and (odd := sorted(sharded.keys() ^ predicted.alone_ms.keys())):
+            raise ValueError(f"predicted costs and sharding name different tables: {', '.join(odd[:5])}")
+
+    def tables(self) -> Iterator[tuple[str, TableSharding]]:
+        """Every table's fully qualified name, and how it is sharded."""
+        for path, module in self.sharding.items():
+            for name, sharding in module.items():
+                yield f"{path}.{name}".removeprefix("."), sharding
+
+    def report(self) -> Report:
+        """As it was when the plan was made. Of a file of version 1 there are no rivals, and costs of tables are NaN."""
+        predicted = self.predicted
+        measured, before = predicted.measured, predicted.measured_before
+        return Report(
+            chosen=predicted.entry("dreamshard"),
+            rivals=tuple(rival.entry for rival in predicted.rivals),
+            cost_source=predicted.cost_source,
+            collectives_source=predicted.collectives_source,
+            candidates=predicted.candidates,
+            reshards=predicted.reshards,
+            tables=tuple(
+                TableEntry(
+                    name,
+                    sharding.sharding_type,
+                    sharding.kernel,
+                    tuple(shard.rank for shard in sharding.shards),
+                    predicted.alone_ms.get(name, math.nan),
+                )
+                for name, sharding in self.tables()
+            ),
+            memory=predicted.memory,
+            collectives=tuple(predicted.each_collective_ms.items()),
+            notes=predicted.notes,
+            measured=measured and measured.entry("dreamshard"),
+            measured_before=before and before.entry("before"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        document = asdict(self)
+        del document["name"]
+        return {"format": FORMAT, "version": VERSION, **document}
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that :meth:`load` reads back without loss; an existing one is replaced as a whole.
+
+        Raises:
+            PlanError: where it can't be written; names the file.
+        """
+        try:
+            write_whole(path, layout(self.to_dict()) + "\n")
+        except FileError as error:
+            raise PlanError(str(error)) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> SavedPlan:
+        """Read a file.
+
+        Raises:
+            PlanError: missing, truncated, foreign, of a newer version, or damaged; names the file, the entry and what
+                is wrong with it.
+        """
+        from pydantic import TypeAdapter, ValidationError  # half a second, for those who load plans
+
+        document = _document(Path(path))
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps({**document, "name": Path(path).name}))
+        except ValidationError as error:
+            raise PlanError(f"{path}: {_first(error.errors())}") from error
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The entries of a plan file, without format and version."""
+    document = read_json(path, PlanError)
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise PlanError(f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r}")
+    version = document.pop("version", None)
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise PlanError(f"{path}: unreadable version {brief(version)}")
+    if version > VERSION:
+        raise PlanError(
+            f"{path}: version {str(version)[:9]} is newer than this package reads ({VERSION}); upgrade the package"
+        )
+    return document
+
+
+def _first(errors: list[Mapping[str, Any]]) -> str:
+    """The first of pydantic's errors in words, and how many more there are."""
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    shown = f"{where}: {reason}" if where else reason
+    return shown if len(errors) == 1 else f"{shown} (and {len(errors) - 1} more)"
+
+
+def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:
+    """ValueError, naming the table, unless its shards are on ranks that there are, and cover it: once all together, or
+    each the whole table where it is data-parallel."""
+    whole = ShardPlace(0, (0, 0), (rows, dim))
+    for shard in sharding.shards:
+        if not 0 <= shard.rank < world_size:
+            raise ValueError(
+                f"table {fqn!r} has a shard on rank {shard.rank}, and the topology has ranks 0 to {world_size - 1}"
+            )
+        if min(*shard.offset, *shard.size) < 0 or whole.common(shard) != shard.size[0] * shard.size[1]:
+            raise ValueError(
+                f"table {fqn!r}: a shard of size {shard.size} at {shard.offset} leaves its {rows} rows of dim {dim}"
+            )
+    replicated = sharding.sharding_type == "data_parallel" and all(
+        shard.size == whole.size for shard in sharding.shards
+    )
+    if not sharding.shards or not (replicated or _cover(sharding.shards, rows, dim)):
+        raise ValueError(
+            f"table {fqn!r}: {len(sharding.shards)} {sharding.sharding_type} shard(s) do not cover its {rows} rows of "
+            f"dim {dim}, each weight once"
+        )
+
+
+def _cover(shards: Sequence[ShardPlace], rows: int, dim: int) -> bool:
+    """Whether shards are blocks of rows of blocks of columns that follow on each other."""
+    columns: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shard in shards:
+        if min(shard.size) > 0:
+            columns.setdefault((shard.offset[1], shard.size[1]), []).append((shard.offset[0], shard.size[0]))
+    if rows * dim == 0:
+        return not columns
+    return _follow(columns, dim) and all(_follow(blocks, rows) for blocks in columns.values())
+
+
+def _follow(blocks: Iterable[tuple[int, int]], end: int) -> bool:
+    """Whether (start, length) make up all from 0 to the end."""
+    reached = 0
+    for start, length in sorted(blocks):
+        if start != reached:
+            return False
+        reached += length
+    return reached == end
+
+
+def layout(value: Any, indent: int = 0) -> str:
+    """JSON with what fits into a line, or holds numbers alone, on one line, and everything else indented; of several
+    objects in a list each has a line of its own."""
+    flat = json.dumps(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    plain = isinstance(value, list | tuple) and all(isinstance(part, int | float) for part in parts)
+    several = flat.count("{") > 1
+    if plain or not parts or (len(flat) + indent <= LINE and indent and not several):
+        return flat
+    pad = " " * (indent + 2)
+    if isinstance(value, dict):
+        lines = [f"{pad}{json.dumps(key)}: {layout(part, indent + 2)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+    return "[\n" + ",\n".join(f"{pad}{layout(part, indent + 2)}" for part in value) + "\n" + " " * indent + "]"

@@ -1,0 +1,104 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Predicted costs as plan files hold them, in milliseconds of embedding work per training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
+
+STRICT = {"extra": "forbid", "strict": True}
+"""Pydantic's settings: nothing unknown, and no text for a number."""
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """Of one plan."""
+
+    __pydantic_config__: ClassVar = STRICT
+    total_ms: float
+    collectives_ms: float
+    forward_ms: tuple[float, ...]
+    """Compute of each rank."""
+    backward_ms: tuple[float, ...]
+
+    @property
+    def rank_ms(self) -> tuple[float, ...]:
+        """Compute of each rank, forward and backward."""
+        return tuple(map(sum, zip(self.forward_ms, self.backward_ms, strict=True)))
+
+    @classmethod
+    def of(cls, entry: ReportEntry | None) -> PlanCost | None:
+        """To the nanosecond; None where there is no such plan."""
+        if entry is None or not entry.feasible:
+            return None
+        forward_ms, backward_ms = (tuple(round(ms, 6) for ms in each) for each in (entry.forward_ms, entry.backward_ms))
+        return PlanCost(round(entry.total_ms, 6), round(entry.collectives_ms, 6), forward_ms, backward_ms)
+
+    def entry(self, name: str) -> ReportEntry:
+        """For a report."""
+        return ReportEntry(
+            name, True, self.total_ms, self.rank_ms, self.forward_ms, self.backward_ms, self.collectives_ms
+        )
+
+
+@dataclass(frozen=True)
+class RivalCost:
+    """Of a plan that the chosen one was compared with."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: str
+    cost: PlanCost | None
+    """None where no plan of that name keeps within memory and rules."""
+
+    @property
+    def entry(self) -> ReportEntry:
+        """For a report."""
+        return ReportEntry.of(self.name, None) if self.cost is None else self.cost.entry(self.name)
+
+
+@dataclass(frozen=True)
+class Predicted(PlanCost):
+    """All that a report says of a plan but how its tables are sharded. What has a default is missing from files of
+    version 1; a plan that was given, and not searched for, has no rivals."""
+
+    __pydantic_config__: ClassVar = STRICT
+    cost_source: str
+    """Of compute."""
+    collectives_source: str
+    memory: tuple[MemoryEntry, ...]
+    """What tables take on every rank, and what the storage reservation left."""
+    rivals: tuple[RivalCost, ...] = ()
+    """The cheapest first."""
+    alone_ms: dict[str, float] = field(default_factory=dict)
+    """What the shards of each table would cost alone on their ranks, summed."""
+    each_collective_ms: dict[str, float] = field(default_factory=dict)
+    """Both passes together."""
+    candidates: int = 0
+    """Moves and swaps that the search evaluated."""
+    reshards: int = 0
+    """Changes of how a table is split that it evaluated."""
+    measured: PlanCost | None = None
+    """The plan with its compute as measured where it was made, if it was."""
+    measured_before: PlanCost | None = None
+    """The plan that prediction would have chosen, measured beside it."""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of_report(cls, report: Report) -> Predicted:
+        """What a report says."""
+        return cls(
+            **vars(PlanCost.of(report.chosen)),
+            cost_source=report.cost_source,
+            collectives_source=report.collectives_source,
+            memory=report.memory,
+            rivals=tuple(RivalCost(rival.name, PlanCost.of(rival)) for rival in report.rivals),
+            alone_ms={table.name: round(table.alone_ms, 6) for table in report.tables},
+            each_collective_ms={name: round(ms, 6) for name, ms in report.collectives},
+            candidates=report.candidates,
+            reshards=report.reshards,
+            measured=PlanCost.of(report.measured),
+            measured_before=PlanCost.of(report.measured_before),
+            notes=report.notes,
+        )

@@ -1,0 +1,320 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What was chosen and why, for people and for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
+from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.search.place import Contender, Placement
+from dreamshard_planner.support.formatting import sharding_in_words
+from dreamshard_planner.workload.features import FEATURE_INDEX
+
+MAX_RANKS_SHOWN = 8
+NOTHING = 1e-3
+"""Share of a cost that is no gain worth a word."""
+SKEW_SHOWN = 2.0
+"""How many times its even share a row block must be read to be worth a note."""
+
+
+@dataclass(frozen=True)
+class ReportEntry:
+    """Predicted cost of one plan."""
+
+    name: str
+    feasible: bool
+    total_ms: float
+    """Overall: slowest rank's compute plus both collectives; infinite where infeasible."""
+    rank_ms: tuple[float, ...]
+    """Compute (forward + backward) per rank."""
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    collectives_ms: float
+
+    @classmethod
+    def of(cls, name: str, costs: PlacementCosts | None) -> ReportEntry:
+        """From the costs of one plan, None for a method that found none."""
+        if costs is None:
+            return cls(name, False, float("inf"), (), (), (), float("inf"))
+        return cls(
+            name=name,
+            feasible=True,
+            total_ms=float(costs.overall_ms_B[0]),
+            rank_ms=tuple(costs.device_ms_BD[0].tolist()),
+            forward_ms=tuple(costs.forward_ms_BD[0].tolist()),
+            backward_ms=tuple(costs.backward_ms_BD[0].tolist()),
+            collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
+        )
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """How one table is sharded."""
+
+    name: str
+    sharding_type: str
+    kernel: str
+    ranks: tuple[int, ...]
+    """Of its shards, in order."""
+    alone_ms: float
+    """What its shards would cost alone on their ranks, summed."""
+
+    @property
+    def label(self) -> str:
+        """In words, such as ``row_wise``."""
+        return sharding_in_words(self.sharding_type, self.kernel)
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """What tables take of one kind of memory, per rank."""
+
+    kind: str
+    used_bytes: tuple[int, ...]
+    limit_bytes: tuple[int, ...]
+    """What the storage reservation left."""
+
+    @property
+    def fullest(self) -> int:
+        """Rank that uses the largest share of its limit."""
+        filled = [used / max(1, limit) for used, limit in zip(self.used_bytes, self.limit_bytes, strict=True)]
+        return filled.index(max(filled))
+
+
+@dataclass(frozen=True)
+class BeyondExactTraining:
+    """What ``exact_training=False`` would gain."""
+
+    opened: tuple[tuple[str, int], ...]
+    """Sharding types that exact training leaves out, and for how many tables."""
+    total_ms: float
+    """Of the plan found with them, by the same cost source."""
+    types: tuple[tuple[str, int], ...]
+    """Tables of each sharding type in that plan."""
+    torchrec_ms: float | None
+    """Of TorchRec's own plan over the same types; None where it found none."""
+
+    def note(self, exact_ms: float) -> str:
+        """One line, beside the cost of the exact plan."""
+        opened = ", ".join(f"{kind} for {count} table(s)" for kind, count in self.opened)
+        if not self.total_ms < exact_ms * (1 - NOTHING):
+            return f"exact_training=False would open {opened}, and gain nothing"
+        types = ", ".join(f"{count} {kind}" for kind, count in self.types)
+        theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
+        return (
+            f"exact_training=False would open {opened}: {self.total_ms:.3f} ms instead of {exact_ms:.3f} ({types}); "
+            f"TorchRec's own plan over these types: {theirs}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Predicted costs of the chosen plan and of the plans it was chosen from."""
+
+    chosen: ReportEntry
+    rivals: tuple[ReportEntry, ...]
+    """TorchRec's own plan, the policy's first draft, and each greedy rule."""
+    cost_source: str
+    """Of compute."""
+    collectives_source: str
+    candidates: int
+    """Moves and swaps that the search evaluated."""
+    reshards: int
+    """Changes of how a table is split that it evaluated."""
+    tables: tuple[TableEntry, ...]
+    memory: tuple[MemoryEntry, ...]
+    """Kinds that tables ask for."""
+    collectives: tuple[tuple[str, float], ...]
+    """Milliseconds of each collective, both passes together."""
+    notes: tuple[str, ...] = ()
+    beyond: BeyondExactTraining | None = None
+    """What ``exact_training=False`` would gain, where it would open other sharding types."""
+    measured: ReportEntry | None = None
+    """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
+    measured_before: ReportEntry | None = None
+    """The plan that prediction would have chosen, measured beside it."""
+
+    @classmethod
+    def of(
+        cls,
+        cost: ShardingCost,
+        sharding: Sharding,
+        placement: Placement,
+        rivals: Sequence[Contender] | None = None,
+        candidates: int = 0,
+        reshards: int = 0,
+        notes: Sequence[str] = (),
+    ) -> Report:
+        """From a finished sharding and the cost by which it was chosen.
+
+        Args:
+            cost: of shardings.
+            sharding: the chosen one.
+            placement: how its units of span 1 were placed.
+            rivals: what the sharding was compared with; the placement's own by default.
+            candidates: moves and swaps tried before that placement.
+            reshards: tried before that placement.
+            notes: beside those of cost and placement.
+        """
+
+        def entry(contender: Contender) -> ReportEntry:
+            return ReportEntry.of(contender.name, contender.costs)
+
+        notes = (*cost.notes(sharding), *_skew_notes(cost, sharding), *placement.notes, *notes)
+        if placement.cut_short:
+            notes = (
+                *notes,
+                "the search was cut short (search_seconds, timeout_seconds); more time may give another plan",
+            )
+        if rivals is None:
+            rivals = placement.rivals
+        report = cls(
+            chosen=ReportEntry.of("dreamshard", placement.chosen.costs),
+            rivals=tuple(sorted((entry(rival) for rival in rivals), key=lambda rival: rival.total_ms)),
+            cost_source=str(cost.compute.source),
+            collectives_source=cost.problem.collectives.world.source,
+            candidates=placement.candidates + candidates,
+            reshards=reshards,
+            tables=_tables(cost, sharding),
+            memory=memory_entries(cost, sharding),
+            collectives=_collectives(cost, sharding),
+            notes=notes,
+        )
+        refined = placement.refined
+        if refined is None or refined.measured is None:
+            return report
+        return replace(
+            report,
+            measured=ReportEntry.of("dreamshard", refined.measured),
+            measured_before=ReportEntry.of("before", refined.first),
+        )
+
+    @property
+    def sharding_types(self) -> dict[str, int]:
+        """Tables of each sharding type, with the kernel where that is not the usual one; most frequent first."""
+        return dict(Counter(table.label for table in self.tables).most_common())
+
+    def rival(self, name: str) -> ReportEntry:
+        """The rival of that name; KeyError lists the known ones."""
+        for entry in self.rivals:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"no rival {name!r}; there are {', '.join(entry.name for entry in self.rivals)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; the infinite costs of infeasible rivals, which JSON lacks, become None."""
+
+        def entry(values: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: None if value == float("inf") else value for name, value in values}
+
+        return asdict(self, dict_factory=entry)
+
+    def save_html(self, path: str | Path, title: str | None = None) -> None:
+        """Write one HTML file with figures; see :func:`dreamshard_planner.plans.picture.save_html`."""
+        from dreamshard_planner.plans.picture import save_html
+
+        save_html(self, path, title)
+
+    def save_png(self, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
+        """Write its figures; see :func:`dreamshard_planner.plans.picture.save_png`."""
+        from dreamshard_planner.plans.picture import save_png
+
+        return save_png(self, folder, title)
+
+    def __str__(self) -> str:
+        lines = [
+            f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
+            f"Collectives: {self.collectives_source}.",
+            f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
+        ]
+        lines += [_line(entry, self.chosen.total_ms) for entry in (self.chosen, *self.rivals)]
+        if self.measured is not None and self.measured_before is not None:
+            lines.append("Measured on this machine instead of predicted:")
+            lines += [_line(entry, self.measured.total_ms) for entry in (self.measured, self.measured_before)]
+        reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
+        lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
+        lines.append(f"Tables: {', '.join(f'{count} {name}' for name, count in self.sharding_types.items())}.")
+        lines += [_memory_line(entry) for entry in self.memory]
+        if len(self.collectives) > 1:
+            each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
+            lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
+        lines += [f"Note: {note}." for note in self.notes]
+        return "\n".join(lines)
+
+
+def _tables(cost: ShardingCost, sharding: Sharding) -> tuple[TableEntry, ...]:
+    single, entries = cost.single_ms_P.tolist(), []
+    for name, options, index, positions in zip(
+        cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
+    ):
+        option = options[index]
+        alone_ms = sum(single[part] for part in option.parts)
+        ranks = tuple(option.ranks(positions))
+        entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, alone_ms))
+    return tuple(entries)
+
+
+def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
+    """Tables of which one block of rows is read much more than its share of the rows."""
+    rows_P, lookups_P = cost.problem.features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T
+    found = []
+    for name, options, index, positions in zip(
+        cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
+    ):
+        option = options[index]
+        part_X = torch.tensor(option.parts)
+        rows_X, lookups_X = rows_P[part_X], lookups_P[part_X]
+        heaviest = int(lookups_X.argmax())
+        share = float(lookups_X[heaviest] / lookups_X.sum().clamp_min(1e-9))
+        even = float(rows_X[heaviest] / rows_X.sum())
+        if share < SKEW_SHOWN * even or rows_X[heaviest] == 1:  # fewer rows than ranks
+            continue
+        rank = option.ranks(positions)[heaviest]
+        found.append(
+            f"{name}, {option.sharding_type}: rank {rank} has {share:.0%} of the lookups with {even:.0%} of "
+            "the rows, since its ids are not read evenly; shuffled ids would spread them"
+        )
+    return tuple(found)
+
+
+def memory_entries(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
+    """What a sharding takes of every kind of memory that it asks for."""
+    used_DM, limit_DM = cost.used_bytes(*cost.laid(sharding)), cost.problem.capacity_DM
+    return tuple(
+        MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))
+        for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=False)  # rules follow
+        if bool(used_D.any())
+    )
+
+
+def _collectives(cost: ShardingCost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
+    collectives = cost.problem.collectives
+    forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.laid(sharding)))
+    named = zip(collectives.collectives, (forward_C + backward_C).tolist(), strict=True)
+    return tuple((collective.name, ms) for collective, ms in named if ms > 0)
+
+
+def _memory_line(entry: MemoryEntry) -> str:
+    rank = entry.fullest
+    used, limit = entry.used_bytes[rank], entry.limit_bytes[rank]
+    return (
+        f"{entry.kind}: rank {rank} is the fullest, with {used / 2**30:.2f} of {limit / 2**30:.2f} GiB that the "
+        "storage reservation leaves."
+    )
+
+
+def _line(entry: ReportEntry, chosen_ms: float) -> str:
+    if not entry.feasible:
+        return f"{entry.name:<20}{'infeasible':>10}"
+    shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
+    if len(entry.rank_ms) > MAX_RANKS_SHOWN:
+        shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
+    ratio = entry.total_ms / chosen_ms if chosen_ms > 0 else 1.0
+    return f"{entry.name:<20}{entry.total_ms:>10.3f}{ratio:>11.3f}{entry.collectives_ms:>13.3f}   {shown}"

@@ -1,0 +1,72 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Which collectives carry the output of a shard, and how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.types import CommOp, ModuleSharder
+from torchrec.modules.embedding_configs import data_type_to_dtype
+
+from dreamshard_planner.cost.collectives import Collective, CollectiveModel
+from dreamshard_planner.search_space.sharding_types import DP, GRID, RW, TWRW
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
+
+
+@dataclass(frozen=True)
+class Links:
+    """Models of the exchanges that a topology has room for."""
+
+    all_to_all: CollectiveModel
+    """Between all ranks."""
+    reduce_scatter: CollectiveModel
+    """Between all ranks."""
+    all_gather: CollectiveModel
+    """Between all ranks."""
+    all_reduce: CollectiveModel
+    """Between all ranks; an n-th of the tensor counts as what a rank sends to each peer."""
+    host_reduce_scatter: CollectiveModel
+    """Between the ranks of one host."""
+    host_all_gather: CollectiveModel
+    across: CollectiveModel
+    """An all-to-all between the ranks of the same place on every host."""
+
+
+def exchanges_of(
+    option: ShardingOption, workload: Workload, topology: Topology, links: Links, element_bytes: float
+) -> Iterable[tuple[Collective, float]]:
+    """Collectives that carry a shard's output, of so many bytes per element on the wire, each with the bytes that its
+    rank sends to each peer."""
+    name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
+    world, host = topology.world_size, topology.intra_group_size
+    sent = workload.output_elements * element_bytes
+    if option.sharding_type == DP:
+        gradient = workload.rows * workload.dim * workload.weight_bytes
+        yield Collective(f"{name} all-reduce", "world", None, links.all_reduce), gradient / world
+    elif (option.sharding_type in (TWRW, GRID) or option.dependency) and host > 1:
+        # Between hosts a tower exchanges what it makes of its embeddings, here taken to be as much.
+        inside = links.host_reduce_scatter, links.host_all_gather
+        yield Collective(f"{name} reduce-scatter", "host", *inside), sent / host
+        yield Collective(f"{name} all-to-all", "across", links.across, links.across), sent / world
+    elif option.sharding_type == RW and option.is_pooled:
+        yield Collective(f"{name} reduce-scatter", "world", links.reduce_scatter, links.all_gather), sent / world
+    else:
+        yield Collective(f"{name} all-to-all", "world", links.all_to_all, links.all_to_all), sent / world
+
+
+def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None) -> float:
+    """Of one output element on the wire, mean over forward and backward: what the sharder quantizes to, else the
+    kernel's output."""
+    if not option.is_pooled:
+        operation = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+    elif option.sharding_type in (RW, TWRW, GRID):
+        operation = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
+    else:
+        operation = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+    codecs = (getattr(sharder, "qcomm_codecs_registry", None) or {}).get(operation.name)
+    if codecs is not None:
+        return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
+    return OUTPUT_BYTES if option.output_dtype is None else data_type_to_dtype(option.output_dtype).itemsize

@@ -1,0 +1,116 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The parts of a sharding problem while it is read: shards that ask for the same are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
+
+from dreamshard_planner.cost.collectives import Collective
+from dreamshard_planner.cost.model import MEMORY_KINDS
+from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.search_space.input_checks import needed_bytes
+from dreamshard_planner.workload.tables import Table, Workload
+
+
+class Parts:
+    """The parts of a problem while it is read, one entry of each list per part."""
+
+    def __init__(self) -> None:
+        self.workloads: list[Workload] = []
+        self.shards: list[Shard] = []
+        self.fqns: list[str] = []
+        self.groups: list[int] = []
+        self.dense_elements: list[float] = []
+        self.ssd_bytes: list[float] = []
+        self.columns: dict[Collective, int] = {}
+        """Column of each collective that some part takes part in."""
+        self._uncounted_bytes: list[int] = []
+        self._sent: list[tuple[int, int, float]] = []
+
+    def add(
+        self,
+        option: ShardingOption,
+        table: Table,
+        whole: Workload,
+        group: int,
+        exchanges: Callable[[Workload], Iterable[tuple[Collective, float]]],
+        with_storage: bool,
+    ) -> list[int]:
+        """The parts of an option; returns the row of each shard's, the same for those that are alike.
+
+        Args:
+            option: with its shards.
+            table: of the option.
+            whole: what the whole table asks for.
+            group: fused group of the parts.
+            exchanges: collectives that carry the output of a part, and bytes to each peer.
+            with_storage: whether storage is estimated already.
+        """
+        row_of: dict[tuple, int] = {}
+        rows = []
+        for shard in option.shards:
+            key = _alike(shard, whole, with_storage)
+            if key not in row_of:
+                workload = whole.part(*shard.size, shard.offset[0])
+                row_of[key] = self._add_part(option, table, shard, workload, group, exchanges(workload))
+            rows.append(row_of[key])
+        return rows
+
+    def _add_part(
+        self,
+        option: ShardingOption,
+        table: Table,
+        shard: Shard,
+        workload: Workload,
+        group: int,
+        exchanges: Iterable[tuple[Collective, float]],
+    ) -> int:
+        row = len(self.workloads)
+        self.workloads.append(workload)
+        self.shards.append(shard)
+        self.fqns.append(fqn_of(option))
+        self.groups.append(group)
+        self.dense_elements.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
+        distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
+        self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
+        self._uncounted_bytes.append(_uncounted_bytes(option, table, workload))
+        for collective, sent in exchanges:
+            self._sent.append((row, self.columns.setdefault(collective, len(self.columns)), sent))
+        return row
+
+    def bytes_PC(self) -> torch.Tensor:
+        """See :class:`ShardingProblem`; one column of zeros where nothing is exchanged."""
+        bytes_PC = torch.zeros(len(self.workloads), max(1, len(self.columns)), dtype=torch.float64)
+        for row, column, sent in self._sent:
+            bytes_PC[row, column] = sent
+        return bytes_PC
+
+    def storage_PM(self, topology: Topology, with_storage: bool) -> torch.Tensor:
+        """See :class:`ShardingProblem`; nothing before storage is estimated."""
+        if not with_storage:
+            return torch.zeros(len(self.shards), len(MEMORY_KINDS), dtype=torch.int64)
+        storage_PM = needed_bytes(self.shards)
+        kind = MEMORY_KINDS.index("DDR" if topology.compute_device == "cpu" else "HBM")
+        storage_PM[:, kind] += torch.tensor(self._uncounted_bytes, dtype=torch.int64)
+        return storage_PM
+
+
+def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
+    """What shards of one option that ask for the same have in common."""
+    storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
+    # Where it is known which ids are read, blocks of rows differ by where they lie.
+    first = (shard.offset[0],) if whole.ids is not None and shard.size[0] < whole.rows else ()
+    return (*shard.size, *storage, *first)
+
+
+def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> int:
+    """What a shard needs beside TorchRec's estimate of its storage: the table-sized gradient of a dense kernel, and
+    what a column slice's row-wise optimizer state, four bytes per row, exceeds its share of the whole table's."""
+    if option.compute_kernel == "dense":
+        return int(shard.rows * shard.dim * shard.weight_bytes)
+    if table.optimizer == "rowwise_adagrad" and table.memory == "device":
+        return int(shard.rows * 4 * (1 - shard.dim / table.dim))
+    return 0

@@ -1,0 +1,70 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A sharding problem beside the TorchRec options that it was read from: plans become shardings, shardings plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption
+
+from dreamshard_planner.cost.sharding import Sharding, ShardingProblem
+from dreamshard_planner.problem.options import fqn_of, same_option
+from dreamshard_planner.problem.units import positions_of, set_ranks
+from dreamshard_planner.workload.tables import Workload
+
+
+@dataclass(frozen=True)
+class ReadProblem:
+    """A sharding problem, and the TorchRec options that it was read from."""
+
+    problem: ShardingProblem
+    options: tuple[tuple[ShardingOption, ...], ...]
+    """In the order of the problem's tables and options."""
+    shard_P: tuple[Shard, ...]
+    """A shard of each part: parts are shards of one size, of one option, that are read alike."""
+    workload_P: tuple[Workload, ...]
+    """What each part asks of its rank."""
+    dense_elements_P: torch.Tensor
+    """Elements of the table-sized gradient of data-parallel parts, zero elsewhere."""
+    ssd_bytes_P: torch.Tensor
+    """Bytes of the distinct rows that parts on SSDs read per batch, zero elsewhere."""
+
+    def assign(self, sharding: Sharding) -> list[ShardingOption]:
+        """The chosen options, with the ranks of their shards set."""
+        chosen = []
+        for options, units, option, positions in zip(
+            self.options, self.problem.tables, sharding.options, sharding.positions, strict=True
+        ):
+            set_ranks(options[option], positions, units[option].units[0].span)
+            chosen.append(options[option])
+        return chosen
+
+    def sharding(self, plan: Sequence[ShardingOption]) -> Sharding:
+        """A plan with ranks, of this problem's tables.
+
+        Raises:
+            PlannerError: where a table is missing, or is sharded as no option of this problem.
+        """
+        given = {option.fqn: option for option in plan}
+        options, positions = [], []
+        for choices, units in zip(self.options, self.problem.tables, strict=True):
+            option = given.get(choices[0].fqn)
+            index = next(
+                (i for i, choice in enumerate(choices) if option is not None and same_option(choice, option)), None
+            )
+            if index is None:
+                raise PlannerError(
+                    f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+            places = positions_of(option, units[index])
+            if units[index].pinned not in (None, places):
+                raise PlannerError(
+                    f"table {fqn_of(option)!r} is pinned elsewhere than the plan has it",
+                    PlannerErrorType.PARTITION,
+                )
+            options.append(index)
+            positions.append(places)
+        return Sharding(tuple(options), tuple(positions))

@@ -1,0 +1,99 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Units of TorchRec's options: which shards lie on consecutive ranks together, and which ranks a position means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+
+from dreamshard_planner.cost.sharding import Option, Unit
+from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.search_space.sharding_types import DP, GRID, RW, TWRW
+
+
+def impossible_types(topology: Topology) -> dict[str, str]:
+    """Sharding types that the topology leaves no place for, and why: TorchRec forms groups of whole hosts alone."""
+    ranks, host = topology.world_size, topology.intra_group_size
+    return dict.fromkeys((TWRW, GRID), f"{ranks} ranks are no whole number of hosts of {host}") if ranks % host else {}
+
+
+def unit_span(option: ShardingOption, topology: Topology) -> int:
+    """How many consecutive ranks one unit of the option occupies."""
+    if option.sharding_type in (RW, DP):
+        return topology.world_size
+    return topology.intra_group_size if option.sharding_type in (TWRW, GRID) else 1
+
+
+def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> tuple[Unit, ...]:
+    """The option's shards, by their parts, in units.
+
+    Raises:
+        PlannerError: they do not fill units, or lie on hosts of which some are not whole.
+    """
+    span, impossible = unit_span(option, topology), impossible_types(topology)
+    if impossible and (option.dependency or option.sharding_type in impossible):
+        raise PlannerError(
+            f"table {option.fqn.removeprefix('.')!r} belongs on one host, and {impossible[TWRW]}: give Topology a "
+            "local_world_size (and pod_size) that divides its world_size",
+            PlannerErrorType.PARTITION,
+        )
+    if not parts or len(parts) % span:
+        raise PlannerError(
+            f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
+            f"which do not fill units of {span} ranks",
+            PlannerErrorType.PARTITION,
+        )
+    return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
+
+
+def set_ranks(option: ShardingOption, positions: Sequence[int], span: int) -> None:
+    """Ranks of the shards of an option whose units, ``span`` ranks wide each, are at some positions."""
+    ranks = [rank for position in positions for rank in range(position * span, (position + 1) * span)]
+    for shard, rank in zip(option.shards, ranks, strict=True):
+        shard.rank = rank
+
+
+def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
+    """Where the ranks of an option's shards put its units.
+
+    Raises:
+        PlannerError: nowhere that TorchRec would run.
+    """
+    positions, ranks = [], iter([shard.rank for shard in option.shards])
+    for unit in units.units:
+        here = [next(ranks) for _ in range(unit.span)]
+        position = (here[0] or 0) // unit.span
+        if here != list(unit.ranks(position)):
+            raise PlannerError(
+                f"table {fqn_of(option)!r} is sharded {option.sharding_type} on ranks {here}, which "
+                "TorchRec would not run so",
+                PlannerErrorType.PARTITION,
+            )
+        positions.append(position)
+    return tuple(positions)
+
+
+def pinned_positions(option: ShardingOption, units: Option) -> tuple[int, ...] | None:
+    """Positions of the units of a dependent table whose shards have ranks, see
+    :mod:`~dreamshard_planner.search_space.towers`; None for others."""
+    if not option.dependency or any(shard.rank is None for shard in option.shards):
+        return None
+    return positions_of(option, units)
+
+
+def check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
+    """PlannerError where pinned tables that depend on each other are on several hosts."""
+    hosts: dict[str, dict[int, str]] = {}
+    for option in options:
+        for shard in option.shards if option.dependency else []:
+            if shard.rank is not None:
+                host = shard.rank // topology.intra_group_size
+                hosts.setdefault(option.dependency, {})[host] = fqn_of(option)
+    for dependency, tables in hosts.items():
+        if len(tables) > 1:
+            raise PlannerError(
+                f"tables {sorted(tables.values())} of {dependency!r} are on hosts {sorted(tables)}; TorchRec wants "
+                "them on one",
+                PlannerErrorType.PARTITION,
+            )

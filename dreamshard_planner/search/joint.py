@@ -1,0 +1,199 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Joint search: how each table is split, and where its shards go.
+
+Descents start from several shardings (:mod:`dreamshard_planner.search.starts`). Tables that burden the bottleneck
+rank change their option (:mod:`dreamshard_planner.search.reshards`); where none helps, units of span 1 move
+and swap (:mod:`dreamshard_planner.search.local_search`) under what spans hosts and world, and so in turns until neither
+helps.
+
+The budget is counted in re-shards, moves and swaps; costs are compared after rounding and ties go to the lowest index,
+so the same inputs give the same sharding.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.search.joint_packing import packed_start
+from dreamshard_planner.search.local_search import SearchConfig, local_search
+from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.settling import settled
+from dreamshard_planner.search.starts import JointOptions, evened, level_starts
+from dreamshard_planner.search.states import in_steps
+
+WORTH = 1e-3
+"""Share of the cost that a kick has to bring."""
+TURNS = 0.5
+"""Share of the budget in which all starts, and their evened variants, have one turn each."""
+CONTINUED = 2
+"""Of the descents that their turn interrupted, the best, which go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointConfig:
+    """How long and how widely to search."""
+
+    starts: int = 4
+    """Best starting shardings from which to descend."""
+    reshards: int = 20_000
+    """Re-shards to try in all, and"""
+    reshards_per_table: int = 30
+    """as many more for each table."""
+    tables_per_step: int = 24
+    """Of the bottleneck rank, the heaviest."""
+    rated_exactly: int = 8
+    """Of one step, the most promising at a glance."""
+    candidates: int = 6_000
+    """Moves and swaps of one descent between re-shards."""
+    kicks: int = 8
+    """Kicked copies of the best in a row that bring little, after which the search ends."""
+    kick_tables: int = 3
+    """Tables that a kick shards another way at random."""
+
+
+DEFAULT_JOINT = JointConfig()
+
+
+@dataclass(frozen=True)
+class JointResult:
+    """The best sharding found."""
+
+    sharding: Sharding
+    overall_ms: float
+    reshards: int
+    """Tried."""
+    candidates: int
+    """Moves and swaps rated."""
+    cut_short: bool = False
+    """Whether the time cap ended the search before its budget."""
+
+
+@torch.no_grad()
+def joint_search(
+    cost: ShardingCost,
+    starts: Iterable[Sharding],
+    config: JointConfig,
+    search: SearchConfig,
+    seed: int = 0,
+    seconds: float | None = None,
+) -> JointResult | None:
+    """Descend from the cheapest of some feasible shardings, then from kicked copies of the best; never worse than the
+    best start. None where there is no start.
+
+    Args:
+        cost: the problem and its cost.
+        starts: feasible shardings; further ones are made by :func:`level_starts`.
+        config: of the re-shards.
+        search: of the moves and swaps.
+        seed: of kicks.
+        seconds: cap on the search, on top of its budget of candidates.
+    """
+    asked = JointOptions(cost)
+    pool = list(dict.fromkeys([*starts, *level_starts(cost, asked)]))
+    if not pool and (packed := packed_start(cost.problem)) is not None:
+        pool = [packed]
+    if not pool:
+        return None
+    overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
+    order = sorted(pool, key=lambda sharding: overall[sharding])
+    descents = _Descents(cost, order[0], config, search, seed, seconds)
+    # What a start costs says little of where it leads: each has its turn before the best may use up the budget.
+    turn = int(TURNS * descents.limit / (2 * config.starts))
+    for start in order[: config.starts]:
+        descents.descend(start, turn)
+        variants = evened(cost, asked, start) if descents.left() else []
+        if variants:
+            descents.descend(min(variants, key=cost.overall_ms), turn)
+    for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
+        descents.descend(sharding)
+    fruitless = 0
+    while descents.left() and fruitless < config.kicks:
+        worth_it = descents.best_ms * (1 - WORTH)
+        descents.descend(descents.kicked())
+        fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
+    return descents.result()
+
+
+class _Descents:
+    """Descents one after the other, and the best that they came to."""
+
+    def __init__(
+        self,
+        cost: ShardingCost,
+        best: Sharding,
+        config: JointConfig,
+        search: SearchConfig,
+        seed: int,
+        seconds: float | None,
+    ) -> None:
+        self._cost, self._config = cost, config
+        self._best, self.best_ms = best, cost.overall_ms(best)
+        self._unit = max(1e-9, self.best_ms)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._quiet = replace(search, starts=1, candidates=config.candidates, kicks=0)
+        self._reshards = self._candidates = 0
+        self.limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
+        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
+        self._cut_short = False
+        self.unfinished: list[Sharding] = []
+        """Where descents were when their turn ended, while they still gained."""
+
+    def left(self) -> bool:
+        """Whether budget and time are left."""
+        if time.monotonic() > self._deadline:
+            self._cut_short = True
+        return self._reshards < self.limit and not self._cut_short
+
+    def result(self) -> JointResult:
+        """The best, in the cheapest kernels that there is room for."""
+        best = settled(self._cost, self._best)
+        return JointResult(best, self._cost.overall_ms(best), self._reshards, self._candidates, self._cut_short)
+
+    def _state(self, sharding: Sharding) -> ShardingState:
+        config = self._config
+        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly)
+
+    def descend(self, start: Sharding, turn: int | None = None) -> None:
+        """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried."""
+        unit, state = self._unit, self._state(start)
+        end = self.limit if turn is None else min(self.limit, self._reshards + turn)
+        while self.left():
+            before = in_steps(state.overall_ms(), unit)
+            self._reshards += state.improve(end - self._reshards, self.left)
+            state = self._state(self._moved(state.sharding))
+            after = in_steps(state.overall_ms(), unit)
+            if after < in_steps(self.best_ms, unit):
+                self._best, self.best_ms = state.sharding, state.overall_ms()
+            if after >= before:
+                break
+            if self._reshards >= end:
+                self.unfinished.append(state.sharding)
+                break
+
+    def _moved(self, sharding: Sharding) -> Sharding:
+        """After moves and swaps of what spans one rank."""
+        chosen = self._cost.chosen(sharding)
+        if not len(chosen.assignment_S):
+            return sharding
+        result = local_search(chosen.cost, [chosen.assignment_S], self._quiet, self._generator)
+        self._candidates += result.candidates
+        return chosen.placed(result.assignment_S)
+
+    def kicked(self) -> Sharding:
+        """The best with a few random tables sharded another way, each where it leaves the lowest peak."""
+        state = self._state(self._best)
+        tables = self._cost.problem.tables
+        changeable = [table for table in range(len(tables)) if len(tables[table]) > 1]
+        for _ in range(min(len(changeable), self._config.kick_tables)):
+            table = changeable[self._draw(len(changeable))]
+            state.force(table, self._draw(len(tables[table])))
+        return state.sharding
+
+    def _draw(self, count: int) -> int:
+        return int(torch.randint(count, (1,), generator=self._generator))

@@ -1,0 +1,159 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""From a problem to a placement: policy roll-outs and greedy rules as starts, then search.
+
+Shapes: S shards, B placements, D devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
+from dreamshard_planner.policy.environment import TaskBatch
+from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.research.refine import RefineResult
+from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.local_search import SearchConfig, local_search
+from dreamshard_planner.search.packing import PACKING_SECONDS, pack
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One placement that was considered, as the report shows it."""
+
+    name: str
+    assignment_S: Tensor | None
+    """None where the method found no feasible placement."""
+    costs: PlacementCosts | None
+
+    @property
+    def total_ms(self) -> float:
+        """Overall cost; infinite where infeasible."""
+        return float("inf") if self.costs is None else float(self.costs.overall_ms_B[0])
+
+    @property
+    def rank_ms(self) -> list[float]:
+        """Compute (forward + backward) per rank."""
+        return [] if self.costs is None else self.costs.device_ms_BD[0].tolist()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The chosen placement, and all that it was chosen from."""
+
+    chosen: Contender
+    rivals: tuple[Contender, ...]
+    """Policy, greedy rules and whatever else was given, feasible or not."""
+    candidates: int
+    cut_short: bool
+    refined: RefineResult | None = None
+    """Where the plan was chosen by measurement."""
+    notes: tuple[str, ...] = ()
+    """For readers of the report."""
+
+    def distinct(self) -> list[Tensor]:
+        """Feasible placements [S], the chosen one first, the others from cheap to dear; each once."""
+        feasible = [rival for rival in self.rivals if rival.assignment_S is not None]
+        ordered = [self.chosen, *sorted(feasible, key=lambda rival: rival.total_ms)]
+        return list({tuple(c.assignment_S.tolist()): c.assignment_S for c in ordered}.values())
+
+
+MAX_ROLLOUT_DEVICES = 128
+"""Roll-outs x devices played side by side; more take longer than the search and find nothing that it does not."""
+
+
+class InfeasibleError(Exception):
+    """No placement keeps every device within its memory."""
+
+    def __init__(self, proven: bool) -> None:
+        super().__init__("no feasible placement" if proven else "no feasible placement found in time")
+        self.proven = proven
+
+
+@torch.inference_mode()
+def place(
+    cost: PlacementCost,
+    policy: AnyPolicy,
+    config: SearchConfig | None,
+    *,
+    seed: int = 0,
+    given: Mapping[str, Tensor | None] | None = None,
+    seconds: float | None = None,
+    packing_seconds: float = PACKING_SECONDS,
+) -> Placement:
+    """Place the shards of one problem.
+
+    Args:
+        cost: the problem and its cost.
+        policy: the policy network.
+        config: search settings; None means one greedy policy roll-out and nothing else (the paper's
+            procedure), with other placements only where the roll-out dead-ends on memory.
+        seed: of the sampled roll-outs and the kicks of the search.
+        given: further placements [S] to start from, by name; None where one does not fit.
+        seconds: cap on the search, on top of its budget of candidates.
+        packing_seconds: limit of the exact packing, where all else finds no room; 0 for none.
+
+    Returns:
+        The cheapest placement found; with a ``config`` never dearer than any rival.
+
+    Raises:
+        InfeasibleError: where no method, exact packing included, fits the shards into memory.
+    """
+    problem = cost.problem
+    if not problem.num_shards:
+        return Placement(_contender(cost, "chosen", torch.zeros(0, dtype=torch.int64)), (), 0, False)
+    generator = torch.Generator().manual_seed(seed)
+    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_devices)
+    greedy_S, sampled = _rollouts(cost, policy, samples, generator)
+    starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
+    for rule in RULES:
+        starts[rule] = place_by_rule(problem, rule)
+    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S, cost.preload_ms_D)
+    rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
+    feasible = [rival for rival in rivals if rival.assignment_S is not None]
+    if config is None and rivals[0].assignment_S is not None:
+        return Placement(rivals[0], rivals[1:], 0, False)
+
+    pool = [rival.assignment_S for rival in feasible] + sampled
+    if not pool:
+        packing = pack(problem, packing_seconds)
+        if packing.assignment_S is None:
+            raise InfeasibleError(packing.proven)
+        pool.append(packing.assignment_S)
+    overall_B = cost.rate(torch.stack(pool)).overall_ms_B
+    order = torch.argsort(_round_significant(overall_B), stable=True).tolist()
+    if config is None:
+        return Placement(_contender(cost, "chosen", pool[order[0]]), rivals, 0, False)
+    result = local_search(cost, [pool[index] for index in order[: config.starts]], config, generator, seconds)
+    return Placement(_contender(cost, "chosen", result.assignment_S), rivals, result.candidates, result.cut_short)
+
+
+def sampled_rollouts(wanted: int, devices: int) -> int:
+    """How many to play beside the greedy one, of so many wanted; none where there is nothing to choose."""
+    return 0 if devices == 1 else min(wanted, max(0, MAX_ROLLOUT_DEVICES // devices - 1))
+
+
+def _contender(cost: PlacementCost, name: str, assignment_S: Tensor | None) -> Contender:
+    """Rate a placement alone, so that equal placements get equal figures whatever they are rated beside."""
+    return Contender(name, assignment_S, None if assignment_S is None else cost.rate(assignment_S[None]))
+
+
+def _round_significant(values_B: Tensor) -> Tensor:
+    return (values_B / values_B.min().clamp_min(1e-9) * 1e6).round()
+
+
+def _rollouts(
+    cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The greedy roll-out, None where it dead-ends, and the sampled ones that do not; all played side by side."""
+    source = generator if samples else None
+    environment = roll_out(policy, TaskBatch.collate([cost]), 1 + samples, source, greedy_first=True).environment
+    plans = [
+        plan if alive else None
+        for plan, alive in zip(environment.assignments(0), environment.alive_E.tolist(), strict=True)
+    ]
+    return plans[0], [plan for plan in plans[1:] if plan is not None]

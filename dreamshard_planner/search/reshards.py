@@ -1,0 +1,321 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Re-shards: a table changes its option, where sums are kept that make trying many of them cheap.
+
+A table's parts are subtracted, and the units of another option laid down one by one where they leave the lowest peak.
+Many tables x options are tried side by side.
+
+Shapes: T tables, Q queries (a table and an option that it may change to), D ranks, N positions, L span, G fused groups,
+C collectives, H latent channels, M kinds of memory, K tables that may change, X parts laid down, or some queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.model import has_room
+from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
+from dreamshard_planner.search.states import DIGITS, in_steps, ordered
+from dreamshard_planner.search.wide_swaps import rated_swaps
+
+REFRESH = 100
+"""Re-shards after which sums are taken afresh: differences add up rounding errors."""
+
+
+class ShardingState:
+    """One sharding, with the sums that make a re-shard cheap.
+
+    Args:
+        cost: the problem and its cost.
+        sharding: to start from.
+        unit: milliseconds in which costs are compared, after rounding.
+        tables_per_step: of the bottleneck rank, the heaviest that may change.
+        rated_exactly: of one step, the most promising at a glance.
+    """
+
+    def __init__(
+        self, cost: ShardingCost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
+    ) -> None:
+        self.cost, self.problem, self._unit = cost, cost.problem, unit
+        self._tables_per_step, self._rated_exactly = tables_per_step, rated_exactly
+        self.sharding = sharding
+        self._refresh()
+
+    def _refresh(self) -> None:
+        laid = self.cost.laid(self.sharding)
+        self.latent_DGH = self.cost.group_latents(*laid)
+        self.group_ms_DG = self.cost.compute.group_cost_ms(self.latent_DGH).sum(-1)
+        self.bytes_CD = self.cost.bytes_sent(*laid)
+        self.free_DM = self.problem.capacity_DM - self.cost.used_bytes(*laid)
+        self._changes = 0
+
+    @property
+    def device_ms_D(self) -> Tensor:
+        return self.group_ms_DG.sum(-1)
+
+    def overall_ms(self) -> float:
+        forward, backward = self.problem.collectives.ms(self.bytes_CD)
+        return float(self.device_ms_D.max() + forward + backward)
+
+    def _change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
+        """Shard one table another way."""
+        after = self.sharding.changed(table, option, positions)
+        ranks = []
+        for sharding, sign in ((self.sharding, -1), (after, 1)):
+            rank_X, part_X = self.cost.laid_by(sharding, [table])
+            group = self.problem.group_of(table, sharding.options[table])
+            self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
+            self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
+            self.free_DM.index_add_(0, rank_X, self.problem.storage_PM[part_X], alpha=-sign)
+            ranks.append(rank_X)
+        self.sharding = after
+        self._changes += 1
+        if self._changes >= REFRESH:
+            self._refresh()
+            return
+        touched_X = torch.cat(ranks).unique()
+        # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
+        self.group_ms_DG[touched_X] = self.cost.compute.group_cost_ms(self.latent_DGH[touched_X]).sum(-1)
+
+    def force(self, table: int, option: int) -> None:
+        """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
+        tried = self._try([table], [(0, table, option)], self.cost.compute.glance_ms)
+        if math.isfinite(float(tried.key_Q[0])):
+            self._change(table, option, tried.positions[0])
+
+    def tried(self, table: int, options: Sequence[int]) -> Tried:
+        """Some options of one table laid down, each where it leaves the lowest peak; changes nothing."""
+        queries = [(0, table, option) for option in options]
+        return self._try([table], queries, self.cost.compute.group_cost_ms)
+
+    def improve(self, limit: int, left: Callable[[], bool]) -> int:
+        """Re-shard tables on the bottleneck rank, where that helps no more those that exchange most, then swap what
+        spans several ranks, until nothing helps; says how many changes were tried."""
+        steps = (
+            lambda: self._reshard(self._tables_on_bottleneck()),
+            lambda: self._reshard(self._tables_that_exchange()),
+            self._swap,
+        )
+        tried = 0
+        while tried < limit and left():
+            for step in steps:
+                improved, changes = step()
+                tried += changes
+                if improved:
+                    break
+            else:
+                break
+        return tried
+
+    def _reshard(self, tables: Sequence[int]) -> tuple[bool, int]:
+        """Apply the best re-shard of one of the tables, if it lowers the cost, or the sum of squares of the ranks'
+        costs at the same cost. Says whether it did, and how many it tried."""
+        queries = [
+            (slot, table, option)
+            for slot, table in enumerate(tables)
+            for option in range(len(self.problem.tables[table]))
+            if option != self.sharding.options[table] or self._movable(self.problem.tables[table][option])
+        ]
+        if not queries:
+            return False, 0
+        compute = self.cost.compute
+        tried = self._try(tables, queries, compute.glance_ms)
+        if compute.glance_channels is not None or isinstance(compute, WithExtras):  # a glance says less than the cost
+            order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
+            queries_rated = [queries[index] for index in order]
+            tried = self._try(tables, queries_rated, compute.group_cost_ms)
+        else:
+            queries_rated = queries
+        index = int(tried.key_Q.argmin())
+        if not self._betters(tried.overall_Q[index], tried.square_Q[index]):
+            return False, len(queries)
+        _, table, option = queries_rated[index]
+        self._change(table, option, tried.positions[index])
+        return True, len(queries)
+
+    def _swap(self) -> tuple[bool, int]:
+        """Apply the best swap of a wide unit on the bottleneck rank, by the same rule; says the same, in re-shards that
+        would take as long: those are tried on all ranks, a swap on those of two places."""
+        swaps = rated_swaps(self, self._bottleneck, self._unit)
+        if swaps is None:
+            return False, 0
+        index = int(swaps.key_E.argmin())
+        here, there = swaps.pairs[index]
+        tried = math.ceil(len(swaps.pairs) * 2 * here.unit.span / self.problem.num_ranks)
+        if not self._betters(swaps.overall_E[index], swaps.square_E[index]):
+            return False, tried
+        for unit, position in ((here, there.position), (there, here.position)):
+            moved = self.sharding.moved(unit.table, unit.index, position)
+            self._change(unit.table, moved.options[unit.table], moved.positions[unit.table])
+        return True, tried
+
+    def _betters(self, overall: Tensor, square: Tensor) -> bool:
+        """Whether a cost, rounded, is lower than now; or as low with a lower sum of squares of the ranks' costs."""
+        before, before_square = in_steps(self.overall_ms(), self._unit), float(self.device_ms_D.square().sum())
+        balances = float(square) < before_square * (1 - 10.0**-DIGITS)
+        return float(overall) < before or (float(overall) == before and balances)
+
+    @property
+    def _bottleneck(self) -> int:
+        return int(in_steps(self.device_ms_D, self._unit).argmax())
+
+    def _movable(self, option: Option) -> bool:
+        """Whether laying the same option down again may give another sharding; single units of span 1 just move."""
+        if option.pinned is not None:
+            return False
+        return len(option.units) > 1 or 1 < option.units[0].span < self.problem.num_ranks
+
+    def _tables_that_exchange(self) -> list[int]:
+        """Tables that may change, those with the longest exchanges first."""
+        exchange_P = self.problem.exchange_ms_P
+        if not bool(exchange_P.any()):
+            return []
+        exchange, burden = exchange_P.tolist(), {}
+        for table, option in enumerate(self.sharding.options):
+            if self._changeable(table):
+                burden[table] = sum(exchange[part] for part in self.problem.tables[table][option].parts)
+        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
+
+    def _changeable(self, table: int) -> bool:
+        options = self.problem.tables[table]
+        return len(options) > 1 or self._movable(options[0])
+
+    def _tables_on_bottleneck(self) -> list[int]:
+        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
+        rank = self._bottleneck
+        single, burden = self.cost.single_ms_P, {}
+        for table, (option, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
+            if not self._changeable(table):
+                continue
+            here = [
+                float(single[unit.parts[ranks.index(rank)]])
+                for unit, position in zip(self.problem.tables[table][option].units, positions, strict=True)
+                if rank in (ranks := unit.ranks(position))
+            ]
+            if here:
+                burden[table] = sum(here)
+        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
+
+    def _try(
+        self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
+    ) -> Tried:
+        """Lay the units of every query down, one after the other, where they leave the lowest peak."""
+        problem = self.problem
+        options = [problem.tables[table][option] for _, table, option in queries]
+        trials = self._started(tables, queries, group_cost)
+        for step in range(max(len(option.units) for option in options)):
+            by_span: dict[int, list[int]] = {}
+            for query, option in enumerate(options):
+                if step < len(option.units):
+                    by_span.setdefault(option.units[step].span, []).append(query)
+            for some in by_span.values():
+                part_XL = torch.tensor([options[query].units[step].parts for query in some])
+                parts = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
+                trials.lay(some, *parts, group_cost)
+        forward_Q, backward_Q = problem.collectives.ms(trials.bytes_QCD)
+        overall_Q = in_steps(trials.device_ms_QD.amax(-1) + forward_Q + backward_Q, self._unit)
+        square_Q = trials.device_ms_QD.square().sum(-1)
+        return Tried(
+            ordered(overall_Q, square_Q).masked_fill(~trials.fits_Q, torch.inf),
+            overall_Q.masked_fill(~trials.fits_Q, torch.inf),
+            square_Q,
+            [tuple(places) for places in trials.positions],
+        )
+
+    def _started(
+        self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
+    ) -> _Trials:
+        """Queries of which nothing is laid down yet: the sums without their tables."""
+        slot_Q = torch.tensor([slot for slot, _, _ in queries])
+        old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
+        new_Q = torch.tensor([self.problem.group_of(table, option) for _, table, option in queries])
+        gone_KDH, gone_KCD, gone_KDM = self._without(tables)
+        latent_KDH = self.latent_DGH[:, old_K].transpose(0, 1)
+        without_KDH = latent_KDH - gone_KDH
+        without_ms_KD = group_cost(without_KDH).sum(-1).double()
+        spared_ms_KD = group_cost(latent_KDH).sum(-1).double() - without_ms_KD
+        spared_ms_KD = torch.where(gone_KDH[..., 0] > 0, spared_ms_KD, 0.0)  # where nothing is gone, not even rounding
+        same_Q11 = (old_K[slot_Q] == new_Q)[:, None, None]
+        latent_QDH = torch.where(same_Q11, without_KDH[slot_Q], self.latent_DGH[:, new_Q].transpose(0, 1))
+        return _Trials(
+            device_ms_QD=self.device_ms_D - spared_ms_KD[slot_Q],
+            latent_QDH=latent_QDH,
+            group_ms_QD=group_cost(latent_QDH).sum(-1).double(),
+            free_QDM=self.free_DM + gone_KDM[slot_Q],
+            bytes_QCD=self.bytes_CD - gone_KCD[slot_Q],
+            fits_Q=torch.ones(len(queries), dtype=torch.bool),
+            positions=[[] for _ in queries],
+        )
+
+    def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
+        ranks = self.problem.num_ranks
+        rows = [self.cost.laid_by(self.sharding, [table]) for table in tables]
+        row_X = torch.cat([rank_Y + slot * ranks for slot, (rank_Y, _) in enumerate(rows)])
+        part_X = torch.cat([part_Y for _, part_Y in rows])
+
+        def summed(values_PY: Tensor) -> Tensor:
+            sums = torch.zeros(len(tables) * ranks, values_PY.shape[1], dtype=values_PY.dtype)
+            return sums.index_add_(0, row_X, values_PY[part_X]).view(len(tables), ranks, -1)
+
+        bytes_KDC = summed(self.problem.bytes_PC)
+        return summed(self.cost.latent_PH), bytes_KDC.transpose(1, 2), summed(self.problem.storage_PM)
+
+
+@dataclass
+class _Trials:
+    """Queries that are being laid down, side by side: every rank as each has it so far."""
+
+    device_ms_QD: Tensor
+    latent_QDH: Tensor
+    """Summed latents of the fused group that the option's parts join, and"""
+    group_ms_QD: Tensor
+    """what it costs, which is part of its rank's cost."""
+    free_QDM: Tensor
+    bytes_QCD: Tensor
+    fits_Q: Tensor
+    """Whether memory has allowed all of it."""
+    positions: list[list[int]]
+
+    def lay(
+        self,
+        some: Sequence[int],
+        latent_XLH: Tensor,
+        need_XLM: Tensor,
+        bytes_XLC: Tensor,
+        group_cost: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Lay down one unit more of some queries X, all equally wide, each where it leaves the lowest peak."""
+        query_X, span = torch.tensor(some), latent_XLH.shape[1]
+
+        def by_position(values_QDY: Tensor) -> Tensor:
+            return values_QDY[query_X].unflatten(1, (-1, span))
+
+        after_XNL = group_cost(by_position(self.latent_QDH) + latent_XLH[:, None]).sum(-1).double()
+        peak_XNL = by_position(self.device_ms_QD) + after_XNL - by_position(self.group_ms_QD)
+        fits_XN = has_room(need_XLM[:, None], by_position(self.free_QDM)).all(-1)
+        self.fits_Q[query_X] &= fits_XN.any(-1)
+        position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
+        for query, position in zip(some, position_X.tolist(), strict=True):
+            self.positions[query].append(position)
+        each, ranks = torch.arange(len(some)), (query_X[:, None], position_X[:, None] * span + torch.arange(span))
+        self.device_ms_QD[ranks] = peak_XNL[each, position_X]
+        self.group_ms_QD[ranks] = after_XNL[each, position_X]
+        self.latent_QDH[ranks] += latent_XLH
+        self.free_QDM[ranks] -= need_XLM
+        self.bytes_QCD.transpose(1, 2).index_put_(ranks, bytes_XLC, accumulate=True)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Queries laid down."""
+
+    key_Q: Tensor
+    """Overall cost, rounded, and less than one for the sum of squares; infinite where memory does not allow it."""
+    overall_Q: Tensor
+    square_Q: Tensor
+    positions: list[tuple[int, ...]]

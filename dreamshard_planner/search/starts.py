@@ -1,0 +1,269 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Shardings to start a search from: level, within memory, with as little split as that takes.
+
+For a height that no single part may exceed, every table takes the option that costs all ranks together least; the
+lowest height at which ranks could be level is the start's. Tables that would stick out get split, the others stay
+whole. Where memory is short, bytes get a price, and then tables take their faster options as long as that helps.
+
+Shapes: T tables, O options of the table that has most, P parts, D ranks, N positions, L span, M kinds of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dreamshard_planner.cost.model import has_room
+from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.search.heuristics import greedy_by_score
+from dreamshard_planner.search.packing import best_fit, largest_first
+
+FILLS = (1.0, 0.5, 0.25)
+"""Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
+PRICE_STEPS = 24
+"""Doublings of the price of memory before a start gives up."""
+SMALLER = 0.7
+"""Largest part of an option that makes a table's parts smaller, of the largest that it has."""
+MAX_EVENED = 16
+TABLES_EVENED = 2000
+"""Numbers of tables to spread that are tried, and these times tables."""
+FILLED_STARTS = 3
+"""Starts, the cheapest, whose memory is filled up."""
+FILL_ATTEMPTS = 24
+"""Groups of tables that are tried for that."""
+
+
+class JointOptions:
+    """What a choice of options asks of all ranks together, their exchanges included: the numbers that starts are made
+    from. Tables with fewer options than others are padded with ones that cost infinitely much.
+    """
+
+    def __init__(self, cost: ShardingCost) -> None:
+        problem = cost.problem
+        single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + problem.exchange_ms_P).numpy()
+        storage_PM = problem.storage_PM.double().numpy()
+        shape = len(problem.tables), max(len(options) for options in problem.tables)
+        self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
+        self.bytes_TOM = np.zeros((*shape, storage_PM.shape[1]))
+        self.fits_TO = np.zeros(shape, dtype=bool)
+        roomiest_M = problem.capacity_DM.amax(0).double().numpy()
+        for table, options in enumerate(problem.tables):
+            for index, option in enumerate(options):
+                parts = option.parts
+                self.total_ms_TO[table, index] = whole_P[parts].sum()
+                self.largest_ms_TO[table, index] = single_P[parts].max()
+                self.bytes_TOM[table, index] = storage_PM[parts].sum(0)
+                self.fits_TO[table, index] = has_room(storage_PM[parts].max(0), roomiest_M)
+
+    @property
+    def least_ms(self) -> float:
+        """Of all ranks together, whatever they need of memory: over the ranks, no sharding whose costs add up is
+        cheaper."""
+        return float(self.total_ms_TO.min(1).sum())
+
+    def bytes_M(self, options: np.ndarray) -> np.ndarray:
+        """Of chosen options, over all ranks."""
+        return self.bytes_TOM[np.arange(len(options)), options].sum(0)
+
+
+def level_choice(
+    num_ranks: int, asked: JointOptions, allowed_TO: np.ndarray, fill: float, price_M: np.ndarray
+) -> np.ndarray:
+    """The option of each table that costs least in all, within the lowest height at which ranks could be level, [T].
+
+    Args:
+        num_ranks: that share the cost.
+        asked: what options cost.
+        allowed_TO: options to choose from, at least one of each table.
+        fill: share of the height that a single part may take.
+        price_M: milliseconds per byte of each kind of memory.
+    """
+    each_T = np.arange(len(allowed_TO))
+    priced_TO = np.where(allowed_TO, asked.total_ms_TO + asked.bytes_TOM @ price_M, np.inf)
+    largest_TO = np.where(allowed_TO, asked.largest_ms_TO, np.inf)
+    narrowest_T = largest_TO.argmin(1)
+
+    def choose(height: float) -> np.ndarray:
+        within_TO = largest_TO <= fill * height
+        cheapest_T = np.where(within_TO, priced_TO, np.inf).argmin(1)
+        return np.where(within_TO.any(1), cheapest_T, narrowest_T)
+
+    def level_ms(chosen_T: np.ndarray) -> float:
+        return float(asked.total_ms_TO[each_T, chosen_T].sum()) / num_ranks
+
+    finite_TO = np.where(np.isfinite(largest_TO), largest_TO, 0.0)
+    low, high = 0.0, max(1e-9, level_ms(choose(np.inf)), finite_TO.max()) / fill
+    for _ in range(40):
+        middle = (low + high) / 2
+        if level_ms(choose(middle)) <= middle:
+            high = middle
+        else:
+            low = middle
+    return choose(high)
+
+
+def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
+    """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
+    each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
+    problem, single = cost.problem, cost.single_ms_P
+    positions: list[list[int]] = [[0] * len(problem.tables[t][o].units) for t, o in enumerate(options)]
+    world: list[tuple[int, ...]] = []
+    wide = []
+    for table, option in enumerate(options):
+        free = problem.tables[table][option].pinned is None
+        for index, unit in enumerate(problem.tables[table][option].units):
+            if free and unit.span == problem.num_ranks > 1:  # lies everywhere
+                world.append(unit.parts)
+            elif unit.span > 1 or not free:
+                wide.append((free, -unit.span, -float(single[list(unit.parts)].sum()), table, index))
+    load_D = torch.zeros(problem.num_ranks, dtype=torch.float64)
+    free_DM = problem.capacity_DM.clone()
+    if world:
+        part_XD = torch.tensor(world)
+        load_D += single[part_XD].sum(0)
+        need_DM = problem.storage_PM[part_XD].sum(0)
+        if not bool(has_room(need_DM, free_DM).all()):
+            return None
+        free_DM -= need_DM
+    for *_, table, index in sorted(wide):
+        pinned = problem.tables[table][options[table]].pinned
+        parts = torch.tensor(problem.tables[table][options[table]].units[index].parts)
+        need_LM = problem.storage_PM[parts]
+        free_NLM = free_DM.view(-1, len(parts), free_DM.shape[1])
+        fits_N = has_room(need_LM, free_NLM).all(-1)
+        if pinned is not None:
+            fits_N &= torch.arange(len(fits_N)) == pinned[index]
+        if not fits_N.any():
+            return None
+        peak_N = (load_D.view(-1, len(parts)) + single[parts]).amax(-1).masked_fill(~fits_N, torch.inf)
+        position = int(peak_N.argmin())
+        positions[table][index] = position
+        span = slice(position * len(parts), (position + 1) * len(parts))
+        load_D[span] += single[parts]
+        free_DM[span] -= need_LM
+    return Sharding(tuple(options), tuple(tuple(places) for places in positions))
+
+
+def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
+    """Positions for chosen options: wide units first, then those of span 1 from heavy to light, or from large to small
+    where that dead-ends, or packed by size alone. None where memory allows none of that."""
+    sharding = lay_wide(cost, options)
+    if sharding is None:
+        return None
+    chosen = cost.chosen(sharding)
+    if not len(chosen.assignment_S):
+        return sharding
+    rank_problem = chosen.cost.problem
+    single_S, load_D = chosen.cost.single_ms_S, chosen.cost.preload_ms_D
+    assignment_S = greedy_by_score(rank_problem, single_S, load_D)
+    if assignment_S is None:
+        assignment_S = greedy_by_score(rank_problem, single_S, load_D, largest_first(rank_problem))
+    if assignment_S is None:
+        assignment_S = best_fit(rank_problem)
+    return None if assignment_S is None else chosen.placed(assignment_S)
+
+
+def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
+    """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
+    used costs kernels and collectives of its own."""
+    problem = cost.problem
+    types = sorted({option.sharding_type for options in problem.tables for option in options})
+    subsets = [set(types), *({kind} for kind in types if len(types) > 1)]
+    subsets += [{"table_wise", kind} for kind in types if kind != "table_wise" and {"table_wise", kind} < set(types)]
+    if "data_parallel" in types:
+        subsets += [{"data_parallel", kind} for kind in types if {"data_parallel", kind} < set(types)]
+        subsets.append(set(types) - {"data_parallel"})
+    # Options with a part that no rank could hold are none, unless a table has no others.
+    kind_TO = np.full(asked.total_ms_TO.shape, "", dtype=object)
+    for table, options in enumerate(problem.tables):
+        kind_TO[table, : len(options)] = [option.sharding_type for option in options]
+    exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, kind_TO != "")
+    starts: dict[Sharding, _Start] = {}
+    for subset in subsets:
+        within_TO = np.isin(kind_TO, list(subset)) & exists_TO
+        allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
+        for fill in FILLS:
+            start = _affordable(cost, asked, allowed_TO, fill)
+            if start is not None:
+                starts[start.sharding] = start
+    cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:FILLED_STARTS]
+    return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
+
+
+def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
+    """The same with some tables in smaller parts: where n equal parts do not divide among the ranks (24 on 16), the
+    rest of that division costs a whole part more than level, and no change of a single table helps. Tables are spread
+    in the order of what that adds in all per millisecond of part that it takes away, one, two, ... and ever more."""
+    each_T, now_T = np.arange(len(sharding.options)), np.array(sharding.options)
+    largest_T = asked.largest_ms_TO[each_T, now_T]
+    smaller_TO = (asked.largest_ms_TO < SMALLER * largest_T[:, None]) & asked.fits_TO
+    spread_TO = np.where(smaller_TO, asked.total_ms_TO, np.inf)
+    spread_T = spread_TO.argmin(1)
+    added_T = spread_TO[each_T, spread_T] - asked.total_ms_TO[each_T, now_T]
+    rate_T = np.where(smaller_TO.any(1), added_T / np.maximum(largest_T, 1e-30), np.inf)
+    order = [table for table in np.argsort(rate_T, kind="stable").tolist() if rate_T[table] < np.inf]
+    if not order:
+        return []
+    most = max(4, min(MAX_EVENED, TABLES_EVENED // len(order)))
+    counts = sorted({*range(1, most // 2 + 1), *(round(len(order) ** (i / most)) for i in range(1, most))})
+    variants = []
+    for count in counts:
+        options_T = now_T.copy()
+        options_T[order[:count]] = spread_T[order[:count]]
+        laid = lay(cost, options_T.tolist())
+        if laid is not None:
+            variants.append(laid)
+    return variants
+
+
+def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
+    """A level choice that fits: memory that runs short gets a price, doubled until it does."""
+    capacity_M = cost.problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
+    price_M = np.zeros(len(capacity_M))
+    first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(capacity_M, 1)
+    tried_T = wanted_T = used_M = None
+    for _ in range(PRICE_STEPS):
+        options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
+        if tried_T is None or (options_T != tried_T).any():
+            wanted_T = options_T if wanted_T is None else wanted_T
+            tried_T, used_M = options_T, asked.bytes_M(options_T)
+            if (used_M <= capacity_M).all() and (sharding := lay(cost, options_T.tolist())) is not None:
+                return _Start(sharding, wanted_T)
+        # Ranks fill up before all memory does: what is nearly full gets dearer as well.
+        price_M = np.where(used_M > 0.5 * capacity_M, np.maximum(2 * price_M, first_M), price_M)
+    return None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A sharding that fits, and the options that would have been chosen if memory cost nothing."""
+
+    sharding: Sharding
+    faster_T: np.ndarray
+
+    def filled(self, cost: ShardingCost, asked: JointOptions) -> Sharding:
+        """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
+        treats like tables alike."""
+        slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))
+        gain_T = asked.total_ms_TO[each_T, slow_T] - asked.total_ms_TO[each_T, self.faster_T]
+        grow_T = (asked.bytes_TOM[each_T, self.faster_T] - asked.bytes_TOM[each_T, slow_T]).clip(0).sum(-1)
+        order = [table for table in np.argsort(-gain_T / (grow_T + 1), kind="stable") if gain_T[table] > 0]
+        best, best_ms, taken_T = self.sharding, cost.overall_ms(self.sharding), slow_T
+        waiting = [np.array(order, dtype=int)] if order else []
+        for _ in range(FILL_ATTEMPTS):
+            if not waiting:
+                break
+            some = waiting.pop()
+            options_T = taken_T.copy()
+            options_T[some] = self.faster_T[some]
+            sharding = lay(cost, options_T.tolist())
+            overall_ms = math.inf if sharding is None else cost.overall_ms(sharding)
+            if overall_ms < best_ms:
+                best, best_ms, taken_T = sharding, overall_ms, options_T
+            elif len(some) > 1:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+        return best

@@ -1,0 +1,325 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's constraints as the planner uses them: one value per feature, and the sharding types that may be used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+
+from torch import nn
+from torchrec.distributed.planner.enumerators import (
+    GUARDED_COMPUTE_KERNELS,
+    GUARDED_SHARDING_TYPES_FOR_FP_MODULES,
+)
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.problem.fused_groups import KERNEL_MEMORY, KEY_VALUE_MEMORY, known_kernels
+from dreamshard_planner.search_space.input_checks import check_per_feature
+from dreamshard_planner.search_space.modules import (
+    ShardableTable,
+    fused_params,
+    per_feature,
+    shardable_tables,
+    table_configs,
+)
+from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.sharding_types import (
+    CW,
+    GRID,
+    MIXED_MEAN,
+    SHARDING_TYPES,
+    TWCW,
+    Situation,
+    broken,
+    inexact,
+    is_mean,
+    optimizer_name,
+    without_mixed_means,
+)
+from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.workload.statistics import TableStatistics
+
+
+def planning_constraints(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: TableStatistics | None,
+    compute_device: str,
+    sharding_types: Sequence[str] | None = None,
+    exact_training: bool = True,
+    has_ssd: bool = True,
+    legal: LegalRanks | None = None,
+    impossible: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, ParameterConstraints]:
+    """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
+    ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
+
+    A feature's pooling factor comes from ``statistics``, else from the table's constraint, else from TorchRec's
+    default.
+
+    Args:
+        module: the model.
+        sharders: its sharders.
+        constraints: the user's, by table name.
+        statistics: per feature.
+        compute_device: of the topology.
+        sharding_types: TorchRec's names of the types to use; None for all.
+        exact_training: leave out types that change how a table is trained, unless its constraint names them.
+        has_ssd: whether the topology has SSDs; TorchRec leaves ``key_value`` out where not.
+        legal: where tables may lie; anywhere by default.
+        impossible: sharding types that the topology leaves no place for, and why.
+
+    Raises:
+        PlannerError: where a constraint names a table that the module does not have, no type is left for a table,
+            numbers make no sense, or lengths don't match the features.
+        StatisticsError: where ``statistics`` names a feature that no table of the module serves.
+    """
+    tables = shardable_tables(module, sharders)
+    _check_names(module, tables, constraints or {})
+    if statistics is not None:
+        statistics.check_features(feature for table in tables for feature in table.feature_names)
+    expanded: dict[str, ParameterConstraints] = dict(constraints or {})
+    by_name: dict[str, list[ShardableTable]] = {}
+    for table in tables:
+        by_name.setdefault(table.name, []).append(table)
+    for table in tables:
+        name = table.name
+        constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
+        if constraint.device_group and constraint.device_group != compute_device:
+            continue
+        _check_texts(table, constraint)
+        _check_min_partition(table, constraint)
+        constraint.compute_kernels = _usable_kernels(table, constraint, compute_device, has_ssd)
+        # TorchRec looks up one constraint for all tables of a name.
+        types = [
+            allowed_types(
+                one,
+                constraint,
+                compute_device,
+                sharding_types,
+                exact_training,
+                {**impossible, **(legal.left_out(one.fqn) if legal else {})},
+            )
+            for one in by_name[name]
+        ]
+        constraint.sharding_types = sorted(set(types[0]).intersection(*types[1:]))
+        features = table.feature_names
+        # It holds no table's own statistics then, and the reader adds these.
+        namesakes = [other for other in by_name[name] if other.feature_names != features]
+        own = None if namesakes else statistics
+        if any(len(other.feature_names) != len(features) for other in namesakes):
+            _check_shared(constraint, [table, *namesakes])
+        elif features:
+            pooling_factors = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
+            constraint.pooling_factors = [
+                own[feature].pooling_factor if own is not None and feature in own else given
+                for feature, given in zip(features, pooling_factors, strict=True)
+            ]
+            check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
+            for what in ("num_poolings", "batch_sizes"):
+                values = getattr(constraint, what)
+                if values:
+                    setattr(constraint, what, per_feature(values, len(features), name, what))
+        expanded[name] = constraint
+    _keep_means_apart([table for table in tables if table.name in expanded], expanded)
+    return expanded
+
+
+def left_out_by_group(
+    error: PlannerError, constraints: Mapping[str, ParameterConstraints], compute_device: str
+) -> str | None:
+    """Of modules that TorchRec finds without a plan: which tables a constraint's device group left out, in words."""
+    others = [name for name, c in constraints.items() if c.device_group and c.device_group != compute_device]
+    if not others or "not present in the sharding plan" not in str(error):
+        return None
+    groups = sorted({constraints[name].device_group for name in others})
+    return (
+        f"ParameterConstraints.device_group leaves out {', '.join(map(repr, others[:5]))}: it is "
+        f"{', '.join(map(repr, groups))} there, and this topology plans for {compute_device!r}."
+    )
+
+
+def _check_names(module: nn.Module, tables: Sequence[ShardableTable], constraints: Iterable[str]) -> None:
+    """PlannerError where a constraint names no table of the module, sharded or not."""
+    known = {table.name for table in tables} | table_configs(module).keys()
+    unknown = [name for name in constraints if name not in known]
+    if unknown:
+        named = ", ".join(f"{name!r}{nearest(name, known)}" for name in unknown[:5])
+        rest = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise PlannerError(
+            f"constraints for tables that the model does not have: {named}{rest}; TorchRec looks them up by the "
+            "table's own name",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+
+
+def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, ParameterConstraints]) -> None:
+    """Narrow the types of every module's tables to those that mean pooling survives, in place.
+
+    Raises:
+        PlannerError: none is left for a table.
+    """
+    modules: dict[str, list[ShardableTable]] = {}
+    for table in tables:
+        modules.setdefault(table.path, []).append(table)
+    for path, members in modules.items():
+        types = {table.name: constraints[table.name].sharding_types for table in members}
+        if None in types.values():
+            continue  # of another device
+        means = [table.name for table in members if is_mean(table.config)]
+        for name, kept in without_mixed_means(types, means).items():
+            if not kept:
+                raise PlannerError(
+                    f"no sharding type is left for table {f'{path}.{name}'!r} of {types[name]}: {MIXED_MEAN}. Allow "
+                    "whole tables in ParameterConstraints.sharding_types of the module's mean-pooled tables, or those "
+                    "two types for all of its tables.",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+            constraints[name].sharding_types = kept
+
+
+def _usable_kernels(
+    table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
+) -> list[str] | None:
+    """Compute kernels that a table may use: offered, known, and named by its constraint where that names some. None
+    where TorchRec would take just these, since its statistics tell users which tables they constrained.
+
+    Raises:
+        PlannerError: there are none, with the true reason: no constraint could make the table one that we place, or
+            this one leaves nothing.
+    """
+    sharder = table.sharder
+    offered = {
+        kernel
+        for kind in sharder.sharding_types(compute_device)
+        for kernel in sharder.compute_kernels(kind, compute_device)
+    }
+    if not offered:
+        raise PlannerError(
+            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers no sharding type on "
+            f"{compute_device}",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    if not offered & KERNEL_MEMORY.keys():
+        raise PlannerError(
+            f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
+            f"others on {compute_device}, and DreamShardPlanner knows what training costs, with "
+            f"{sorted(KERNEL_MEMORY)}. Plan this module with TorchRec's planner.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    named = constraint.compute_kernels
+    if not named:
+        known = offered & KERNEL_MEMORY.keys() - KEY_VALUE_MEMORY.keys()
+        return None if known == offered - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(known)
+    usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != "key_value"}
+    if not usable & offered:
+        why = "" if has_ssd or "key_value" not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
+        raise PlannerError(
+            f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
+            f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
+            "ParameterConstraints.compute_kernels.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return sorted(usable)
+
+
+def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> None:
+    """PlannerError for sharding types and kernels that are members of TorchRec's enums, which it finds nowhere."""
+    for what in ("sharding_types", "compute_kernels"):
+        for given in getattr(constraint, what) or ():
+            if not isinstance(given, str):
+                raise PlannerError(
+                    f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
+                    + (f": give {given}.value" if isinstance(given, Enum) else ""),
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+
+
+def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints) -> None:
+    """PlannerError for a bound that no width can keep to; one above the table's dim leaves one slice."""
+    given = constraint.min_partition
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise PlannerError(
+            f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
+            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {given!r}",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+
+
+def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
+    """PlannerError where a constraint cannot be meant for one of several tables of its name."""
+    counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
+    for what in ("pooling_factors", "num_poolings", "batch_sizes"):
+        values = getattr(constraint, what)
+        if not values:
+            continue
+        check_per_feature(values, tables[0].name, what)
+        if what != "pooling_factors" or len(values) not in {1, *counts}:
+            raise PlannerError(
+                f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
+                f"cannot give them {what} {list(values)}. Rename one of the tables.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+
+
+def allowed_types(
+    table: ShardableTable,
+    constraint: ParameterConstraints,
+    compute_device: str,
+    sharding_types: Sequence[str] | None,
+    exact_training: bool,
+    ruled_out: Mapping[str, str],
+) -> list[str]:
+    """Sharding types that may be used for a table by the compute kernels of its constraint, sorted.
+
+    Raises:
+        PlannerError: none is left; says why each was left out.
+    """
+    supported = table.sharder.sharding_types(compute_device)
+    named = constraint.sharding_types or None
+    wanted = set(supported) if named is None else set(named) & set(supported)
+    left_out = {
+        kind: "the sharder does not offer it"
+        if kind in SHARDING_TYPES
+        else f"there is no such type{nearest(kind, SHARDING_TYPES)}"
+        for kind in named or ()
+        if kind not in supported
+    }
+    if sharding_types is not None:
+        left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
+    left_out.update({kind: reason for kind, reason in ruled_out.items() if kind in wanted})
+    situation = Situation(
+        table.module,
+        table.config,
+        compute_device,
+        optimizer_name(table.parameter, fused_params(table.module, table.sharder)),
+    )
+    processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
+    for kind in sorted(wanted - left_out.keys()):
+        kernels = table.sharder.compute_kernels(kind, compute_device)
+        if reason := broken(kind, situation):
+            left_out[kind] = reason
+        elif constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
+            left_out[kind] = f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
+        elif named is None and kind == GRID and GRID not in (sharding_types or ()):
+            left_out[kind] = "TorchRec wants it named"
+        elif named is None and processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
+            left_out[kind] = "TorchRec wants it named for feature processors"
+        elif named is None and exact_training and (reason := inexact(kind, situation)):
+            left_out[kind] = f"{reason} (name it in the table's constraint, or plan with exact_training=False)"
+    allowed = wanted - left_out.keys()
+    if CW in allowed:
+        allowed.discard(TWCW)  # at run time the same, with less freedom
+    if not allowed:
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in sorted(left_out.items()))
+        raise PlannerError(
+            f"no sharding type is left for table {table.fqn!r} ({reasons or 'the sharder offers none'}). Allow another "
+            "one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return sorted(allowed)

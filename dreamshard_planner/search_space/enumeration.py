@@ -1,0 +1,242 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's own estimates and search space, bit for bit, at a fraction of the time.
+
+TorchRec's estimators look at nothing of a shard but its size, and the shards of one option have few sizes: 64
+row-wise shards have two or three. Each size is estimated once.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner import shard_estimators
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.estimator import estimator as perf_estimators
+from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
+from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
+from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.problem.options import fqn_of
+
+
+class OncePerSize(ShardEstimator):
+    """Estimates each distinct shard size of an option once, with ``estimator``; equal shards share the resulting
+    ``Perf`` (milliseconds) or ``Storage`` (bytes) object.
+
+    Only for TorchRec's own classes, ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator``. Any other estimator,
+    subclasses of these among them, is called as it is, as is one whose hardware configuration overrides
+    ``post_process_perfs``, which sees all shards together. (A configuration's annotated methods see sizes alone, in
+    TorchRec's ``ShardPerfContext``.)
+    """
+
+    def __init__(self, estimator: ShardEstimator) -> None:
+        self._estimator = estimator
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the wrapped estimator raises."""
+        result = _result_of_size_alone(self._estimator)
+        if result is None:
+            self._estimator.estimate(sharding_options, *args, **kwargs)
+            return
+        shards_of = [option.shards for option in sharding_options]
+        sizes_of = [[tuple(shard.size) for shard in shards] for shards in shards_of]
+        probes_of = [{size: Shard([*size], [0] * len(size)) for size in dict.fromkeys(sizes)} for sizes in sizes_of]
+        # The options themselves, not copies: the perf estimator also notes on them whether they are weighted.
+        try:
+            for option, probes in zip(sharding_options, probes_of, strict=True):
+                option.shards = list(probes.values())
+            _quick(self._estimator).estimate(sharding_options, *args, **kwargs)
+        finally:
+            for option, shards in zip(sharding_options, shards_of, strict=True):
+                option.shards = shards
+        for shards, sizes, probes in zip(shards_of, sizes_of, probes_of, strict=True):
+            result_of = {size: getattr(probe, result) for size, probe in probes.items()}
+            for shard, size in zip(shards, sizes, strict=True):
+                setattr(shard, result, result_of[size])
+
+
+def _result_of_size_alone(estimator: ShardEstimator) -> str | None:
+    """The attribute of shards that ``estimator`` sets, if from nothing of them but their sizes; else None."""
+    if type(estimator) is shard_estimators.EmbeddingStorageEstimator:
+        return "storage"
+    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
+        estimator = estimator._estimator
+    if type(estimator) is not perf_estimators.EmbeddingPerfEstimator:
+        return None
+    hook = getattr(estimator.config.post_process_perfs, "__func__", None)
+    return "perf" if hook is HardwarePerfConfig.post_process_perfs else None
+
+
+class _QuicklyScanned(EmbeddingPerfEstimatorConfig):
+    """TorchRec's default hardware. TorchRec searches ``dir()`` of it for annotated methods some fifteen times per
+    shard, most of an estimate's time; so that lists none but methods with attributes, which annotations are."""
+
+    def __init__(self) -> None:
+        members = {name: getattr(type(self), name) for name in super().__dir__() if not name.startswith("_")}
+        self._annotated = [
+            name for name, member in members.items() if callable(member) and getattr(member, "__dict__", True)
+        ]
+
+    def __dir__(self) -> list[str]:
+        return self._annotated
+
+
+def _quick(estimator: ShardEstimator) -> ShardEstimator:
+    """``estimator``, or a copy of it that does the same with less searching."""
+    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
+        name, part = "_estimator", _quick(estimator._estimator)
+    elif type(estimator) is perf_estimators.EmbeddingPerfEstimator:
+        unchanged = type(estimator.config) is EmbeddingPerfEstimatorConfig and not vars(estimator.config)
+        name, part = "_config", _QuicklyScanned() if unchanged else estimator.config
+    else:
+        return estimator
+    result = copy.copy(estimator)
+    setattr(result, name, part)
+    return result
+
+
+def torchrec_estimators(
+    topology: Topology, constraints: dict[str, ParameterConstraints] | None = None
+) -> list[ShardEstimator]:
+    """The estimators of perf and of storage that the installed ``EmbeddingEnumerator`` makes, faster."""
+    return [
+        OncePerSize(estimator)
+        for estimator in EmbeddingEnumerator(topology, batch_size=1, constraints=constraints)._estimators
+    ]
+
+
+def estimate_all(
+    estimators: Iterable[ShardEstimator],
+    sharding_options: list[ShardingOption],
+    sharders: Sequence[ModuleSharder[nn.Module]],
+) -> None:
+    """Let every estimator set its part of every shard, in place, whatever version of TorchRec is installed."""
+    live = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    if "sharder_data_map" in inspect.signature(shard_estimators.EmbeddingPerfEstimator.estimate).parameters:
+        arguments = {"sharder_data_map": build_sharder_data_map(live)}
+    else:
+        arguments = {"sharder_map": live}
+    for estimator in estimators:
+        estimator.estimate(sharding_options, **arguments)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without Python's cyclic collector, which would go through hundreds of thousands of new objects, all in use, again
+    and again: a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class EnumeratedOption(ShardingOption):
+    """TorchRec's option; deep copies of it share tensor and module, as TorchRec's do, and the shards' estimates, which
+    TorchRec replaces and never changes in place. Enumerators and partitioners copy many of them."""
+
+    @classmethod
+    def of(cls, option: ShardingOption) -> EnumeratedOption:
+        """``option`` with its own attributes, not copied."""
+        result = cls.__new__(cls)
+        vars(result).update(vars(option))
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> EnumeratedOption:
+        result = type(self).of(self)
+        for name, value in vars(self).items():
+            if name not in ("_tensor", "_module", "shards"):
+                setattr(result, name, copy.deepcopy(value, memo))
+        result.shards = [Shard([*s.size], [*s.offset], s.storage, s.perf, s.rank) for s in self.shards]
+        return result
+
+
+class FastEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator: the same options with the same estimates.
+
+    Tables keep TorchRec's order; the options of one table are sorted by sharding type and compute kernel, since
+    TorchRec's own order changes with Python's hash seed.
+
+    Args:
+        topology, batch_size, constraints, estimator, use_exact_enumerate_order: see TorchRec's ``EmbeddingEnumerator``.
+        keep: whether to keep an option, asked before anything is estimated; all by default.
+        variants: further ways to shard a table, made of an option; none by default. TorchRec enumerates one width of
+            column slices per table.
+        prepare: may change an option, such as its ``input_lengths``, each time before it is estimated.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        use_exact_enumerate_order: bool | None = False,
+        *,
+        keep: Callable[[ShardingOption], bool] | None = None,
+        variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] | None = None,
+        prepare: Callable[[ShardingOption], None] | None = None,
+    ) -> None:
+        super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
+        self._estimators = [OncePerSize(estimator) for estimator in self._estimators]
+        self._keep = keep
+        self._variants = variants
+        self._prepare = prepare
+        self._enumerating = False
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """See ``torchrec.distributed.planner.types.Enumerator``.
+
+        Raises:
+            PlannerError: where ``keep`` leaves a table without options.
+        """
+        self._enumerating = True
+        try:
+            with _collector_paused():
+                return super().enumerate(module, sharders)
+        finally:
+            self._enumerating = False
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """See ``torchrec.distributed.planner.types.Enumerator``."""
+        if self._enumerating:
+            # The list that ``enumerate`` copies and returns.
+            sharding_options[:] = self._chosen(sharding_options)
+        if self._prepare is not None:
+            for option in sharding_options:
+                self._prepare(option)
+        super().populate_estimates(sharding_options)
+
+    def _chosen(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        of_table: dict[str, list[ShardingOption]] = {}
+        for option in options:
+            kept = of_table.setdefault(fqn_of(option), [])
+            if self._keep is None or self._keep(option):
+                enumerated = EnumeratedOption.of(option)
+                kept += [enumerated, *(self._variants(enumerated) if self._variants is not None else ())]
+        for table, kept in of_table.items():
+            if not kept:
+                raise PlannerError(
+                    f"none of the sharding types and compute kernels of table {table!r} may be used",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+            kept.sort(key=lambda option: (option.sharding_type, option.compute_kernel, -option.num_shards))
+        return [option for kept in of_table.values() for option in kept]

@@ -1,0 +1,108 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Which tables TorchRec would shard, and how their modules describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    convert_optimizer_type_and_kwargs,
+)
+from torchrec.modules.mc_modules import ManagedCollisionCollection
+
+from dreamshard_planner.search_space.input_checks import check_per_feature
+
+
+def table_configs(module: nn.Module) -> dict[str, Any]:
+    """The ``EmbeddingBagConfig`` or ``EmbeddingConfig`` of every table of ``module``, by table name; empty
+    for modules without configs, such as ``nn.EmbeddingBag``."""
+    configs = {}
+    for child in module.modules():
+        for method in ("embedding_bag_configs", "embedding_configs"):
+            if hasattr(child, method):
+                configs.update((config.name, config) for config in getattr(child, method)())
+    return configs
+
+
+def remaps_ids(module: nn.Module) -> bool:
+    """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
+    return any(isinstance(child, ManagedCollisionCollection) for child in module.modules())
+
+
+def brings_optimizer(module: nn.Module) -> bool:
+    """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
+    return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
+
+
+def fused_params(module: nn.Module, sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:
+    """Arguments of the fused kernels of a module's tables: its sharder's, and the optimizer that it brings itself."""
+    given = getattr(sharder, "fused_params", None) or {}
+    if not brings_optimizer(module):
+        return given
+    optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
+    return given | {"optimizer": optimizer}
+
+
+def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:
+    """One value per feature; a single value holds for all of them.
+
+    Raises:
+        PlannerError: where the lengths don't match, or a value is no number or cannot be meant.
+    """
+    check_per_feature(values, table, what)
+    if len(values) == count:
+        return list(values)
+    if len(values) == 1:
+        return list(values) * count
+    raise PlannerError(
+        f"table {table!r} serves {count} features, but its constraints give {len(values)} {what}: {list(values)}. "
+        "Give one per feature.",
+        PlannerErrorType.STRICT_CONSTRAINTS,
+    )
+
+
+@dataclass(frozen=True)
+class ShardableTable:
+    """A table that TorchRec would shard."""
+
+    path: str
+    """Fully qualified name of its module."""
+    name: str
+    module: nn.Module
+    sharder: ModuleSharder[nn.Module]
+    parameter: nn.Parameter
+    config: Any
+    """Its ``EmbeddingBagConfig`` or ``EmbeddingConfig``; None where the module has none."""
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Empty where the module has no configs."""
+        return () if self.config is None else tuple(self.config.feature_names)
+
+    @property
+    def fqn(self) -> str:
+        return f"{self.path}.{self.name}".removeprefix(".")
+
+
+def shardable_tables(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[ShardableTable]:
+    """Every table of ``module`` that has a sharder."""
+    by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    found, queue = [], [("", module)]
+    while queue:
+        path, child = queue.pop()
+        sharder = by_name.get(sharder_name(type(child)))
+        if sharder is None:
+            queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
+            continue
+        configs = table_configs(child)
+        for name, parameter in sharder.shardable_parameters(child).items():
+            found.append(ShardableTable(path, name, child, sharder, parameter, configs.get(name)))
+    return found

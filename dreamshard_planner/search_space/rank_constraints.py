@@ -1,0 +1,225 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Placement rules of one model, as further kinds of memory.
+
+What may lie where is to policy, greedy rules, packing and both searches a question of memory, which each of them asks
+already. A table that may lie on some ranks only needs one byte of a memory that no other rank has; tables that are
+apart need one byte each of a memory of which every rank has one. Tables that are together are given their rank
+beforehand, heavy groups first, each on the rank with least to do; all others are placed around them.
+
+Shapes: P parts, D ranks, R rules, as kinds of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+from torch import Tensor
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+
+from dreamshard_planner.plans.plan_file import TableSharding
+from dreamshard_planner.search_space.modules import ShardableTable
+from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.search_space.sharding_types import DP, GRID, RW, TWRW
+from dreamshard_planner.support.formatting import nearest, ranks_in_words
+from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+PLENTY = 2**20
+"""Bytes of a rule's memory on ranks that it allows."""
+
+
+@dataclass(frozen=True)
+class LegalRanks:
+    """Where the tables of a model may lie; tables by fully qualified name."""
+
+    world_size: int
+    host_size: int
+    allowed: Mapping[str, frozenset[int]]
+    """Of tables that may not lie everywhere."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Groups whose members are allowed one and the same rank."""
+    apart: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        rules: PlacementRules,
+        tables: Sequence[ShardableTable],
+        topology: Topology,
+        statistics: TableStatistics | None = None,
+    ) -> LegalRanks:
+        """The rules for a model.
+
+        Args:
+            rules: the user's.
+            tables: of the model.
+            topology: its ranks.
+            statistics: how features read their tables; others are taken to read one row per sample.
+
+        Raises:
+            PlannerError: a rule names no table, or a rank that there is not; a table belongs to an embedding tower;
+                or no ranks are left for tables that are together, or apart.
+        """
+        fqns = _fully_qualified(rules.names, tables)
+        towers = {table.fqn for table in tables if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection)}
+        for name, named in fqns.items():
+            if towers.intersection(named):
+                raise _refused(f"placement_rules name {name!r}, a table of an embedding tower: its host is TorchRec's")
+        ranks = range(topology.world_size)
+        allowed: dict[str, frozenset[int]] = {}
+        for name, given in rules.on_ranks.items():
+            if given[-1] not in ranks:
+                raise _refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {ranks[-1]}")
+            for fqn in fqns[name]:
+                allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
+        together, apart = (
+            tuple(tuple(fqn for name in group for fqn in fqns[name]) for group in groups)
+            for groups in (rules.together, rules.apart)
+        )
+        _settle(allowed, together, apart, _Loads.of(tables, statistics or {}, topology.world_size))
+        legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
+        legal._check_apart()
+        return legal
+
+    def left_out(self, fqn: str) -> dict[str, str]:
+        """Sharding types that the rules leave a table no place for, and why."""
+        everywhere = frozenset(range(self.world_size))
+        ranks, reason = self.allowed.get(fqn, everywhere), None
+        if ranks != everywhere:
+            reason = f"placement_rules leave it {ranks_in_words(ranks)}"
+        others = sorted({other for group in self.apart if fqn in group for other in group} - {fqn})
+        if others and self.world_size > 1:
+            reason = reason or f"it would lie on every rank, and placement_rules keep it apart from {others[0]!r}"
+        if reason is None:
+            return {}
+        firsts = range(0, self.world_size, self.host_size)
+        hosts = [host for first in firsts if (host := frozenset(range(first, first + self.host_size))) <= ranks]
+        wide = (RW, DP, TWRW, GRID) if not hosts or (others and len(firsts) == 1 < self.world_size) else (RW, DP)
+        return dict.fromkeys(wide, reason)
+
+    def memory(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """What parts need of the rules' memories, int64 [P, R], and what ranks have of them, int64 [D, R]."""
+        groups: dict[frozenset[int], set[str]] = {}
+        for fqn, ranks in self.allowed.items():
+            groups.setdefault(ranks, set()).add(fqn)
+        kinds: list[tuple[set[str], list[int]]] = [
+            (members, [PLENTY * (rank in ranks) for rank in range(self.world_size)])
+            for ranks, members in groups.items()
+        ]
+        kinds += [(set(group), [1] * self.world_size) for group in self.apart]
+        need_PR = torch.tensor([[int(fqn in members) for members, _ in kinds] for fqn in fqn_P], dtype=torch.int64)
+        room_DR = torch.tensor([room_D for _, room_D in kinds], dtype=torch.int64).T
+        return need_PR.view(len(fqn_P), len(kinds)), room_DR.reshape(self.world_size, len(kinds))
+
+    def check(self, shardings: Mapping[str, TableSharding], name: str) -> None:
+        """PlannerError, naming rule and tables, for a plan that breaks a rule of ranks or of being apart, or has tables
+        on several ranks that belong on one, whichever that is."""
+        held = {fqn: {shard.rank for shard in sharding.shards} for fqn, sharding in shardings.items()}
+        one_rank = {fqn for group in self.together for fqn in group}
+        for fqn, ranks in self.allowed.items():
+            if fqn not in one_rank and not held[fqn] <= ranks:
+                raise _refused(
+                    f"{name} has table {fqn!r} on {ranks_in_words(held[fqn])}, and it may be on {ranks_in_words(ranks)}"
+                )
+        for group in self.together:
+            if len(set().union(*(held[fqn] for fqn in group))) > 1:
+                raise _refused(f"{name} does not have tables {list(group)} together")
+        for group in self.apart:
+            for index, fqn in enumerate(group):
+                for other in group[:index]:
+                    if common := held[fqn] & held[other]:
+                        raise _refused(
+                            f"{name} has tables {other!r} and {fqn!r} on {ranks_in_words(common)}, not apart"
+                        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of a plan should know."""
+        return (
+            "the plan keeps placement_rules; rivals that break them count as infeasible",
+            *(
+                f"placement_rules: {', '.join(group)} are together on {ranks_in_words(self.allowed[group[0]])}"
+                for group in self.together
+            ),
+        )
+
+    def _check_apart(self) -> None:
+        """PlannerError where tables that are apart cannot all find a rank."""
+        for group in self.apart:
+            ranks = [self.allowed.get(fqn, range(self.world_size)) for fqn in group]
+            possible = np.zeros((len(group), self.world_size), dtype=np.int8)
+            for row, allowed in enumerate(ranks):
+                possible[row, list(allowed)] = 1
+            if (maximum_bipartite_matching(csr_array(possible), perm_type="column") < 0).any():
+                union = ranks_in_words(set().union(*ranks))
+                raise _refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
+
+
+@dataclass
+class _Loads:
+    """What tables ask of ranks that are settled already, as shares of what all tables ask."""
+
+    share: dict[str, float]
+    of_rank: list[float]
+
+    @classmethod
+    def of(
+        cls, tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics], world_size: int
+    ) -> _Loads:
+        def lookups(table: ShardableTable) -> float:
+            features = table.feature_names
+            return sum(statistics[name].pooling_factor if name in statistics else 1.0 for name in features)
+
+        size = {table.fqn: float(table.parameter.numel() * table.parameter.element_size()) for table in tables}
+        work = {table.fqn: lookups(table) * table.parameter.shape[1] for table in tables}
+        all_size, all_work = max(1.0, sum(size.values())), max(1.0, sum(work.values()))
+        share = {fqn: max(size[fqn] / all_size, work[fqn] / all_work) for fqn in size}
+        return cls(share, [0.0] * world_size)
+
+    def add(self, fqns: Iterable[str], rank: int) -> None:
+        self.of_rank[rank] += sum(self.share[fqn] for fqn in fqns)
+
+
+def _settle(
+    allowed: dict[str, frozenset[int]],
+    together: Sequence[Sequence[str]],
+    apart: Sequence[Sequence[str]],
+    loads: _Loads,
+) -> None:
+    """Give every group that is together a rank, in place."""
+    grouped = {fqn for group in together for fqn in group}
+    for fqn, ranks in allowed.items():
+        if len(ranks) == 1 and fqn not in grouped:
+            loads.add([fqn], *ranks)
+    for group in sorted(together, key=lambda group: (-sum(loads.share[fqn] for fqn in group), group)):
+        every = frozenset(range(len(loads.of_rank)))
+        ranks = every.intersection(*(allowed.get(fqn, every) for fqn in group))
+        rivals = {other for others in apart if set(group) & set(others) for other in others} - set(group)
+        free = [rank for rank in ranks if not any(allowed.get(rival) == {rank} for rival in rivals)]
+        if not free:
+            why = "on_ranks" if not ranks else "on_ranks and apart"
+            raise _refused(f"no rank is left for tables {list(group)} together: {why} leave them none in common")
+        rank = min(free, key=lambda rank: (loads.of_rank[rank], rank))
+        loads.add(group, rank)
+        allowed.update(dict.fromkeys(group, frozenset({rank})))
+
+
+def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> dict[str, list[str]]:
+    """The tables that each name means."""
+    known: dict[str, list[str]] = {}
+    for table in tables:
+        for name in {table.name, table.fqn}:
+            known.setdefault(name, []).append(table.fqn)
+    for name in names:
+        if name not in known:
+            raise _refused(f"placement_rules name table {name!r}, which the model does not have{nearest(name, known)}")
+    return {name: sorted(known[name]) for name in names}
+
+
+def _refused(reason: str) -> PlannerError:
+    return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)

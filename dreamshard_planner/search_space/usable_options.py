@@ -1,0 +1,118 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Which of an enumerator's options may be searched: as constrained, of known cost, and each thing only once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, ShardingOption
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from dreamshard_planner.problem.fused_groups import known_kernels
+from dreamshard_planner.problem.options import by_table
+from dreamshard_planner.search_space.sharding_types import CW, GRID, TW, TWCW
+
+
+def as_constrained(
+    search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
+) -> list[ShardingOption]:
+    """Options of the sharding types that the constraints leave: an enumerator that was given knows neither them nor
+    what exact training leaves out.
+
+    Raises:
+        PlannerError: a table has none.
+    """
+    types: dict[str, Collection[str]] = {}
+    for name, constraint in constraints.items():
+        if constraint.sharding_types:
+            also = {TWCW} if CW in constraint.sharding_types else set()  # at run time the same
+            types[name] = {*constraint.sharding_types, *also}
+    kept = [
+        option for option in search_space if option.sharding_type in types.get(option.name, (option.sharding_type,))
+    ]
+    left = by_table(kept)
+    for fqn, options in by_table(search_space).items():
+        if fqn not in left:
+            offered = sorted({option.sharding_type for option in options})
+            raise PlannerError(
+                f"the enumerator offers table {fqn!r} only {', '.join(offered)}, and DreamShardPlanner may shard it "
+                f"{', '.join(sorted(constraints[options[0].name].sharding_types))}: give the planner the enumerator's "
+                "constraints as well",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+    return kept
+
+
+def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
+    """Options whose cost is known, and of those that amount to the same only one.
+
+    Raises:
+        PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
+    """
+    usable: dict[str, list[ShardingOption]] = {}
+    for fqn, options in by_table(search_space).items():
+        kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
+        known = [option for option in options if option.compute_kernel in kernels and not _shares_a_store(option)]
+        if not known:
+            raise PlannerError(
+                f"table {fqn!r} may only be split by columns with compute kernel 'key_value', whose "
+                "slices TorchRec wants on one rank each, which DreamShardPlanner cannot promise: allow another "
+                "sharding type or kernel, or raise min_partition to the table's dim.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        # One slice, or one block, is the whole table in a kernel and an exchange of its own.
+        whole = {option.compute_kernel for option in known if option.sharding_type == TW}
+        known = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
+        # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
+        usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
+        if not usable[fqn]:
+            raise PlannerError(
+                f"table {fqn!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
+                f"any where it is sharded {sorted({o.sharding_type for o in known})}, and FBGEMM's CPU kernels crash "
+                "on that: allow another type in its ParameterConstraints.sharding_types.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+    return _one_width_per_collection(usable)
+
+
+def _shares_a_store(option: ShardingOption) -> bool:
+    """Whether two slices of one table in key-value stores could meet on a rank, which TorchRec rules out."""
+    return option.compute_kernel == "key_value" and option.sharding_type in (CW, TWCW, GRID) and option.num_shards > 1
+
+
+def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
+    """TorchRec wants all column slices of one EmbeddingCollection of one width: the one that splits most bytes, of
+    tables that can only be split by columns where there are such."""
+    widths: dict[str, Counter[int]] = {}
+    forced: dict[str, Counter[int]] = {}
+    for options in tables.values():
+        only = all(option.sharding_type == CW for option in options)
+        for option in options:
+            if option.sharding_type == CW and isinstance(option.module[1], EmbeddingCollection):
+                width = option.shards[0].size[1]
+                for counter in (widths, forced) if only else (widths,):
+                    counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
+    common = {path: _common(forced.get(path, counter)) for path, counter in widths.items()}
+    kept = []
+    for fqn, options in tables.items():
+        fitting = [
+            option
+            for option in options
+            if option.sharding_type != CW
+            or option.path not in common
+            or {shard.size[1] for shard in option.shards} == {common[option.path]}
+        ]
+        if not fitting:
+            raise PlannerError(
+                f"table {fqn!r} may only be sharded column_wise, in slices of another width than "
+                f"the {common[options[0].path]} of other tables of its EmbeddingCollection, which TorchRec "
+                "can't mix: give them the same min_partition, or allow another sharding type.",
+                PlannerErrorType.STRICT_CONSTRAINTS,
+            )
+        kept += fitting
+    return kept
+
+
+def _common(widths: Counter[int]) -> int:
+    return max(widths, key=lambda width: (widths[width], -width))

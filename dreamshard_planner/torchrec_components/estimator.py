@@ -1,0 +1,66 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's ``ShardEstimator`` with learned costs of single shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardEstimator, ShardingOption, Topology
+
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.workload.statistics import TableStatistics
+
+
+class DreamShardEstimator(ShardEstimator):
+    """Fills ``shard.perf`` with what each shard would cost alone on its rank, in milliseconds.
+
+    Args:
+        topology: the ranks.
+        constraints: per table, as TorchRec's estimators take them.
+        statistics: per feature; precedence over the constraints' pooling factors.
+        checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
+        context: shared by the seams of one planner; made from the other arguments by default.
+    """
+
+    @neutral()
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        *,
+        statistics: TableStatistics | None = None,
+        checkpoint: str | Path | Checkpoint = "auto",
+        context: PlanningContext | None = None,
+    ) -> None:
+        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
+
+    @neutral()
+    @torch.no_grad()
+    def estimate(
+        self,
+        sharding_options: list[ShardingOption],
+        sharder_map: Mapping[str, object] | None = None,  # TorchRec 1.6
+        sharder_data_map: Mapping[str, object] | None = None,  # TorchRec 1.7 and later
+    ) -> None:
+        """Set the perf of every shard; raises ``PlannerError`` for options that can't be rated."""
+        if not sharding_options:
+            return
+        read = self._context.read(sharding_options, with_storage=False)
+        cost, collectives = self._context.cost(read), read.problem.collectives
+        cost_P2 = cost.compute.group_cost_ms(cost.latent_PH)
+        forward_C, backward_C = collectives.alone_ms_per_byte()
+        comms_P2 = torch.stack([read.problem.bytes_PC @ forward_C, read.problem.bytes_PC @ backward_C], dim=-1)
+        perf_P = [
+            Perf(fwd_compute=forward, fwd_comms=forward_comms, bwd_compute=backward, bwd_comms=backward_comms)
+            for (forward, backward), (forward_comms, backward_comms) in zip(
+                cost_P2.tolist(), comms_P2.tolist(), strict=True
+            )
+        ]
+        for options, choices in zip(read.options, read.problem.tables, strict=True):
+            for option, choice in zip(options, choices, strict=True):
+                for shard, part in zip(option.shards, choice.parts, strict=True):
+                    shard.perf = perf_P[part]
