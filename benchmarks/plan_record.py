@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from torchrec.distributed.planner.types import PlannerError
@@ -106,14 +107,14 @@ def compared(before: dict[str, object] | None, after: dict[str, object]) -> str:
     return "other plan, cheaper" if ratio < 1 - 1e-6 else "other plan, same cost" if ratio < 1 + 1e-6 else "DEARER"
 
 
-def record(out: Path, against: Path | None) -> None:
-    """Plan all problems; say of each how it compares with an earlier record."""
+def record(out: Path, against: Path | None, every: int) -> None:
+    """Plan all problems, or every so many; say of each how it compares with an earlier record."""
     before = {} if against is None else {row["name"]: row for row in map(json.loads, against.read_text().splitlines())}
     changes: Counter[str] = Counter()
     with out.open("w") as file:
-        for name, problem in problems():
+        for name, problem in islice(problems(), 0, None, every):
             row = outcome(problem)
-            file.write(json.dumps({"name": name, **row}) + "\n")
+            print(json.dumps({"name": name, **row}), file=file, flush=True)
             if against is not None:
                 old = {key: value for key, value in before[name].items() if key != "name"} if name in before else None
                 change = compared(old, row)
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--time", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every so many of the problems")
     parser.add_argument("--seconds", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -165,7 +167,7 @@ def main() -> None:
             f"{len(ratios)} problems, processor time: {statistics.geometric_mean(ratios):.3f} of the other checkout's"
         )
     else:
-        record(arguments.out, arguments.against)
+        record(arguments.out, arguments.against, arguments.every)
 
 
 if __name__ == "__main__":
