@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -35,28 +34,24 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.planning.beyond import beyond_exact_training, opened_types
+from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
-from dreamshard_planner.planning.context import PlanningContext, ranks_by_choice
-from dreamshard_planner.planning.plan_inputs import MadeFrom
-from dreamshard_planner.planning.planned import AnyPlan, Planned
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
+from dreamshard_planner.planning.session import PlanningSession, PlanRequest
 from dreamshard_planner.planning.settings import PlannerSettings
-from dreamshard_planner.planning.training_notes import lost_optimizers, training_notes
+from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.report import BeyondExactTraining, Report, ReportEntry
-from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.problem.units import impossible_types
+from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search_space.constraints import left_out_by_group, planning_constraints
-from dreamshard_planner.search_space.input_checks import check_topology
-from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.search_space.constraints import left_out_by_group
 from dreamshard_planner.search_space.placement_rules import PlacementRules
-from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
-from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, Outcome
+from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -161,26 +156,22 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=[self._remember, *(callbacks or [])],
+            callbacks=list(callbacks or []),
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
-        self._given_constraints = constraints
-        self._given_enumerator = enumerator
-        self._given_proposer = proposer
-        self._given_partitioner = partitioner
-        self._given_perf_model = performance_model
-        self._settings = settings
-        self._checkpoint = resolve(checkpoint, self._topology.compute_device, recipe)
-        self._legal: LegalRanks | None = None
-        self._report: Report | str = "plan first, on this rank (collective_plan plans on rank 0)"
-        self._before_callbacks: dict[Hashable, list[int | None]] = {}
-        self._beyond: Callable[[Outcome], BeyondExactTraining] | None = None
+        self._given = _Components(enumerator, proposer, partitioner, performance_model)
+        self._request = PlanRequest(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            constraints=constraints,
+            checkpoint=resolve(checkpoint, self._topology.compute_device, recipe),
+            settings=settings,
+            timeout_seconds=timeout_seconds,
+        )
+        self._session: PlanningSession | None = None
+        self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
-        self._reader: OptionReader | None = None
-        self._context: PlanningContext | None = None
-        self._left: Topology | None = None
-        self._loaded: SavedPlan | None = None
 
     @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
@@ -192,41 +183,56 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._beyond, self._loaded = None, None, None
+        self._best_plan = None
         try:
-            sharding_plan = self._plan(module, sharders)
+            self._session = self._read(module, sharders)
+            self._use(self._session)
+            sharding_plan = self._search(module, sharders)
+            self._result = self._concluded(self._session)
         except BaseException as error:
-            self._report = f"the last plan failed, {type(error).__name__}: {error}"
+            self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        self._report = self._reported()
-        self._tell_training(self._best_plan or [])
+        lost = lost_optimizers(self._best_plan or [], self._session.context.reader)
+        if lost is not None:
+            warnings.warn(lost, stacklevel=3)
         return sharding_plan
 
-    def _tell_training(self, plan: list[ShardingOption]) -> None:
-        """In the report, and as a warning where tables lose their optimizer: what the plan changes in training."""
-        lost = lost_optimizers(plan, self._reader)
-        if lost is not None:
-            warnings.warn(lost, stacklevel=4)
-        if isinstance(self._report, Report):
-            notes = training_notes(plan, self._reader, self._topology.compute_device)
-            self._report = replace(self._report, notes=(*self._report.notes, *notes))
-
-    def _plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """TorchRec's planning with our parts, made for this module."""
-        check_topology(self._topology)
-        self._context = self._context_of(module, sharders)
-        self._left = self._storage_reservation.reserve(
-            topology=self._topology,
-            batch_size=self._batch_size,
-            module=module,
-            sharders=sharders,
-            constraints=self._constraints,
+    def _read(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> PlanningSession:
+        """The problem of a module."""
+        searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
+        tells_beyond = searches and self._request.settings.exact_training
+        return PlanningSession.of(
+            self._request, module, sharders, self._storage_reservation, self._estimator if tells_beyond else None
         )
-        self._make_parts(self._context, self._left)
+
+    def _estimator(self, context: PlanningContext) -> DreamShardEstimator:
+        return DreamShardEstimator(self._topology, context=context)
+
+    def _use(self, session: PlanningSession) -> None:
+        """Give TorchRec's loop the components of a session, ours where none were given."""
+        settings, budget, context = self._request.settings, self._request.budget, session.context
+        self._constraints = session.constraints
+        self._enumerator = self._given.enumerator or context.enumerator(self._batch_size, self._estimator(context))
+        self._perf_model = self._given.perf_model or DreamShardPerfModel(self._topology, context=context)
+        if self._given.proposer is None:
+            search = settings.search or DEFAULT_SEARCH
+            joint = JointProposer(context, session.left, search=search, seed=settings.seed, budget=budget)
+            self._proposers = [joint]
+        self._partitioner = self._given.partitioner or DreamShardPartitioner(
+            search=settings.search,
+            seed=settings.seed,
+            budget=budget,
+            refine_seconds=settings.measuring_seconds,
+            together=self._together,
+            context=context,
+        )
+        if isinstance(self._partitioner, DreamShardPartitioner):
+            self._partitioner.placed.clear()
         if isinstance(self.plan_loader, JsonPlanLoader):
             self.plan_loader.bind(self._matched)
-        elif self._settings.exact_training and self._given_enumerator is None:
-            self._beyond = self._beyond_exact_training(module, sharders, self._context, self._left)
+
+    def _search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """TorchRec's loop: enumerate, propose, partition, rate, keep the best."""
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
@@ -235,110 +241,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 raise
             raise PlannerError(f"{error} {left_out}", error.error_type) from error
 
-    def _context_of(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> PlanningContext:
-        """How options of the module are read and rated, within constraints and rules."""
-        settings = self._settings
-        self._legal = self._legal_ranks(module, sharders)
-        self._constraints = self._constraints_of(module, sharders, settings.exact_training)
-        self._reader = OptionReader(self._constraints, settings.statistics, sharders, self._legal)
-        return PlanningContext(
-            self._topology, self._reader, self._checkpoint, settings.cost_source, self._constraints, sharders
-        )
-
-    def _make_parts(self, context: PlanningContext, left: Topology) -> None:
-        """The parts that TorchRec's planning asks, ours where none were given."""
-        settings = self._settings
-        estimator = DreamShardEstimator(self._topology, context=context)
-        self._enumerator = self._given_enumerator or context.enumerator(self._batch_size, estimator)
-        self._perf_model = self._given_perf_model or DreamShardPerfModel(self._topology, context=context)
-        seconds = min(filter(None, (settings.search_seconds, self._timeout_seconds)), default=None)
-        self._proposer = JointProposer(
-            context,
-            left,
-            search=settings.search or DEFAULT_SEARCH,
-            seed=settings.seed,
-            seconds=seconds,
-        )
-        if self._given_proposer is None:
-            self._proposers = [self._proposer]
-        self._partitioner = self._given_partitioner or DreamShardPartitioner(
-            search=settings.search,
-            seed=settings.seed,
-            search_seconds=seconds,
-            refine_seconds=settings.measuring_seconds,
-            together=self._together,
-            context=context,
-        )
-
-    def _beyond_exact_training(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], context: PlanningContext, left: Topology
-    ) -> Callable[[Outcome], BeyondExactTraining] | None:
-        """What tells, of the plan, what sharding types that exact training leaves out would gain; None where it leaves
-        out none. Options are read now, since modules change when they are sharded."""
-        all_types = self._constraints_of(module, sharders, False)
-        opened = opened_types(self._constraints, all_types)
-        if not opened:
-            return None
-        wider = context.with_constraints(all_types)
-        estimator = DreamShardEstimator(self._topology, context=wider)
-        options = wider.enumerator(self._batch_size, estimator).enumerate(module, sharders)
-        if any(option.dependency for option in options):
-            return None  # which hosts towers are pinned to is settled while planning
-        search = self._settings.search or DEFAULT_SEARCH
-        return partial(beyond_exact_training, wider, options, left, opened, search, self._settings.seed)
-
-    def _legal_ranks(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> LegalRanks | None:
-        """Where the rules let tables lie; None without rules."""
-        if self._settings.placement_rules is None:
-            return None
-        tables = shardable_tables(module, sharders)
-        return LegalRanks.of(self._settings.placement_rules, tables, self._topology, self._settings.statistics)
-
-    def _constraints_of(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], exact_training: bool
-    ) -> dict[str, ParameterConstraints]:
-        return planning_constraints(
-            module,
-            sharders,
-            self._given_constraints,
-            self._settings.statistics,
-            self._topology.compute_device,
-            sharding_types=self._settings.allowed_types,
-            exact_training=exact_training,
-            has_ssd=any(device.storage.ssd > 0 for device in self._topology.devices),
-            legal=self._legal,
-            impossible=impossible_types(self._topology),
-        )
-
-    def _remember(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """The first callback: what was chosen, before others change it."""
-        self._before_callbacks = ranks_by_choice(plan)
-        return plan
-
-    def _reported(self) -> Report | str:
-        """On the proposal that won, which need not be the last one; or why there is no report."""
-        plan = self._best_plan
-        if plan is None:
+    def _concluded(self, session: PlanningSession) -> PlanResult | str:
+        """What the loop came to; or why there is nothing to tell."""
+        if self._best_plan is None:
             return "the last planned module has no table that its sharders shard"
-        if self._loaded is not None:
-            return self._planned().report(plan, self._loaded)
-        if not isinstance(self._partitioner, DreamShardPartitioner):
-            return f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
-        outcome = self._partitioner.outcome(self._before_callbacks)
-        if outcome is None:
-            return "the last plan was loaded by plan_loader"
-        report = self._proposer.report(outcome)
-        ruled = () if self._legal is None else self._legal.notes()
-        report = replace(report, notes=(*report.notes, *self._context.notes(plan), *ruled))
-        if ranks_by_choice(plan) == self._before_callbacks:
-            return report
-        try:
-            chosen = self.predict(plan, report.chosen.name)
-        except PlannerError as error:
-            return f"callbacks changed the last plan to one whose cost is not known: {error}"
-        moved = "moved tables" if ranks_by_choice(plan).keys() == self._before_callbacks.keys() else "changed options"
-        note = f"callbacks {moved} after they were placed; dreamshard is the plan that they made"
-        return replace(report, chosen=chosen, notes=(*report.notes, note))
+        found = self._proposers[0].found if self._given.proposer is None else None
+        if isinstance(self._partitioner, DreamShardPartitioner):
+            placed: Sequence[Outcome] | str = self._partitioner.placed
+        else:
+            placed = f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
+        loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
+        return session.result(self._best_plan, self._search_space(), found, placed, loaded)
 
     def collective_plan(
         self,
@@ -366,8 +279,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
         def make(together: Together) -> ShardingPlan:
-            refines = bool(self._settings.measuring_seconds)
-            check_patience(self._topology.world_size, ranks, patience_seconds, self._settings.search_seconds, refines)
+            refines = bool(self._request.settings.measuring_seconds)
+            check_patience(
+                self._topology.world_size, ranks, patience_seconds, self._request.settings.search_seconds, refines
+            )
             self._together = together
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
@@ -387,40 +302,55 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: before any plan, on this rank, unless an enumerator and a reservation are given that have
                 done their work.
         """
-        space = getattr(self._enumerator, "last_stored_search_space", None)
+        space = self._search_space()
         reserved = getattr(self._storage_reservation, "last_reserved_topology", None)
-        if space is None or reserved is None:
+        if not space or reserved is None:
             raise DreamShardError(
                 "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
             )
-        parts = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
-        return self._made_from(space).digest(reserved, self._timeout_seconds, parts)
+        components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
+        reader = None if self._session is None else self._session.context.reader
+        made_from = self._request.made_from(space, self._storage_reservation, reader)
+        return made_from.digest(reserved, self._timeout_seconds, components)
 
     def hash_planner_context_inputs(self) -> int:
         """:meth:`hash_planner_context_inputs_str` as a number."""
         return int(self.hash_planner_context_inputs_str(), 16)
 
-    @neutral()
-    def report(self, beyond: bool = True) -> Report:
+    def report(self) -> Report:
         """What the last plan is, and what it was chosen from; on the rank that planned (rank 0).
-
-        Args:
-            beyond: also tell what sharding types that train differently would gain; working it out, on first asking,
-                takes about as long as planning.
 
         Raises:
             DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
                 module without tables, with a partitioner that is not ours, of a plan that a plan loader brought, or
                 that callbacks changed to one whose cost is not known.
         """
-        if isinstance(self._report, str):
-            raise DreamShardError(f"there is no report: {self._report}")
-        if beyond and self._beyond is not None and isinstance(self._partitioner, DreamShardPartitioner):
-            found = self._beyond(self._partitioner.outcome(self._before_callbacks))
-            self._beyond = None
-            note = found.note(self._report.chosen.total_ms)
-            self._report = replace(self._report, beyond=found, notes=(*self._report.notes, note))
-        return self._report
+        if isinstance(self._result, str):
+            raise DreamShardError(f"there is no report: {self._result}")
+        return self._result.report
+
+    @neutral()
+    def beyond_exact_training(self) -> BeyondExactTraining | None:
+        """What sharding types that train differently would gain over the last plan; None where exact training leaves
+        out none, or where an enumerator or a plan loader was given. A search of its own, which takes about as long as
+        planning.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+        """
+        result, settings = self._last(), self._request.settings
+        if result.wider is None:
+            return None
+        return result.wider.search(result.plan, settings.search or DEFAULT_SEARCH, settings.seed)
+
+    @property
+    def options(self) -> list[ShardingOption]:
+        """The last plan as TorchRec's sharding options, one for every table, with ``shard.rank`` set.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+        """
+        return list(self._last().plan)
 
     @neutral()
     def predict(self, plan: AnyPlan, name: str = "plan") -> ReportEntry:
@@ -435,7 +365,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 shards that do not cover their table; names them.
             PlanError: the file can't be read.
         """
-        return ReportEntry.of(name, self._planned().rated(plan).costs)
+        return ReportEntry.of(name, self._model().rated(plan).costs)
 
     @neutral()
     def without_ms(self, table: str) -> float:
@@ -447,7 +377,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         Raises:
             DreamShardError: there is no plan yet on this rank.
         """
-        return self._planned().without_ms(self._or_last(None), table)
+        return self._model().without_ms(self._last().plan, table)
 
     @neutral()
     def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:
@@ -461,8 +391,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank (``collective_plan`` plans on rank 0).
             PlannerError, PlanError: as :meth:`predict`.
         """
-        known = self._report if plan is None and isinstance(self._report, Report) else None
-        return self._planned().saved(self._or_last(plan), name, known)
+        return self._last().saved(name) if plan is None else self._model().saved(plan, name)
 
     def save_plan(self, path: str | Path) -> None:
         """Write the last plan to a file that
@@ -488,38 +417,37 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank.
             PlannerError: there is no such rank; and, with PlanError, as :meth:`predict`.
         """
-        return self._planned().explained(self._or_last(plan), rank)
+        return self._model().explained(self._last().plan if plan is None else plan, rank)
 
-    def _planned(self) -> Planned:
-        """The last planned module."""
-        space = getattr(self._enumerator, "last_stored_search_space", None)
-        if self._context is None or not space:
-            raise DreamShardError(f"there is no plan: {self._report}")
-        return Planned(self._context, space, self._left, self._made_from(space).inputs, self._legal)
+    def _last(self) -> PlanResult:
+        if isinstance(self._result, str):
+            raise DreamShardError(f"there is no plan: {self._result}")
+        return self._result
 
-    def _or_last(self, plan: AnyPlan | None) -> AnyPlan:
-        """A plan, or the last one."""
-        if plan is None and self._best_plan is None:
-            raise DreamShardError(f"there is no plan: {self._report}")
-        return self._best_plan if plan is None else plan
+    def _model(self) -> PlannedModel:
+        """The last module that was read, whether or not a plan was found."""
+        space = self._search_space()
+        if self._session is None or not space:
+            raise DreamShardError(f"there is no plan: {self._result}")
+        return self._session.planned(space)
 
-    def _made_from(self, search_space: Sequence[ShardingOption]) -> MadeFrom:
-        """What the last plan was made from."""
-        return MadeFrom(
-            search_space=search_space,
-            reader=self._reader or OptionReader(self._given_constraints, self._settings.statistics),
-            topology=self._topology,
-            batch_size=self._batch_size,
-            constraints=self._given_constraints,
-            checkpoint=self._checkpoint,
-            settings=self._settings,
-            reservation=type(self._storage_reservation).__name__,
-        )
+    def _search_space(self) -> Sequence[ShardingOption]:
+        """All options of the last module, as its enumerator keeps them; empty before, and where it keeps none."""
+        return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
     def _matched(self, saved: SavedPlan) -> list[ShardingOption]:
         """For the plan loader: options as its file has them."""
-        options, self._loaded = self._planned().matched(saved), saved
-        return options
+        return self._model().matched(saved)
+
+
+@dataclass(frozen=True)
+class _Components:
+    """TorchRec's components that were given; None for ours."""
+
+    enumerator: Enumerator | None
+    proposer: Proposer | list[Proposer] | None
+    partitioner: Partitioner | None
+    perf_model: PerfModel | None
 
 
 def _cpu_topology() -> Topology | None:

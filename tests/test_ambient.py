@@ -80,7 +80,7 @@ def plan_of(given) -> tuple:
     """Plan, and all that is said of it."""
     planner = DreamShardPlanner(topology=topology(3), batch_size=64, statistics=STATISTICS, stats=[], debug=False)
     plan = planner.plan(given, SHARDERS)
-    predicted = planner.predict(planner._best_plan)
+    predicted = planner.predict(planner.options)
     return ranks_of(plan), planner.report().to_dict(), predicted.total_ms
 
 
@@ -100,7 +100,7 @@ def seams(given) -> tuple:
             debug=False,
         )
         plan = made.plan(given, SHARDERS)
-        best = made._best_plan
+        best = made.options
         found.append((ranks_of(plan), [option.total_perf for option in best], made._perf_model.rate(best)))
     return tuple(found)
 

@@ -77,7 +77,7 @@ def test_a_type_that_no_allowed_kernel_serves() -> None:
     assert "'sparse.t0'" in text and "data_parallel: it takes compute kernels ['dense']" in text
     assert "only ['fused'] may be used" in text and "compute_kernels" in text
     both = ParameterConstraints(sharding_types=[DP, TW], compute_kernels=["fused"])
-    assert planned(bags((100, 16)), {"t0": both})._best_plan[0].sharding_type == TW
+    assert planned(bags((100, 16)), {"t0": both}).options[0].sharding_type == TW
 
 
 def test_a_kernel_that_the_sharder_does_not_offer() -> None:
@@ -97,8 +97,8 @@ def test_types_and_kernels_are_texts_that_torchrec_knows() -> None:
 def test_an_empty_list_constrains_nothing() -> None:
     """As in TorchRec."""
     nothing = ParameterConstraints(sharding_types=[], compute_kernels=[])
-    (option,) = planned(bags((100, 16)), {"t0": nothing})._best_plan
-    (free,) = planned(bags((100, 16)), {})._best_plan
+    (option,) = planned(bags((100, 16)), {"t0": nothing}).options
+    (free,) = planned(bags((100, 16)), {}).options
     assert (option.sharding_type, option.compute_kernel) == (free.sharding_type, free.compute_kernel)
 
 
@@ -112,7 +112,7 @@ def test_a_min_partition_that_is_no_width(given) -> None:
 def test_a_min_partition_above_the_dim_leaves_one_slice(given: int) -> None:
     """As in TorchRec."""
     constraint = ParameterConstraints(sharding_types=[CW], min_partition=given)
-    (option,) = planned(bags((100, 16)), {"t0": constraint})._best_plan
+    (option,) = planned(bags((100, 16)), {"t0": constraint}).options
     assert (option.sharding_type, [shard.size for shard in option.shards]) == (CW, [[100, 16]])
 
 
@@ -128,9 +128,9 @@ def test_slices_of_two_widths_in_one_embedding_collection() -> None:
         "t0": ParameterConstraints(sharding_types=[CW], min_partition=16),
         "t1": ParameterConstraints(sharding_types=[CW, RW], min_partition=32),
     }
-    kinds = {option.name: option.sharding_type for option in planned(sequences(5000, 100), constraints)._best_plan}
+    kinds = {option.name: option.sharding_type for option in planned(sequences(5000, 100), constraints).options}
     assert kinds == {"t0": CW, "t1": RW}
-    kinds = {option.name: option.sharding_type for option in planned(sequences(100, 5000), constraints)._best_plan}
+    kinds = {option.name: option.sharding_type for option in planned(sequences(100, 5000), constraints).options}
     assert kinds == {"t0": CW, "t1": RW}  # the one that has no other type, however small
     constraints["t1"] = ParameterConstraints(sharding_types=[CW], min_partition=32)
     text = refusal(sequences(5000, 100), constraints)
@@ -143,9 +143,9 @@ def test_tables_on_ssds() -> None:
     constraints = {"t0": ParameterConstraints(compute_kernels=["key_value"], min_partition=16)}
     model, ssd = bags((100_000, 64), (100_000, 64)), {"ssd_cap": 10 * GIB}
     planner = planned(model, constraints, memory=ssd, exact_training=False)
-    kernels = {option.name: option.compute_kernel for option in planner._best_plan}
+    kernels = {option.name: option.compute_kernel for option in planner.options}
     assert kernels["t0"] == "key_value" and kernels["t1"] in ("fused", "dense")
-    (stored,) = [option for option in planner._best_plan if option.name == "t0"]
+    (stored,) = [option for option in planner.options if option.name == "t0"]
     assert stored.num_shards == 1 or stored.sharding_type not in (CW, "table_column_wise")
     assert stored.total_storage.ssd >= 100_000 * 64 * 4
     alone = {table.name: table.alone_ms for table in planner.report().tables}
@@ -183,7 +183,7 @@ def test_virtual_tables(kernel: str) -> None:
     model.sequence = EmbeddingCollection(tables=[table], device=META)
     constraints = {"t0": ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])}
     planner = planned(model, constraints)
-    (option,) = planner._best_plan
+    (option,) = planner.options
     assert (option.sharding_type, option.compute_kernel) == (RW, kernel)
     assert [shard.rank for shard in option.shards] == [0, 1, 2, 3] and planner.report().chosen.total_ms > 0
 
@@ -194,7 +194,7 @@ class EveryKernelSharder(EmbeddingBagCollectionSharder):
 
 
 def test_a_sharder_that_offers_unknown_kernels_besides() -> None:
-    (option,) = planned(bags((100, 16)), {}, [EveryKernelSharder()])._best_plan
+    (option,) = planned(bags((100, 16)), {}, [EveryKernelSharder()]).options
     assert option.compute_kernel in ("fused", "fused_uvm", "fused_uvm_caching")
 
 
@@ -218,5 +218,5 @@ def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
         EmbeddingShardingPlanner(**arguments).plan(model, [EmbeddingBagCollectionSharder()])
     planner = DreamShardPlanner(**arguments)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
-    ranks = {option.name: [shard.rank for shard in option.shards] for option in planner._best_plan}
+    ranks = {option.name: [shard.rank for shard in option.shards] for option in planner.options}
     assert ranks["t0"] == ranks["t1"] != ranks["t2"] == ranks["t3"] == ranks["t4"] and sorted(ranks["t5"]) == [0, 1]

@@ -87,7 +87,7 @@ class Stored(PlanLoader):
     """A plan as it was made, by the hash of what it was made from."""
 
     def __init__(self, planner: DreamShardPlanner) -> None:
-        self.options = {option.storage_hash(): option for option in planner._best_plan}
+        self.options = {option.storage_hash(): option for option in planner.options}
         self.context = planner.hash_planner_context_inputs_str()
 
     def load(self) -> dict[int, ShardingOption]:
@@ -110,7 +110,7 @@ def test_a_plan_made_from_anything_else_is_not_loaded(change: str) -> None:
 def test_a_plan_made_from_the_same_is_loaded() -> None:
     planner, plan = made()
     assert {rank for ranks in ranks_of(plan).values() for rank in ranks} == {0, 1}
-    for option in planner._best_plan:  # a plan that nobody would make again
+    for option in planner.options:  # a plan that nobody would make again
         option.shards[0].rank = 0
     again, loaded = made(plan_loader=Stored(planner))
     assert {rank for ranks in ranks_of(loaded).values() for rank in ranks} == {0}

@@ -33,7 +33,7 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
     assert found.rank == max(range(2), key=lambda rank: found.rank_ms[rank]) and found.total_ms == pytest.approx(now_ms)
     assert found.tables
     for entry in found.tables:
-        options = copy.deepcopy(one._best_plan)
+        options = copy.deepcopy(one.options)
         option = next(option for option in options if option.name == entry.table)
         if entry.leaving is None or option.sharding_type != "table_wise":
             continue

@@ -82,7 +82,7 @@ def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerErr
 
 
 def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> None:
-    options, report = planner._best_plan, planner.report()
+    options, report = planner.options, planner.report()
     validate_rank_assignment(plan, case.topology)
     validate_compute_kernels(options)
     validate_modules_inclusion_in_sharding_plan(plan, case.model, case.sharders)
@@ -198,7 +198,7 @@ for seed in (6, 7, 12, 13, 15, 19):
     except Exception as error:
         print(type(error).__name__, error)
         continue
-    print([(o.fqn, o.sharding_type, o.compute_kernel, [s.rank for s in o.shards]) for o in planner._best_plan])
+    print([(o.fqn, o.sharding_type, o.compute_kernel, [s.rank for s in o.shards]) for o in planner.options])
     print(planner.report())
 """
 

@@ -25,7 +25,7 @@ def model(tables: int = 8) -> nn.Module:
 
 
 def ranks_of(planner: DreamShardPlanner) -> dict[str, set[int]]:
-    return {option.name: {shard.rank for shard in option.shards} for option in planner._best_plan}
+    return {option.name: {shard.rank for shard in option.shards} for option in planner.options}
 
 
 def planner(rules: PlacementRules | None, ranks: int = 4, **changes) -> DreamShardPlanner:

@@ -87,7 +87,7 @@ def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) 
 
 
 def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, file: Path) -> None:
-    fresh, saved = made[0].report(beyond=False), SavedPlan.load(file)
+    fresh, saved = made[0].report(), SavedPlan.load(file)
     assert str(saved.report()).splitlines()[:8] == str(fresh).splitlines()[:8] and len(fresh.rivals) > 5
     assert [name for name, _ in saved.report().collectives] == [name for name, _ in fresh.collectives]
     text = str(compare(saved, saved)).splitlines()
@@ -264,7 +264,7 @@ def test_there_is_nothing_to_save_before_a_plan_and_no_other_planner_loads(file:
 def test_predict_takes_any_kind_of_plan(made: tuple, file: Path) -> None:
     one, plan = made
     expected = one.report().chosen.total_ms
-    for given in (plan, file, str(file), SavedPlan.load(file), one._best_plan):
+    for given in (plan, file, str(file), SavedPlan.load(file), one.options):
         assert one.predict(given).total_ms == pytest.approx(expected, rel=1e-6)
     theirs = EmbeddingShardingPlanner(topology(), 64, stats=[], debug=False)
     split = theirs.plan(model(), SHARDERS)
@@ -284,7 +284,7 @@ def test_predict_takes_shards_that_were_not_enumerated(cost_source: str) -> None
 
 def _options_with(ranks: list) -> Callable[[DreamShardPlanner, Any], Any]:
     def plan_of(one: DreamShardPlanner, plan: Any) -> Any:
-        options = copy.deepcopy(one._best_plan)
+        options = copy.deepcopy(one.options)
         for shard, rank in zip((option.shards[0] for option in options), ranks, strict=True):
             shard.rank = rank
         return options
@@ -303,14 +303,14 @@ def _plan_with(change: Callable[[dict], None]) -> Callable[[DreamShardPlanner, A
 
 IMPOSSIBLE: dict[str, tuple[Callable, type[Exception], str]] = {
     "no table": (lambda one, plan: [], PlannerError, "no sharding of 4 tables .* 't0', 't1', 't2', 't3'"),
-    "partial": (lambda one, plan: one._best_plan[:3], PlannerError, "no sharding of a table that"),
+    "partial": (lambda one, plan: one.options[:3], PlannerError, "no sharding of a table that"),
     "partial plan": (_plan_with(lambda tables: tables.pop("t2")), PlannerError, "no sharding of a table.*'t2'"),
     "unknown": (
         _plan_with(lambda tables: tables.update(t22=tables["t2"])),
         PlannerError,
         r"does not have, .*'t22' \(did you mean 't2'\?\)",
     ),
-    "twice": (lambda one, plan: one._best_plan + copy.deepcopy(one._best_plan[:1]), PlannerError, "'t0' twice"),
+    "twice": (lambda one, plan: one.options + copy.deepcopy(one.options[:1]), PlannerError, "'t0' twice"),
     "no ranks": (_options_with([0, None, 0, 0]), PlannerError, r"'t1' has 1 shard\(s\) and ranks \[None\]"),
     "rank 2 of 2": (_options_with([0, 0, 2, 0]), PlannerError, "'t2' has a shard on rank 2, and .* ranks 0 to 1"),
     "rank of a plan": (

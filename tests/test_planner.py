@@ -182,7 +182,7 @@ def test_random_models_of_whole_tables(block: int) -> None:
 
 
 def check_plan(case: Case, planner: DreamShardPlanner, plan, seed: int) -> None:
-    options, report = planner._best_plan, planner.report()
+    options, report = planner.options, planner.report()
     expected = {
         f"{path}.{config.name}"
         for path, module in case.model.named_children()

@@ -67,7 +67,7 @@ def test_tables_of_a_tower_share_a_host(ranks: int, host: int, cost_source: str)
     made = planner(ranks, host, cost_source=cost_source)
     plan = made.plan(towers(), SHARDERS)
     hosts: dict[str, set[int]] = {}
-    for option in made._best_plan:
+    for option in made.options:
         if option.dependency:
             hosts.setdefault(option.dependency, set()).update(shard.rank // host for shard in option.shards)
         if option.sharding_type == TWRW:
@@ -77,7 +77,7 @@ def test_tables_of_a_tower_share_a_host(ranks: int, host: int, cost_source: str)
     assert ranks == host or len(set().union(*hosts.values())) > 1  # they spread over hosts
     assert set(plan.plan) == {"tower", "towers", "pooled"}
     report = made.report()
-    assert made.predict(made._best_plan).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
+    assert made.predict(made.options).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
     assert all(report.chosen.total_ms <= rival.total_ms * (1 + 1e-5) + 1e-9 for rival in report.rivals)
     assert {"whole_tables", "torchrec"} <= {rival.name for rival in report.rivals}
 
@@ -89,7 +89,7 @@ def test_constraints_of_towers_hold() -> None:
     }
     made = planner(4, 2, constraints=constraints)
     made.plan(towers(), SHARDERS)
-    options = {option.name: option for option in made._best_plan}
+    options = {option.name: option for option in made.options}
     assert options["a0"].sharding_type == TWRW
     assert (options["a1"].sharding_type, options["a1"].compute_kernel) == (TWCW, "fused_uvm")
     assert all(shard.size[1] >= 64 for shard in options["a1"].shards)
@@ -98,7 +98,7 @@ def test_constraints_of_towers_hold() -> None:
 def test_a_plan_that_tears_a_tower_apart_is_not_rated() -> None:
     made = planner(4, 2)
     made.plan(towers(), SHARDERS)
-    torn = copy.deepcopy(made._best_plan)
+    torn = copy.deepcopy(made.options)
     option = next(option for option in torn if option.name == "a0")
     for shard in option.shards:
         shard.rank = (shard.rank + 2) % 4

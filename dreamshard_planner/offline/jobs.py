@@ -135,7 +135,7 @@ class PlannedJob:
     @property
     def outline(self) -> Report:
         """The same without what takes as long as planning."""
-        return self.planner.report(beyond=False)
+        return self.planner.report()
 
 
 def read_model(source: str) -> OfflineModel:

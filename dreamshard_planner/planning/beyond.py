@@ -4,25 +4,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
-from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.plans.report import BeyondExactTraining
 from dreamshard_planner.problem.options import by_table, fqn_of, same_option
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.slices import is_torchrecs
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
-from dreamshard_planner.torchrec_components.partitioner import Outcome
 
 QUICK = JointConfig(starts=2, reshards=6_000, candidates=3_000)
-"""Of the search: a figure for a report, not a plan."""
+"""Of the search: a figure, not a plan."""
+NOTHING = 1e-3
+"""Share of a cost that is no gain worth a word."""
 
 
 def opened_types(
@@ -36,40 +36,80 @@ def opened_types(
     return tuple(sorted(counts.items()))
 
 
-@neutral()
-@torch.no_grad()
-def beyond_exact_training(
-    context: PlanningContext,
-    search_space: Sequence[ShardingOption],
-    topology: Topology,
-    opened: tuple[tuple[str, int], ...],
-    search: SearchConfig,
-    seed: int,
-    outcome: Outcome,
-) -> BeyondExactTraining:
-    """Search the options of all types, from the exact plan on.
+@dataclass(frozen=True)
+class BeyondExactTraining:
+    """What ``exact_training=False`` would gain."""
 
-    Args:
-        context: of the exact plan.
-        search_space: options of all types, with storage.
-        topology: what the storage reservation left.
-        opened: see :class:`BeyondExactTraining`.
-        search: of moves and swaps.
-        seed: of the search.
-        outcome: the exact plan.
-    """
-    with single_thread():
-        options = usable_options(search_space, context.topology.compute_device)
-        plan = outcome.read.assign(outcome.sharding)
-        read = context.read([*options, *_others(plan, options)], topology)
-        cost = context.cost(read)
-        exact = read.sharding(plan)
-        found = joint_search(cost, [exact], QUICK, search, seed)
-        offered = [option for option in options if is_torchrecs(option)]
-        theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec)
-    theirs_ms = None if theirs is None else cost.overall_ms(read.sharding(theirs.options))
-    types = Counter(_kinds(read.problem.tables, found.sharding)).most_common()
-    return BeyondExactTraining(opened, found.overall_ms, tuple(types), theirs_ms)
+    opened: tuple[tuple[str, int], ...]
+    """Sharding types that exact training leaves out, and for how many tables."""
+    exact_ms: float
+    """Of the exact plan."""
+    total_ms: float
+    """Of the cheapest plan found with them, by the same cost source."""
+    types: tuple[tuple[str, int], ...]
+    """Tables of each sharding type in that plan."""
+    torchrec_ms: float | None
+    """Of TorchRec's own plan over the same types; None where it found none."""
+
+    def __str__(self) -> str:
+        if not self.total_ms < self.exact_ms * (1 - NOTHING):
+            return f"exact_training=False would open {_counted(self.opened)}, and gain nothing that a search found"
+        types = ", ".join(f"{count} {kind}" for kind, count in self.types)
+        theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
+        return (
+            f"exact_training=False would open {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
+            f"{self.exact_ms:.3f} ({types}); TorchRec's own plan over these types: {theirs}"
+        )
+
+
+@dataclass(frozen=True)
+class WiderSpace:
+    """The options that a model would have without exact training, read while it was planned, since modules change when
+    they are sharded."""
+
+    context: PlanningContext
+    """With the wider constraints."""
+    search_space: Sequence[ShardingOption]
+    topology: Topology
+    """What the storage reservation left."""
+    opened: tuple[tuple[str, int], ...]
+    """Sharding types that only this space has, and for how many tables."""
+
+    def note(self) -> str:
+        """For the report, where nothing has been searched."""
+        return (
+            f"exact training leaves out {_counted(self.opened)}; planner.beyond_exact_training() tells what "
+            "exact_training=False would gain"
+        )
+
+    @neutral()
+    @torch.no_grad()
+    def search(self, exact: Sequence[ShardingOption], search: SearchConfig, seed: int) -> BeyondExactTraining:
+        """Search all of it, from the exact plan and from TorchRec's own on: never dearer than either.
+
+        Args:
+            exact: the plan, with ranks.
+            search: of moves and swaps.
+            seed: of the search.
+        """
+        context, topology = self.context, self.topology
+        with single_thread():
+            options = usable_options(self.search_space, context.topology.compute_device)
+            read = context.read([*options, *_others(exact, options)], topology)
+            cost, start = context.cost(read), read.sharding(exact)
+            offered = [option for option in options if is_torchrecs(option)]
+            theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec)
+            starts = [start]
+            if theirs is not None:
+                starts += [sharding for sharding in [read.sharding(theirs.options)] if cost.fits(sharding)]
+            found = joint_search(cost, starts, QUICK, search, seed)
+        types = Counter(
+            options[index].sharding_type
+            for options, index in zip(read.problem.tables, found.sharding.options, strict=True)
+        )
+        theirs_ms = None if theirs is None else cost.overall_ms(read.sharding(theirs.options))
+        exact_ms = cost.overall_ms(start)
+        return BeyondExactTraining(self.opened, exact_ms, found.overall_ms, tuple(types.most_common()), theirs_ms)
 
 
 def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:
@@ -78,5 +118,5 @@ def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -
     return [option for option in plan if not any(same_option(option, other) for other in given.get(fqn_of(option), ()))]
 
 
-def _kinds(tables: Sequence[Sequence], sharding: Sharding) -> list[str]:
-    return [options[index].sharding_type for options, index in zip(tables, sharding.options, strict=True)]
+def _counted(opened: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} for {count} table(s)" for kind, count in opened)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -61,9 +61,6 @@ class PlanningContext:
     """As TorchRec's estimators take them."""
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None
     """Of the model, where options are to be estimated as TorchRec does; None: they are estimated already."""
-    found: dict[Hashable, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Positions of each table's units that a proposer has found already, by :func:`identity` of the proposal; a
-    partitioner starts from them."""
 
     @classmethod
     @neutral()
@@ -82,7 +79,7 @@ class PlanningContext:
 
     def with_constraints(self, constraints: dict[str, ParameterConstraints]) -> PlanningContext:
         """The same with other sharding types allowed."""
-        return replace(self, constraints=constraints, found={})
+        return replace(self, constraints=constraints)
 
     def __post_init__(self) -> None:
         if self.cost_source not in COST_SOURCES:
@@ -161,20 +158,6 @@ class PlanningContext:
         with_extras = WithExtras(self.compute)
         extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P], -1)
         return ShardingCost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
-
-
-def ranks_by_choice(options: Sequence[ShardingOption]) -> dict[Hashable, list[int | None]]:
-    """The ranks of every option's shards, by table, sharding type, kernel and number of shards."""
-    return {
-        (option.fqn, option.sharding_type, option.compute_kernel, option.num_shards): [s.rank for s in option.shards]
-        for option in options
-    }
-
-
-def identity(choices: Iterable[Hashable]) -> Hashable:
-    """What tells one proposal from another: its tables, how each is sharded, and by which kernel; from the keys of
-    :func:`ranks_by_choice`."""
-    return frozenset(choices)
 
 
 def estimates(read: ReadProblem) -> Tensor:

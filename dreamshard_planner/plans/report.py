@@ -18,8 +18,6 @@ from dreamshard_planner.support.formatting import sharding_in_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
-NOTHING = 1e-3
-"""Share of a cost that is no gain worth a word."""
 SKEW_SHOWN = 2.0
 """How many times its even share a row block must be read to be worth a note."""
 
@@ -89,32 +87,6 @@ class MemoryEntry:
 
 
 @dataclass(frozen=True)
-class BeyondExactTraining:
-    """What ``exact_training=False`` would gain."""
-
-    opened: tuple[tuple[str, int], ...]
-    """Sharding types that exact training leaves out, and for how many tables."""
-    total_ms: float
-    """Of the plan found with them, by the same cost source."""
-    types: tuple[tuple[str, int], ...]
-    """Tables of each sharding type in that plan."""
-    torchrec_ms: float | None
-    """Of TorchRec's own plan over the same types; None where it found none."""
-
-    def note(self, exact_ms: float) -> str:
-        """One line, beside the cost of the exact plan."""
-        opened = ", ".join(f"{kind} for {count} table(s)" for kind, count in self.opened)
-        if not self.total_ms < exact_ms * (1 - NOTHING):
-            return f"exact_training=False would open {opened}, and gain nothing"
-        types = ", ".join(f"{count} {kind}" for kind, count in self.types)
-        theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
-        return (
-            f"exact_training=False would open {opened}: {self.total_ms:.3f} ms instead of {exact_ms:.3f} ({types}); "
-            f"TorchRec's own plan over these types: {theirs}"
-        )
-
-
-@dataclass(frozen=True)
 class Report:
     """Predicted costs of the chosen plan and of the plans it was chosen from."""
 
@@ -134,8 +106,6 @@ class Report:
     collectives: tuple[tuple[str, float], ...]
     """Milliseconds of each collective, both passes together."""
     notes: tuple[str, ...] = ()
-    beyond: BeyondExactTraining | None = None
-    """What ``exact_training=False`` would gain, where it would open other sharding types."""
     measured: ReportEntry | None = None
     """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
     measured_before: ReportEntry | None = None

@@ -23,6 +23,9 @@ class JsonPlanLoader(PlanLoader):
     Args:
         path: of the file.
 
+    Attributes:
+        loaded: the plan of the file, once it was found to fit.
+
     Example::
 
         loader = JsonPlanLoader("plan.json") if Path("plan.json").exists() else None
@@ -31,11 +34,12 @@ class JsonPlanLoader(PlanLoader):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.loaded: SavedPlan | None = None
         self._matched: Callable[[SavedPlan], list[ShardingOption]] | None = None
 
     def bind(self, matched: Callable[[SavedPlan], list[ShardingOption]]) -> None:
         """What makes options of a file, or refuses it; set by the planner that loads."""
-        self._matched = matched
+        self._matched, self.loaded = matched, None
 
     def load(self) -> dict[int, ShardingOption]:
         """See ``PlanLoader.load``.
@@ -50,7 +54,10 @@ class JsonPlanLoader(PlanLoader):
                 f"{self.path}: JsonPlanLoader needs DreamShardPlanner, which can tell whether the plan still fits; "
                 "plan with it, and give its ShardingPlan to any DistributedModelParallel"
             )
-        return {option.storage_hash(): option for option in self._matched(SavedPlan.load(self.path))}
+        saved = SavedPlan.load(self.path)
+        options = {option.storage_hash(): option for option in self._matched(saved)}
+        self.loaded = saved
+        return options
 
     def plan_context_hash(self) -> None:
         """None: not one hash decides here whether a plan is stale, see :meth:`load`."""

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A model that was planned: what its plans, whoever made them, are saved, loaded, told and explained by."""
+"""What a planning pass came to: the model that was planned, by which any plan of it is rated, saved, loaded and
+explained, and the plan that was made."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import __version__
+from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import library_versions
+from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.explaining import explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
@@ -33,8 +36,8 @@ AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What the last planning of a planner left."""
+class PlannedModel:
+    """A model whose options were read, by which any plan of it, whoever made it, is rated, saved, loaded, explained."""
 
     context: PlanningContext
     search_space: Sequence[ShardingOption]
@@ -130,3 +133,27 @@ class Planned:
 
 def _libraries() -> dict[str, str]:
     return {"dreamshard_planner": __version__, **library_versions()}
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The plan that a planner made, and all that is asked of it afterwards."""
+
+    model: PlannedModel
+    plan: tuple[ShardingOption, ...]
+    """One option for every table, with ranks, after callbacks."""
+    told: Report | str
+    """The report; or why there is none."""
+    wider: WiderSpace | None
+    """What exact training left out; None where it left out nothing."""
+
+    @property
+    def report(self) -> Report:
+        """What the plan is, and what it was chosen from; raises DreamShardError where there is none."""
+        if isinstance(self.told, str):
+            raise DreamShardError(f"there is no report: {self.told}")
+        return self.told
+
+    def saved(self, name: str) -> SavedPlan:
+        """The plan with all that it was made from, and with its report where there is one."""
+        return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)

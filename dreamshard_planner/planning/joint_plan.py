@@ -1,0 +1,153 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The search over all options of all tables: from the plans of whole tables and of TorchRec, how each table is split
+and where its shards go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
+from torchrec.distributed.planner.utils import reset_shard_rank
+
+from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.placing import SearchBudget, place_proposal
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.joint import JointConfig, JointResult, joint_search
+from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.place import Contender
+from dreamshard_planner.search_space.sharding_types import TW
+from dreamshard_planner.search_space.slices import is_torchrecs
+from dreamshard_planner.search_space.towers import pinned_options
+from dreamshard_planner.support.torch_state import neutral, single_thread
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """What the search over all options came to."""
+
+    proposal: list[ShardingOption]
+    """The chosen option of every table, with ranks; where nothing fits, the options that ask least of any rank, without
+    ranks: the partitioner then says what is missing."""
+    rivals: tuple[Contender, ...]
+    """The plans that the search started from, and the baselines of whole tables."""
+    result: JointResult | None
+    """None where nothing fits."""
+    torchrec: TorchRecPlan | None
+    """TorchRec's plan over the same options; None where it found none."""
+
+    def notes(self) -> list[str]:
+        """For the report: what was cut short."""
+        notes = []
+        if self.result is not None and self.result.cut_short:
+            notes.append(
+                "the joint search was cut short (search_seconds, timeout_seconds); more time may give another plan"
+            )
+        if self.torchrec is not None and not self.torchrec.finished:
+            notes.append(f"TorchRec's plan is the best of its first {self.torchrec.proposals} proposals")
+        return notes
+
+
+@neutral()
+@torch.no_grad()
+def joint_plan(
+    context: PlanningContext,
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    config: JointConfig,
+    search: SearchConfig,
+    seed: int,
+    budget: SearchBudget,
+) -> JointPlan:
+    """Search all options.
+
+    Args:
+        context: reads and rates them.
+        options: of all tables, with storage.
+        topology: what the storage reservation leaves.
+        config: of the joint search.
+        search: of its moves and swaps.
+        seed: of the search.
+        budget: of time.
+    """
+    with single_thread():
+        plans, rivals = _whole_tables(context, options, topology, search, seed, budget)
+        theirs = torchrec_plan([o for o in options if is_torchrecs(o)], topology, context.estimate_as_torchrec)
+        if theirs is not None:
+            plans["torchrec"] = theirs.options
+        rated: dict[str, Contender] = {}
+        best: tuple[ReadProblem, JointResult] | None = None
+        for pinned in pinned_options(options, topology, plans.get("torchrec")):
+            read = context.read(pinned, topology)
+            cost = context.cost(read)
+            starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
+            # TorchRec's, which does not reckon with dense gradients, may need more memory than there is.
+            fitting = {name: start for name, start in starts.items() if cost.fits(start)}
+            costs = {name: cost.rate(start) for name, start in fitting.items()}
+            rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
+            result = joint_search(cost, fitting.values(), config, search, seed, budget.joint)
+            if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
+                best = read, result
+            reset_shard_rank(pinned)
+        rivals = (*rivals, *rated.values())
+        if best is None:
+            return JointPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
+        read, result = best
+        return JointPlan(read.assign(result.sharding), rivals, result, theirs)
+
+
+def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Every table whole where it may be, by its fastest kernel; else its fastest option."""
+    best: dict[str, tuple[tuple[bool, float], ShardingOption]] = {}
+    for option in options:
+        key = (option.sharding_type != TW, option.total_perf)
+        if option.fqn not in best or key < best[option.fqn][0]:
+            best[option.fqn] = key, option
+    return [option for _, option in best.values()]
+
+
+def _whole_tables(
+    context: PlanningContext,
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    search: SearchConfig,
+    seed: int,
+    budget: SearchBudget,
+) -> tuple[dict[str, list[ShardingOption]], tuple[Contender, ...]]:
+    """Our plan of whole tables, by name, and the baselines that it was compared with; nothing where whole tables do not
+    fit, since others may."""
+    whole = copy.deepcopy(fastest_whole(options))
+    budget = replace(budget, proposal=budget.whole_tables)
+    try:
+        outcome = place_proposal(context, whole, topology, search, seed=seed, budget=budget, packing_seconds=0.0)
+    except PlannerError:
+        return {}, ()
+    plans = {"whole_tables": outcome.read.assign(outcome.sharding)}
+    if any(option.sharding_type != TW for option in whole):
+        return plans, ()
+    named = {"torchrec": "torchrec_whole"}
+    return plans, tuple(replace(rival, name=named.get(rival.name, rival.name)) for rival in outcome.placement.rivals)
+
+
+def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
+    """A plan as a sharding of the problem; None where it has dependent tables elsewhere than these are pinned."""
+    try:
+        return read.sharding(plan)
+    except PlannerError:
+        if any(option.dependency for option in plan):
+            return None
+        raise
+
+
+def _smallest(read: ReadProblem) -> list[ShardingOption]:
+    """Every table as the option that asks least of any rank."""
+    storage_PM = read.problem.storage_PM
+    proposal = []
+    for options, choices in zip(read.options, read.problem.tables, strict=True):
+        largest = [max(int(storage_PM[part].sum()) for part in choice.parts) for choice in choices]
+        proposal.append(options[largest.index(min(largest))])
+    return proposal

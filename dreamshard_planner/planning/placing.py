@@ -1,0 +1,141 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Ranks for the shards of one proposal: one option for every table, as TorchRec's planner asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
+
+from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost
+from dreamshard_planner.planning.baseline import torchrec_ranks
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
+from dreamshard_planner.problem.options import same_option
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.packing import PACKING_SECONDS
+from dreamshard_planner.search.place import InfeasibleError, Placement, place
+from dreamshard_planner.search.starts import lay_wide
+from dreamshard_planner.search_space.towers import pin
+
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """Seconds that each stage of a planning pass may take; None for no cap on top of the count of candidates."""
+
+    whole_tables: float | None = None
+    """For the plan of whole tables, which the joint search starts from."""
+    joint: float | None = None
+    """For how tables are split."""
+    placing: float | None = None
+    """For where the shards go once that is chosen."""
+    proposal: float | None = None
+    """For placing a proposal that nobody searched for."""
+
+    @classmethod
+    def of(cls, seconds: float | None) -> SearchBudget:
+        """A third for each stage of the joint search; all of it for a proposal that comes without one."""
+        return cls() if seconds is None else cls(seconds / 3, seconds / 3, seconds / 3, seconds)
+
+
+NO_CAP = SearchBudget()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a proposal was placed."""
+
+    read: ReadProblem
+    cost: ShardingCost
+    chosen: Chosen
+    """The units that span several ranks, and the placement problem of the rest."""
+    placement: Placement
+    """Of the rest."""
+    sharding: Sharding
+    """All together."""
+
+    def is_plan(self, plan: Sequence[ShardingOption]) -> bool:
+        """Whether a plan has the same options on the same ranks."""
+        try:
+            return self.has_options_of(plan) and self.read.sharding(plan) == self.sharding
+        except PlannerError:
+            return False
+
+    def has_options_of(self, plan: Sequence[ShardingOption]) -> bool:
+        """Whether a plan shards the same tables in the same way, on whatever ranks."""
+        given = {option.fqn: option for option in plan}
+        mine = {options[0].fqn: options[0] for options in self.read.options}
+        return given.keys() == mine.keys() and all(same_option(mine[fqn], given[fqn]) for fqn in mine)
+
+
+def place_proposal(
+    context: PlanningContext,
+    proposal: list[ShardingOption],
+    topology: Topology,
+    search: SearchConfig | None,
+    *,
+    seed: int,
+    budget: SearchBudget = NO_CAP,
+    packing_seconds: float = PACKING_SECONDS,
+) -> Outcome:
+    """Ranks for the shards of a proposal. Ranks that it comes with are the start of the search, and what spans hosts or
+    the world keeps them; without any, that is laid down first, and TorchRec's ranks are a start where there is nothing
+    of the kind. Ranks are set on no option but on those of tables that depend on each other.
+
+    Args:
+        context: reads and rates options.
+        proposal: one option for every table.
+        topology: what the storage reservation leaves.
+        search: of moves and swaps; None for one policy roll-out alone.
+        seed: of the sampled roll-outs and the search.
+        budget: of time.
+        packing_seconds: for an exact packing, where nothing else finds room.
+
+    Raises:
+        PlannerError: the tables do not fit, naming table and missing bytes.
+    """
+    has_ranks = all(shard.rank is not None for option in proposal for shard in option.shards)
+    dependent = any(option.dependency for option in proposal)
+    if dependent and not has_ranks:
+        pin(proposal, topology)
+    read = context.read(proposal, topology)
+    cost = context.cost(read)
+    start = read.sharding(proposal) if has_ranks else None
+    given: dict[str, Tensor | None] = {}
+    if start is not None and cost.fits(start):
+        chosen = cost.chosen(start)
+        given["joint"] = chosen.assignment_S
+    else:
+        chosen = wide_units_laid_down(cost)
+        if not dependent and all(option.num_shards == 1 for option in proposal):
+            ranks_S = torchrec_ranks(proposal, topology, context.estimate_as_torchrec)
+            if ranks_S is not None:  # TorchRec knows neither our rules nor all that we count
+                given["torchrec"] = ranks_S if bool(chosen.cost.problem.fits(ranks_S[None])) else None
+    try:
+        placement = place(
+            chosen.cost,
+            context.checkpoint.policy,
+            search,
+            seed=seed,
+            given=given,
+            seconds=budget.proposal if start is None else budget.placing,
+            packing_seconds=packing_seconds,
+        )
+    except InfeasibleError as error:
+        raise infeasible(chosen.cost.problem, error.proven) from error
+    return Outcome(read, cost, chosen, placement, chosen.placed(placement.chosen.assignment_S))
+
+
+def wide_units_laid_down(cost: ShardingCost) -> Chosen:
+    """The placement problem of the units that span one rank, on top of a proposal's wider ones.
+
+    Raises:
+        PlannerError: the wider ones do not fit.
+    """
+    laid = lay_wide(cost, (0,) * cost.problem.num_tables)
+    if laid is None:
+        raise infeasible_wide(cost.problem)
+    return cost.chosen(laid)
