@@ -119,7 +119,7 @@ def record(out: Path, against: Path | None, every: int) -> None:
                 old = {key: value for key, value in before[name].items() if key != "name"} if name in before else None
                 change = compared(old, row)
                 changes[change] += 1
-                if not change.startswith("same plan") or "otherwise" in change:
+                if change not in ("same plan", "same error"):
                     print(f"{name}: {change} {old} {row}", flush=True)
     print(dict(changes))
 
