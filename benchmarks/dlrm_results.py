@@ -14,6 +14,7 @@ from dlrm_options import Config
 from dlrm_planners import Planned
 from dlrm_steps import Trained
 from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.report import Report, ReportEntry
 from provenance import provenance
 
@@ -141,13 +142,16 @@ class Result:
 def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> Report:
     """A report of dreamshard's plan with what was measured in training, if it trained."""
     mine = next((entry for entry in results if entry.name == "dreamshard"), None)
-    steps = tuple(
-        f"measured in training: a step takes {entry.step_ms[1]:.1f} ms under the plan of {entry.name}"
-        + (f", {entry.ratio[1]:.3f} of {base}'s" if entry.name != base else "")
-        for entry in results
+    steps = noted(
+        "measurement",
+        [
+            f"measured in training: a step takes {entry.step_ms[1]:.1f} ms under the plan of {entry.name}"
+            + (f", {entry.ratio[1]:.3f} of {base}'s" if entry.name != base else "")
+            for entry in results
+        ],
     )
     if mine is None:
-        return replace(report, notes=(*report.notes, *steps))
+        return report.noting(steps)
     rank_ms = tuple(map(sum, zip(mine.forward_ms, mine.backward_ms, strict=True)))
     measured = replace(
         report.chosen,
@@ -156,7 +160,7 @@ def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> R
         forward_ms=mine.forward_ms,
         backward_ms=mine.backward_ms,
     )
-    return replace(report, measured=measured, notes=(*report.notes, *steps))
+    return replace(report, measured=measured).noting(steps)
 
 
 def ratio_interval(block_ms_CN: np.ndarray, base_ms_KN: np.ndarray, draws: int = 1000) -> tuple[float, float, float]:

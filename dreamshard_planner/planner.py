@@ -164,6 +164,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._request = PlanRequest(
             topology=self._topology,
             batch_size=self._batch_size,
+            given_batch_size=batch_size,
             constraints=constraints,
             checkpoint=resolve(checkpoint, self._topology.compute_device, recipe),
             settings=settings,

@@ -112,7 +112,9 @@ def test_calibrate_fits_a_checkpoint_on_and_plans_take_it(
         "0.1",
     )
     report = json.loads(dreamshard("plan", *job, "--format", "json").stdout)["report"]
-    assert out.name in report["cost_source"] and any(f"{out.name} is one of your own" in n for n in report["notes"])
+    assert out.name in report["cost_source"] and any(
+        f"{out.name} is one of your own" in n["text"] for n in report["notes"]
+    )
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])

@@ -132,10 +132,10 @@ def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
     document = json.loads(
         run("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "256", "--format", "json").stdout
     )
-    (note,) = [note for note in document["report"]["notes"] if "TorchRec's defaults" in note]
+    (note,) = [note["text"] for note in document["report"]["notes"] if "TorchRec's defaults" in note["text"]]
     assert "hbm_cap" in note and "hbm_mem_bw" in note and "644 GB/s" in note
     named = json.loads(run("plan", *SMALL, "--format", "json").stdout)
-    assert not [note for note in named["report"]["notes"] if "defaults" in note]
+    assert not [note for note in named["report"]["notes"] if "TorchRec's defaults" in note["text"]]
     assert "3350 GB/s" in named["report"]["cost_source"] and named["ranks"] == 2
     assert named["plan"]["format"] == "dreamshard_planner plan"
 

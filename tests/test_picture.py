@@ -103,7 +103,12 @@ def test_every_figure_of_the_report_is_on_the_page(report: Report, file: Path) -
     shown += [table.alone_ms for table in report.tables] + [value for _, value in report.collectives]
     assert len(shown) > 30
     assert not [value for value in shown if f"{value:.3f}" not in text]
-    words = [report.cost_source, report.collectives_source, *report.notes, *(name for name, _ in report.collectives)]
+    words = [
+        report.cost_source,
+        report.collectives_source,
+        *map(str, report.notes),
+        *(name for name, _ in report.collectives),
+    ]
     words += [entry.name for entry in report.rivals] + [
         f"{report.candidates:,}",
         "does not fit",

@@ -63,7 +63,7 @@ def test_saved_plans_of_random_models_load_to_the_same_plan(seed: int, tmp_path:
     report = other.report()
     assert report.chosen.total_ms == pytest.approx(one.report().chosen.total_ms, rel=1e-6)
     fresh = one.report()
-    assert report.memory == fresh.memory and any("loaded from plan.json" in note for note in report.notes)
+    assert report.memory == fresh.memory and any("loaded from plan.json" in note.text for note in report.notes)
     assert [rival.name for rival in report.rivals] == [rival.name for rival in fresh.rivals]
     saved = SavedPlan.load(tmp_path / "plan.json").report()
     for was, now in zip(fresh.rivals, saved.rivals, strict=True):
@@ -81,7 +81,7 @@ def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) 
     assert {rank for ranks in ranks_of(again.plan(model(), SHARDERS)).values() for rank in ranks} == {0}
     report = again.report()
     assert report.chosen.rank_ms[1] == 0 < report.chosen.rank_ms[0]
-    assert "since the plan was made: setting, seed: 0 -> 7" in report.notes
+    assert "since the plan was made: setting, seed: 0 -> 7" in [note.text for note in report.notes]
     again.save_plan(file)
     assert SavedPlan.load(file).predicted.total_ms == pytest.approx(report.chosen.total_ms, abs=1e-6)
 
@@ -95,7 +95,7 @@ def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, f
     assert line.split() == ["torchrec", *[f"{fresh.rival('torchrec').total_ms:.3f}"] * 2]
     dearer = planner(plan_loader=JsonPlanLoader(file), cost_source="torchrec")
     dearer.plan(model(), SHARDERS)
-    assert dearer.report().rivals == () and any("by the costs of then" in note for note in dearer.report().notes)
+    assert dearer.report().rivals == () and any("by the costs of then" in note.text for note in dearer.report().notes)
     given = made[0].saved_plan(saved)
     assert given.predicted.rivals == () and given.predicted.alone_ms == saved.predicted.alone_ms
 
@@ -177,7 +177,7 @@ def _all_on_rank_0(file: Path) -> None:
 def test_memory_may_differ_by_what_machines_differ(file: Path) -> None:
     again = planner(plan_loader=JsonPlanLoader(file), topology=topology(memory=2**34 - 14_000_000), statistics=None)
     again.plan(model(), SHARDERS)
-    assert any("since the plan was made: statistics" in note for note in again.report().notes)
+    assert any("since the plan was made: statistics" in note.text for note in again.report().notes)
 
 
 def _without(*path: str) -> Callable[[dict], None]:
@@ -204,7 +204,7 @@ SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
     "no version": (_without("version"), "unreadable version None"),
-    "newer": (_with(3, "version"), r"version 3 is newer than this package reads \(2\)"),
+    "newer": (_with(99, "version"), r"version 99 is newer than this package reads"),
     "no sharding": (_without("sharding"), "sharding: Field required"),
     "unknown entry": (_with(1, "surprise"), "surprise: Unexpected keyword"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: Input should be a valid integer"),

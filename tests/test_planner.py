@@ -243,7 +243,7 @@ def test_refine_chooses_by_measurement(time_enough: dict) -> None:
     assert report.measured.total_ms <= report.measured_before.total_ms
     assert len(report.measured.rank_ms) == 2 and all(ms > 0 for ms in report.measured.rank_ms)
     assert "Measured on this machine" in str(report)
-    assert any("chosen by measuring" in note and "GiB of weights" in note for note in report.notes)
+    assert any("chosen by measuring" in note.text and "GiB of weights" in note.text for note in report.notes)
 
 
 def test_refine_measures_what_it_cannot_move_as_well(time_enough: dict) -> None:
@@ -262,7 +262,7 @@ def test_refine_measures_what_it_cannot_move_as_well(time_enough: dict) -> None:
     report = planner.report()
     assert {table.sharding_type for table in report.tables} == set(kinds)
     assert all(ms > 0 for ms in report.measured.rank_ms)
-    assert not any("not measured" in note or "nothing was measured" in note for note in report.notes)
+    assert not any("not measured" in note.text or "nothing was measured" in note.text for note in report.notes)
 
 
 def test_what_cannot_be_measured_is_a_note(time_enough: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,13 +276,13 @@ def test_what_cannot_be_measured_is_a_note(time_enough: dict, monkeypatch: pytes
     arguments["constraints"] = {"s": ParameterConstraints(is_weighted=True)}
     planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), **arguments)
     planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)
-    assert any("not measured, but predicted: table '1.s': sequence" in note for note in planner.report().notes)
+    assert any("not measured, but predicted: table '1.s': sequence" in note.text for note in planner.report().notes)
     assert planner.report().measured is not None
     planner.plan(nn.Sequential(sequences), SHARDERS)
-    assert any("nothing was measured: table '0.s': sequence" in note for note in planner.report().notes)
+    assert any("nothing was measured: table '0.s': sequence" in note.text for note in planner.report().notes)
     planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), cost_source="torchrec", **time_enough)
     planner.plan(small_model(), SHARDERS)
-    assert any("nothing was measured: TorchRec's estimates" in note for note in planner.report().notes)
+    assert any("nothing was measured: TorchRec's estimates" in note.text for note in planner.report().notes)
 
 
 def test_refine_needs_the_device_it_plans_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:
     made = planner(topology=topology(device="cuda"), proposer=UniformProposer())
     made.plan(small_model(), SHARDERS)
     report = made.report()
-    assert any("exact training leaves out" in note for note in report.notes)
+    assert any("exact training leaves out" in note.text for note in report.notes)
     beyond = made.beyond_exact_training()
     assert beyond.exact_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
     assert beyond.total_ms <= beyond.exact_ms * (1 + 1e-6)

@@ -63,7 +63,7 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
     made.plan(small_model(), SHARDERS)
     report = made.report()
     assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
-    assert any("callbacks moved tables" in note for note in report.notes)
+    assert any("callbacks moved tables" in note.text for note in report.notes)
 
 
 def test_report_after_callbacks_changed_kernels() -> None:
@@ -77,7 +77,7 @@ def test_report_after_callbacks_changed_kernels() -> None:
         made.plan(small_model(), SHARDERS)
     report = changed.report()
     assert report.chosen.total_ms > kept.report().chosen.total_ms and report.rivals == kept.report().rivals
-    assert any("callbacks changed options after they were placed" in note for note in report.notes)
+    assert any("callbacks changed options after they were placed" in note.text for note in report.notes)
 
     def split(plan: list) -> list:
         plan[0].sharding_type = "row_wise"
@@ -114,13 +114,13 @@ def test_cuda_without_measurements_says_roofline() -> None:
     chosen = planner(topology=topology(device="cuda"))
     chosen.plan(small_model(), SHARDERS)
     assert chosen.report().cost_source.startswith("roofline")
-    assert any("nothing was measured" in note for note in chosen.report().notes)
+    assert any("nothing was measured" in note.text for note in chosen.report().notes)
 
 
 def test_search_that_is_cut_short_says_so() -> None:
     chosen = planner(search_seconds=1e-6)
     chosen.plan(small_model(), SHARDERS)
-    assert any("cut short" in note for note in chosen.report().notes)
+    assert any("cut short" in note.text for note in chosen.report().notes)
 
 
 def test_torchrecs_timeout_cuts_the_search_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_torchrecs_timeout_cuts_the_search_short(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(local_search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     chosen = planner(timeout_seconds=1)
     chosen.plan(small_model(), SHARDERS)
-    assert any("cut short" in note for note in chosen.report().notes)
+    assert any("cut short" in note.text for note in chosen.report().notes)
 
 
 def test_batches_larger_than_measured_are_noted() -> None:
@@ -137,15 +137,16 @@ def test_batches_larger_than_measured_are_noted() -> None:
     for batch_size in (16_384, 131_072):
         made = DreamShardPlanner(topology=topology(2), batch_size=batch_size, stats=[], debug=False)
         made.plan(small_model(), SHARDERS)
-        notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note]
-    assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0]
+        notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note.text]
+    assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0].text
 
 
 def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made, model = scarce_planner(refine="measure", refine_seconds=1.0)
     made.plan(model, SHARDERS)
-    assert any("nothing was measured" in note and "outside of device memory" in note for note in made.report().notes)
+    (note,) = [note for note in made.report().notes if note.code == "measurement"]
+    assert "nothing was measured" in note.text and "outside of device memory" in note.text
     assert made.report().measured is None
 
 
@@ -159,5 +160,5 @@ def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
         again = planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
         again.plan(model, SHARDERS)
         for report in (made.report(), again.report()):
-            notes = [note for note in report.notes if "costed as with row-wise Adagrad" in note]
-            assert len(notes) == said and all("sparse.t0, sparse.t1" in note for note in notes)
+            notes = [note for note in report.notes if "costed as with row-wise Adagrad" in note.text]
+            assert len(notes) == said and all("sparse.t0, sparse.t1" in note.text for note in notes)

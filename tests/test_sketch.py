@@ -247,11 +247,11 @@ def test_the_report_says_which_block_is_heavy() -> None:
     for shuffled in (True, False):
         made = planner(PowerLaw(shuffled=shuffled).statistics("f0"), sharding_types=("row_wise",))
         made.plan(model, [EmbeddingBagCollectionSharder()])
-        notes = [note for note in made.report().notes if "of the lookups" in note]
+        notes = [note for note in made.report().notes if "of the lookups" in note.text]
         assert len(notes) == (0 if shuffled else 1)
         ranks = made.report().chosen.rank_ms
         assert (max(ranks) > 2 * min(ranks)) != shuffled
-    assert notes[0].startswith("sparse.t0, row_wise: rank 0 has 8") and "with 12% of the rows" in notes[0]
+    assert notes[0].text.startswith("sparse.t0, row_wise: rank 0 has 8") and "with 12% of the rows" in notes[0].text
 
 
 def test_ids_past_the_rows_place_nothing_and_the_report_says_so() -> None:
@@ -259,7 +259,7 @@ def test_ids_past_the_rows_place_nothing_and_the_report_says_so() -> None:
     model.sparse = collection(ROWS // 2)
     made = planner(PowerLaw().statistics("f0"), sharding_types=("row_wise",))
     made.plan(model, [EmbeddingBagCollectionSharder()])
-    (note,) = [note for note in made.report().notes if "feature 'f0'" in note]
+    (note,) = [note.text for note in made.report().notes if note.code == "table"]
     assert "sparse.t0" in note and "the table has 50,000 rows" in note
     assert len(set(made.report().chosen.rank_ms)) == 1
 
@@ -273,4 +273,4 @@ def test_managed_collisions_hide_the_rows() -> None:
     made = planner(PowerLaw().statistics("f0"), topology=Topology(1, "cuda", hbm_cap=2**34))
     made.plan(model, [ManagedCollisionEmbeddingBagCollectionSharder()])
     assert made.report().sharding_types == {"row_wise": 1}
-    assert any("managed collisions" in note for note in made.report().notes)
+    assert any("managed collisions" in note.text for note in made.report().notes)

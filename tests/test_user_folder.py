@@ -82,9 +82,9 @@ def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
     contexts = {planner.hash_planner_context_inputs_str() for planner in (shipped, one, other)}
     settings = {planner.saved_plan().inputs.settings["checkpoint"] for planner in (shipped, one, other)}
     assert len(contexts) == len(settings) == 3
-    assert not [note for note in shipped.report().notes if "your own" in note]
+    assert not [note for note in shipped.report().notes if "your own" in note.text]
     assert "mine.safetensors" in one.report().cost_source
-    assert any(note.startswith("mine.safetensors is one of your own") for note in one.report().notes)
+    assert any(note.text.startswith("mine.safetensors is one of your own") for note in one.report().notes)
 
 
 def test_doctor_and_info_say_which_is_taken_and_why(folder: Path) -> None:

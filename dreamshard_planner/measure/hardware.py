@@ -73,6 +73,14 @@ def available_bytes(device: torch.device | str) -> int:
     return max(0, free)
 
 
+def total_bytes() -> int:
+    """Memory of this host, as far as this process's cgroup may have it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    return total if allowed == "max" else min(total, int(allowed))
+
+
 def hardware_name(hardware: dict[str, Any]) -> str:
     """Processor and threads, for people."""
     return f"{hardware.get('name', hardware.get('device', '?'))}, {hardware.get('threads', '?')} thread(s)"

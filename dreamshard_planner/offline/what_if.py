@@ -21,6 +21,7 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.offline.jobs import Job, PlannedJob
+from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -136,7 +137,7 @@ class WhatIf:
     smallest: Point | None = None
     """The smallest machine that the tables fit on; None where none was found, or asked for."""
     worst: WorstTable | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -26,6 +26,7 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.planning.training_notes import costed_optimizers
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
@@ -81,6 +82,10 @@ class PlanningContext:
         """The same with other sharding types allowed."""
         return replace(self, constraints=constraints)
 
+    def with_statistics(self, statistics: TableStatistics) -> PlanningContext:
+        """The same by other statistics, for costs alone: no rule of placement is kept."""
+        return replace(self, reader=OptionReader(self.constraints, statistics, self.sharders or ()))
+
     def __post_init__(self) -> None:
         if self.cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
@@ -128,15 +133,16 @@ class PlanningContext:
             return RooflineCost.of_topology(self.topology)
         return self.checkpoint.compute_cost(self.topology)
 
-    def notes(self, plan: Sequence[ShardingOption]) -> tuple[str, ...]:
+    def notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from, and of how its tables were read."""
         ours = self.cost_source != "torchrec"
         measured = ours and _measured(self.topology, self.checkpoint, "all_to_all") is not None
+        source = checkpoint_notes(self.checkpoint, self.topology, uses_network=self.cost_source == "auto")
         return (
-            *checkpoint_notes(self.checkpoint, self.topology, uses_network=self.cost_source == "auto"),
-            *default_notes(self.topology, links_measured=measured),
-            *(costed_optimizers(plan, self.reader, self.topology) if ours else ()),
-            *self.reader.notes(plan),
+            *noted("assumption", default_notes(self.topology, links_measured=measured)),
+            *noted("source", source),
+            *noted("optimizer", costed_optimizers(plan, self.reader, self.topology) if ours else ()),
+            *noted("table", self.reader.notes(plan)),
         )
 
     def read(

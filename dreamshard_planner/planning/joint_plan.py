@@ -16,6 +16,7 @@ from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.placing import SearchBudget, place_proposal
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import JointConfig, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
@@ -40,7 +41,7 @@ class JointPlan:
     torchrec: TorchRecPlan | None
     """TorchRec's plan over the same options; None where it found none."""
 
-    def notes(self) -> list[str]:
+    def notes(self) -> tuple[Note, ...]:
         """For the report: what was cut short."""
         notes = []
         if self.result is not None and self.result.cut_short:
@@ -49,7 +50,7 @@ class JointPlan:
             )
         if self.torchrec is not None and not self.torchrec.finished:
             notes.append(f"TorchRec's plan is the best of its first {self.torchrec.proposals} proposals")
-        return notes
+        return noted("search", notes)
 
 
 @neutral()

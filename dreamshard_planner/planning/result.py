@@ -22,6 +22,7 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.explaining import explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.plans.explanation import Explanation
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report
@@ -108,18 +109,19 @@ class PlannedModel:
             then.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
         )
         others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
-        notes = [
-            f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}",
-            *(f"since the plan was made: {text}" for text in changed),
+        loaded = f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}"
+        notes = (
+            Note("loaded", loaded),
+            *noted("stale", [f"since the plan was made: {text}" for text in changed]),
             *self.context.notes(plan),
-        ]
+        )
         report = self._report(rated, notes)
         if not alike:
             return report
         return replace(report, rivals=saved.report().rivals, candidates=then.candidates, reshards=then.reshards)
 
     @staticmethod
-    def _report(rated: Rated, notes: Sequence[str]) -> Report:
+    def _report(rated: Rated, notes: Sequence[Note]) -> Report:
         """On a plan that was not searched for."""
         placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
         return Report.of(rated.cost, rated.sharding, placement, notes=notes)

@@ -19,6 +19,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.planning.assumptions import assumptions
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.joint_plan import JointPlan
@@ -27,6 +28,7 @@ from dreamshard_planner.planning.plan_inputs import MadeFrom
 from dreamshard_planner.planning.result import PlannedModel, PlanResult
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.planning.training_notes import training_notes
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.reader import OptionReader
@@ -48,6 +50,8 @@ class PlanRequest:
     topology: Topology
     batch_size: int
     """Local."""
+    given_batch_size: int | None
+    """None where it is TorchRec's default."""
     constraints: dict[str, ParameterConstraints] | None
     checkpoint: Checkpoint
     settings: PlannerSettings
@@ -162,7 +166,7 @@ class PlanningSession:
         told = self._told(model, plan, found, placed) if loaded is None else model.report(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
-            told = replace(told, notes=(*told.notes, *training))
+            told = told.noting((*self._assumptions(plan), *noted("training", training)))
         return PlanResult(model, tuple(plan), told, self.wider)
 
     def _told(
@@ -193,7 +197,13 @@ class PlanningSession:
         )
         ruled = () if self.legal is None else self.legal.notes()
         beyond = () if self.wider is None else (self.wider.note(),)
-        report = replace(report, notes=(*report.notes, *self.context.notes(plan), *ruled, *beyond))
+        report = report.noting(
+            (
+                *self.context.notes(plan),
+                *noted("placement_rule", ruled),
+                *noted("beyond_exact_training", beyond),
+            )
+        )
         if not changed:
             return report
         try:
@@ -202,7 +212,16 @@ class PlanningSession:
             return f"callbacks changed the last plan to one whose cost is not known: {error}"
         verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
         note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
-        return replace(report, chosen=chosen, notes=(*report.notes, note))
+        return replace(report, chosen=chosen).noting(noted("callbacks", [note]))
+
+    def _assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+        request = self.request
+        try:
+            return assumptions(
+                self.context, plan, request.constraints, request.settings.statistics, request.given_batch_size
+            )
+        except PlannerError:  # callbacks changed the plan to one whose cost is not known
+            return ()
 
     def _wider(self, module: nn.Module, sharders: Sharders, estimator: MakeEstimator) -> WiderSpace | None:
         all_types = _constraints(self.request, module, sharders, self.legal, exact_training=False)

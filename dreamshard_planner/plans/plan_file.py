@@ -34,8 +34,8 @@ from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import ranks_in_words, sharding_in_words
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 2
-"""2: rivals, costs of each table and of each collective, and notes; files of version 1 are read without."""
+VERSION = 3
+"""3: codes of notes; 2: rivals, costs of each table and of each collective, and notes. Older files are read without."""
 LINE = 150
 """Columns up to which a value is written on one line."""
 
@@ -259,6 +259,9 @@ def _document(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"{path}: version {str(version)[:9]} is newer than this package reads ({VERSION}); upgrade the package"
         )
+    if version < 3 and isinstance(document.get("predicted"), dict):
+        notes = document["predicted"].get("notes", [])
+        document["predicted"]["notes"] = [{"code": "saved", "text": text} for text in notes]
     return document
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
 
 STRICT = {"extra": "forbid", "strict": True}
@@ -83,7 +84,7 @@ class Predicted(PlanCost):
     """The plan with its compute as measured where it was made, if it was."""
     measured_before: PlanCost | None = None
     """The plan that prediction would have chosen, measured beside it."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @classmethod
     def of_report(cls, report: Report) -> Predicted:

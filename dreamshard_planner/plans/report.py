@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 
 from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.plans.verdict import verdict
 from dreamshard_planner.search.place import Contender, Placement
 from dreamshard_planner.support.formatting import sharding_in_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
@@ -105,7 +107,8 @@ class Report:
     """Kinds that tables ask for."""
     collectives: tuple[tuple[str, float], ...]
     """Milliseconds of each collective, both passes together."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    """What moves the figures most first: assumptions, then the rest."""
     measured: ReportEntry | None = None
     """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
     measured_before: ReportEntry | None = None
@@ -120,7 +123,7 @@ class Report:
         rivals: Sequence[Contender] | None = None,
         candidates: int = 0,
         reshards: int = 0,
-        notes: Sequence[str] = (),
+        notes: Sequence[Note] = (),
     ) -> Report:
         """From a finished sharding and the cost by which it was chosen.
 
@@ -137,12 +140,14 @@ class Report:
         def entry(contender: Contender) -> ReportEntry:
             return ReportEntry.of(contender.name, contender.costs)
 
-        notes = (*cost.notes(sharding), *_skew_notes(cost, sharding), *placement.notes, *notes)
-        if placement.cut_short:
-            notes = (
-                *notes,
-                "the search was cut short (search_seconds, timeout_seconds); more time may give another plan",
-            )
+        cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
+        notes = (
+            *noted("cost", cost.notes(sharding)),
+            *noted("skew", _skew_notes(cost, sharding)),
+            *noted("measurement", placement.notes),
+            *notes,
+            *noted("search", [cut_short] if placement.cut_short else []),
+        )
         if rivals is None:
             rivals = placement.rivals
         report = cls(
@@ -155,8 +160,7 @@ class Report:
             tables=_tables(cost, sharding),
             memory=memory_entries(cost, sharding),
             collectives=_collectives(cost, sharding),
-            notes=notes,
-        )
+        ).noting(notes)
         refined = placement.refined
         if refined is None or refined.measured is None:
             return report
@@ -165,6 +169,15 @@ class Report:
             measured=ReportEntry.of("dreamshard", refined.measured),
             measured_before=ReportEntry.of("before", refined.first),
         )
+
+    def noting(self, notes: Iterable[Note]) -> Report:
+        """The same with further notes; assumptions stay first."""
+        return replace(self, notes=tuple(sorted((*self.notes, *notes), key=lambda note: note.code != "assumption")))
+
+    @property
+    def verdict(self) -> str:
+        """What holds the step up, and what would help."""
+        return verdict(self.chosen, self.tables, self.collectives)
 
     @property
     def sharding_types(self) -> dict[str, int]:
@@ -184,7 +197,7 @@ class Report:
         def entry(values: list[tuple[str, Any]]) -> dict[str, Any]:
             return {name: None if value == float("inf") else value for name, value in values}
 
-        return asdict(self, dict_factory=entry)
+        return {"verdict": self.verdict, **asdict(self, dict_factory=entry)}
 
     def save_html(self, path: str | Path, title: str | None = None) -> None:
         """Write one HTML file with figures; see :func:`dreamshard_planner.plans.picture.save_html`."""
@@ -200,6 +213,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
+            f"{self.verdict}.",
+            *(f"Note: {note}." for note in self.notes if note.code == "assumption"),
             f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
             f"Collectives: {self.collectives_source}.",
             f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
@@ -215,7 +230,7 @@ class Report:
         if len(self.collectives) > 1:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
-        lines += [f"Note: {note}." for note in self.notes]
+        lines += [f"Note: {note}." for note in self.notes if note.code != "assumption"]
         return "\n".join(lines)
 
 

@@ -240,7 +240,7 @@ def _refined(rank: Rank) -> tuple[str, list[str], list[float]]:
     if rank.rank:
         return plan, [], []
     report = planner.report()
-    return plan, list(report.notes), list(report.measured.rank_ms)
+    return plan, [note.text for note in report.notes], list(report.measured.rank_ms)
 
 
 def test_all_ranks_measure_for_one_plan(launch: Callable[..., list[Any]]) -> None:

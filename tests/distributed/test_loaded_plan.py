@@ -32,7 +32,10 @@ def _fresh_then_loaded(rank: Rank, file: Path) -> dict[str, Any]:
     model = shard(again, rank)
     result |= {"loaded": train(model, rank, STEPS, LOCAL_BATCH * rank.world_size), "loaded_plan": str(model.plan)}
     if rank.rank == 0:
-        result["loaded_ms"], result["notes"] = again.report().chosen.total_ms, again.report().notes
+        result["loaded_ms"], result["notes"] = (
+            again.report().chosen.total_ms,
+            [note.text for note in again.report().notes],
+        )
     result["stale"] = _refused(rank, file)
     return result
 

@@ -169,7 +169,7 @@ def test_slices_of_a_row_wise_optimizer_train_differently(
     # Batches come back: the third step is the first to see rows that were updated.
     assert many.losses[0] == pytest.approx(one.losses[0], rel=1e-5)
     assert many.losses[2:] != pytest.approx(one.losses[2:], rel=1e-3)
-    assert any(f"bags.t: {kind}" in note and INEXACT[1].reason in note for note in many.notes)
+    assert any(f"bags.t: {kind}" in note.text and INEXACT[1].reason in note.text for note in many.notes)
     assert not many.warned
 
 
@@ -180,7 +180,7 @@ def test_data_parallel_loses_the_optimizer(expected: dict[str, Trained], on_two:
     assert moved > 0  # through the loss
     whole = untrained("t", tuple(one.weights["t"].shape))
     assert torch.equal(many.weights["t"], whole) and not torch.allclose(one.weights["t"], whole)
-    assert any(INEXACT[0].reason in note and "bags.t" in note for note in many.notes)
+    assert any(INEXACT[0].reason in note.text and "bags.t" in note.text for note in many.notes)
     (warning,) = (text for text in many.warned if "in-backward" in text)
     assert "bags.t:" in warning and "bags.w" not in warning
 

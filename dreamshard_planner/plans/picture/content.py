@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
@@ -50,7 +51,8 @@ class Content:
     collectives: tuple[tuple[str, float], ...]
     measured: ReportEntry | None
     measured_before: ReportEntry | None
-    notes: tuple[str, ...]
+    verdict: str
+    notes: tuple[Note, ...]
     facts: tuple[tuple[str, str], ...]
     """What the plan was made from, as far as known: name and value."""
 
@@ -82,6 +84,7 @@ class Content:
             collectives=report.collectives,
             measured=report.measured,
             measured_before=report.measured_before,
+            verdict=report.verdict,
             notes=report.notes,
             facts=tuple(facts),
         )
@@ -107,7 +110,10 @@ class Content:
         tables = [replace(table, weight=gib[table.name]) for table in content.tables]
         note = "this file is of version 1, which holds neither the plans it was chosen from nor what each table costs"
         return replace(
-            content, tables=_heaviest_first(tables), weighed_by="GiB of weights", notes=(*content.notes, note)
+            content,
+            tables=_heaviest_first(tables),
+            weighed_by="GiB of weights",
+            notes=(*content.notes, Note("saved", note)),
         )
 
     @cached_property
@@ -146,10 +152,7 @@ class Content:
         text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
         if self.torchrec is not None and chosen.total_ms > 0:
             text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, {ratio(self.torchrec, chosen)} times"
-        if self.world_size < 2:
-            return f"{text}."
-        mean_ms = sum(self.waiting_ms) / self.world_size
-        return f"{text}. Rank {self.slowest} is the slowest; ranks wait {ms(mean_ms)} for it on average."
+        return f"{self.verdict}. {text}."
 
     @cached_property
     def key_figures(self) -> tuple[tuple[str, str, str], ...]:

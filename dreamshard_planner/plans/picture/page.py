@@ -16,7 +16,7 @@ from dreamshard_planner.plans.picture.sections import Section
 def page(content: Content, sections: Sequence[Section]) -> str:
     """The HTML of a report; names are escaped wherever they come from."""
     environment = Environment(
-        loader=PackageLoader("dreamshard_planner", "picture"),
+        loader=PackageLoader("dreamshard_planner", "plans/picture"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,0 +1,117 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a plan's figures rest on that nobody said, and by how much that could move them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torchrec.distributed.planner.constants import DDR_CAP, POOLING_FACTOR
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+
+from dreamshard_planner.measure.hardware import total_bytes
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+MANY_LOOKUPS = 10.0
+"""Per sample, of a feature of which nobody knows: what the figures are told for beside one."""
+NAMED = 3
+"""Features named in one note."""
+
+
+def assumptions(
+    context: PlanningContext,
+    plan: Sequence[ShardingOption],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: TableStatistics | None,
+    given_batch_size: int | None,
+) -> tuple[Note, ...]:
+    """Of a plan: lookups, batch size and memory that were taken for granted.
+
+    Args:
+        context: reads and rates options.
+        plan: with ranks.
+        constraints: as they were given.
+        statistics: per feature.
+        given_batch_size: local; None where it is TorchRec's default.
+    """
+    unknown, known = _features(context, plan, constraints or {}, statistics or TableStatistics({}))
+    return (
+        *(_lookups(context, plan, unknown, len(known) + len(unknown), statistics) if unknown else ()),
+        *_batch_size(plan, given_batch_size),
+        *_host_memory(context.topology),
+    )
+
+
+def _features(
+    context: PlanningContext,
+    plan: Sequence[ShardingOption],
+    constraints: Mapping[str, ParameterConstraints],
+    statistics: TableStatistics,
+) -> tuple[list[str], list[str]]:
+    """Features whose lookups per sample are TorchRec's default, and the others."""
+    unknown: list[str] = []
+    known: list[str] = []
+    for option in plan:
+        given = constraints.get(option.name)
+        told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
+        for feature in context.reader.declared(option).features:
+            (known if told or feature in statistics else unknown).append(feature)
+    return unknown, known
+
+
+@torch.no_grad()
+def _lookups(
+    context: PlanningContext,
+    plan: Sequence[ShardingOption],
+    unknown: Sequence[str],
+    features: int,
+    statistics: TableStatistics | None,
+) -> tuple[Note, ...]:
+    named = ", ".join(unknown[:NAMED]) + (", ..." if len(unknown) > NAMED else "")
+    text = (
+        f"one lookup per sample is assumed for {len(unknown)} of {features} features ({named}), since neither "
+        "statistics nor pooling_factors tell"
+    )
+    figures = {"features": float(len(unknown)), "of_features": float(features)}
+    if context.cost_source != "torchrec":  # whose estimates are those that the options came with
+        many = context.with_statistics(
+            TableStatistics({**dict(statistics or {}), **dict.fromkeys(unknown, FeatureStatistics(MANY_LOOKUPS))})
+        )
+        figures |= {"one_ms": _rated_ms(context, plan), "ten_ms": _rated_ms(many, plan)}
+        text += (
+            f"; with {MANY_LOOKUPS:.0f} this plan would take {figures['ten_ms']:.3f} ms instead of "
+            f"{figures['one_ms']:.3f}, and another may be better"
+        )
+    return (Note("assumption", text, figures),)
+
+
+def _rated_ms(context: PlanningContext, plan: Sequence[ShardingOption]) -> float:
+    read = context.read(plan, with_storage=False)
+    return context.cost(read).overall_ms(read.sharding(plan))
+
+
+def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note, ...]:
+    if given is not None or not plan:
+        return ()
+    batch_size = plan[0].batch_size
+    text = f"a local batch of {batch_size} samples is assumed, TorchRec's default: costs are nearly proportional to it"
+    return (Note("assumption", text, {"batch_size": float(batch_size)}),)
+
+
+def _host_memory(topology: Topology) -> tuple[Note, ...]:
+    """Where CPU ranks have TorchRec's default, and that is more than a host like this one has."""
+    if topology.compute_device != "cpu":
+        return ()
+    here_bytes, rank_bytes = total_bytes(), topology.devices[0].storage.ddr
+    host_bytes = rank_bytes * min(topology.local_world_size, topology.world_size)
+    if rank_bytes != DDR_CAP or host_bytes <= here_bytes:
+        return ()
+    text = (
+        f"{size_in_words(rank_bytes)} of memory are assumed for every rank, TorchRec's default (ddr_cap); a host like "
+        f"this one has {size_in_words(here_bytes)} for all of its ranks"
+    )
+    return (Note("assumption", text, {"host_bytes": float(host_bytes), "here_bytes": float(here_bytes)}),)

@@ -1,0 +1,60 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a reader of a plan's cost should know: notes with a code, for programs, and a text, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+CODES = (
+    "assumption",
+    "cost",
+    "skew",
+    "measurement",
+    "search",
+    "source",
+    "optimizer",
+    "table",
+    "placement_rule",
+    "beyond_exact_training",
+    "training",
+    "callbacks",
+    "loaded",
+    "stale",
+    "saved",
+)
+"""``assumption``: taken for granted since nobody said, and moves the figures; ``cost``: the tables are beyond what the
+costs were learned from; ``skew``: a block of rows is read more than the others; ``measurement``: what refinement
+measured; ``search``: cut short; ``source``: where costs come from; ``optimizer``: costed as another one; ``table``: of
+which rows nobody knows how they are read; ``placement_rule``: where it put tables; ``beyond_exact_training``: what
+exact training leaves out; ``training``: trains differently; ``callbacks``: changed the plan; ``loaded``, ``stale``: of
+a plan from a file, and what has changed since; ``saved``: in a file that kept no codes."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing to know.
+
+    Raises:
+        ValueError: the code is none of :data:`CODES`.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    code: str
+    text: str
+    """A sentence without its full stop."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the text, by names with units."""
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise ValueError(f"a note's code is one of {', '.join(CODES)}, got {self.code!r}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def noted(code: str, texts: Iterable[str]) -> tuple[Note, ...]:
+    """Notes of one code."""
+    return tuple(Note(code, text) for text in texts)

@@ -1,0 +1,64 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What holds a step up, and what would help: the first line of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dreamshard_planner.plans.report import ReportEntry, TableEntry
+
+COLLECTIVES_DOMINATE = 0.5
+"""Share of the cost from which collectives are the bottleneck."""
+LEVEL = 0.02
+"""How far the slowest rank may be above the mean, as a share, with ranks still called level."""
+ONE_TABLE = 0.5
+"""Share of the slowest rank's compute from which one table is the bottleneck."""
+
+
+def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequence[tuple[str, float]]) -> str:
+    """A sentence or two on the chosen plan.
+
+    Args:
+        chosen: its predicted cost.
+        tables: how each is sharded, with what it would cost alone.
+        collectives: milliseconds of each, both passes together.
+    """
+    compute_ms = max(chosen.rank_ms, default=0.0)
+    if not chosen.total_ms > 0:
+        return "Nothing to compute"
+    if chosen.collectives_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
+        name, ms = max(collectives, key=lambda collective: collective[1], default=("collectives", 0.0))
+        return (
+            f"Bottleneck: collectives, {chosen.collectives_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms"
+            f" ({name}: {ms:.3f} ms). Fewer hosts, faster links, smaller outputs (dims, 16-bit collectives) or a "
+            "smaller batch would help; moving tables would not"
+        )
+    rank, mean_ms = chosen.rank_ms.index(compute_ms), sum(chosen.rank_ms) / len(chosen.rank_ms)
+    table = _heaviest(tables, rank)
+    if len(chosen.rank_ms) > 1 and table is not None:
+        alone_ms = table.alone_ms / len(table.ranks)
+        if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
+            return (
+                f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
+                f"rank {rank} computes; every rank would take {mean_ms:.3f} ms if all were level. Splitting it is what "
+                "could help: dreamshard explain tells how"
+            )
+    above = compute_ms / mean_ms - 1
+    if above <= LEVEL:
+        ranks = "One rank computes" if len(chosen.rank_ms) == 1 else f"Ranks are level (slowest {above:.1%} above mean)"
+        return (
+            f"{ranks}: compute is {compute_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms, collectives the "
+            "rest. Less work or more ranks would help; moving tables would not"
+        )
+    return (
+        f"Bottleneck: rank {rank}, {above:.0%} above the mean of {mean_ms:.3f} ms, with no table that is most of it. "
+        "dreamshard explain tells its costliest tables, and what changes of each would gain"
+    )
+
+
+def _heaviest(tables: Sequence[TableEntry], rank: int) -> TableEntry | None:
+    """The table whose shard on a rank would take longest alone, its cost taken as level over its shards."""
+    here = [table for table in tables if rank in table.ranks]
+    return max(here, key=lambda table: table.alone_ms / len(table.ranks), default=None)
