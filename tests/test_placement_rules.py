@@ -198,6 +198,16 @@ def test_constraints_for_no_table_are_refused_with_the_nearest_name() -> None:
             planner(None, constraints={name: ParameterConstraints()}).plan(model(), SHARDERS)
 
 
+def test_what_belongs_to_other_models_is_noted() -> None:
+    """One dictionary of constraints, and one file of statistics, may serve several models."""
+    constraints = {name: ParameterConstraints() for name in ("t1", "t11")}
+    statistics = TableStatistics(dict.fromkeys(("t1_f0", "u_f0"), FeatureStatistics(2.0)))
+    one = planner(None, constraints=constraints, statistics=statistics)
+    one.plan(model(), SHARDERS)
+    features, tables = [note.text for note in one.report().notes if note.code == "unused"]
+    assert "no table of the model serves: 'u_f0'" in features and "'t11' (did you mean 't1'?)" in tables
+
+
 def test_on_a_host_of_several() -> None:
     """A table's rows stay within a host that its ranks fill."""
     hosts = Topology(4, "cpu", local_world_size=2, ddr_cap=2**34)

@@ -120,7 +120,7 @@ def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
     with pytest.raises(StatisticsError, match="17 bins"):
         FeatureStatistics(1.0, (1.0,))
     with pytest.raises(StatisticsError, match="did you mean 'user_id'"):
-        TableStatistics({"user_ids": FeatureStatistics(1.0)}).check_features(["user_id", "item"])
+        TableStatistics({"user_ids": FeatureStatistics(1.0)}).unused(["user_id", "item"])
     path = tmp_path / "statistics.json"
     statistics = TableStatistics(
         {"a": FeatureStatistics(1 / 3, (1.0,) + (0.0,) * 16, 7, 2.1), "b": FeatureStatistics(0.0)}

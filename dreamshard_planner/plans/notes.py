@@ -19,6 +19,7 @@ CODES = (
     "placement_rule",
     "beyond_exact_training",
     "training",
+    "unused",
     "callbacks",
     "loaded",
     "stale",
@@ -28,8 +29,9 @@ CODES = (
 costs were learned from; ``skew``: a block of rows is read more than the others; ``measurement``: what refinement
 measured; ``search``: cut short; ``source``: where costs come from; ``optimizer``: costed as another one; ``table``: of
 which rows nobody knows how they are read; ``placement_rule``: where it put tables; ``beyond_exact_training``: what
-exact training leaves out; ``training``: trains differently; ``callbacks``: changed the plan; ``loaded``, ``stale``: of
-a plan from a file, and what has changed since; ``saved``: in a file that kept no codes."""
+exact training leaves out; ``training``: trains differently; ``unused``: named, and not in the model; ``callbacks``:
+changed the plan; ``loaded``, ``stale``: of a plan from a file, and what has changed since; ``saved``: in a file that
+kept no codes."""
 
 
 @dataclass(frozen=True)

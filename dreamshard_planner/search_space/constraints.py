@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 
@@ -40,7 +40,7 @@ from dreamshard_planner.search_space.sharding_types import (
     optimizer_name,
     without_mixed_means,
 )
-from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.formatting import nearest, some_of
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -75,14 +75,9 @@ def planning_constraints(
         impossible: sharding types that the topology leaves no place for, and why.
 
     Raises:
-        PlannerError: where a constraint names a table that the module does not have, no type is left for a table,
-            numbers make no sense, or lengths don't match the features.
-        StatisticsError: where ``statistics`` names a feature that no table of the module serves.
+        PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
     """
     tables = shardable_tables(module, sharders)
-    _check_names(module, tables, constraints or {})
-    if statistics is not None:
-        statistics.check_features(feature for table in tables for feature in table.feature_names)
     expanded: dict[str, ParameterConstraints] = dict(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
@@ -144,18 +139,33 @@ def left_out_by_group(
     )
 
 
-def _check_names(module: nn.Module, tables: Sequence[ShardableTable], constraints: Iterable[str]) -> None:
-    """PlannerError where a constraint names no table of the module, sharded or not."""
+def unused_names(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: TableStatistics | None,
+) -> tuple[str, ...]:
+    """What constraints and statistics name that the model does not have, in words: one dictionary of either may serve
+    several models.
+
+    Raises:
+        PlannerError: no constraint is for a table of the model, sharded or not.
+        StatisticsError: no statistics are for a feature of it.
+    """
+    tables = shardable_tables(module, sharders)
+    features = [feature for table in tables for feature in table.feature_names]
+    unused = [] if statistics is None or not tables else [statistics.unused(features)]
     known = {table.name for table in tables} | table_configs(module).keys()
-    unknown = [name for name in constraints if name not in known]
+    unknown = [name for name in constraints or () if name not in known]
     if unknown:
-        named = ", ".join(f"{name!r}{nearest(name, known)}" for name in unknown[:5])
-        rest = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        raise PlannerError(
-            f"constraints for tables that the model does not have: {named}{rest}; TorchRec looks them up by the "
-            "table's own name",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+        text = (
+            f"constraints for tables that the model does not have: {some_of(unknown, known)}; TorchRec looks them up "
+            "by the table's own name"
         )
+        if len(unknown) == len(constraints):
+            raise PlannerError(text, PlannerErrorType.STRICT_CONSTRAINTS)
+        unused.append(text)
+    return tuple(text for text in unused if text is not None)
 
 
 def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, ParameterConstraints]) -> None:

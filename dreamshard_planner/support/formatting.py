@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def size_in_words(count: int) -> str:
@@ -41,3 +41,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'table_3'?)`` for a name that is close to a known one, else nothing."""
     match = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def some_of(names: Sequence[str], known: Iterable[str], most: int = 5) -> str:
+    """Unknown names, quoted, each with the known one that it is close to; the last ones are counted."""
+    known = list(known)
+    shown = ", ".join(f"{name!r}{nearest(name, known)}" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.files import brief, read_json, write_whole
-from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.counting import count_batches, count_lengths, merge_features
@@ -165,15 +165,20 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         """What changed since these statistics were taken."""
         return drift(self, after)
 
-    def check_features(self, known: Iterable[str]) -> None:
-        """Raise StatisticsError naming every feature that is not among ``known``, with close matches."""
+    def unused(self, known: Iterable[str]) -> str | None:
+        """Features that are not among ``known``, in words with close matches; None where there are none.
+
+        Raises:
+            StatisticsError: none is; statistics of one file may serve several models, but not no model.
+        """
         known = list(dict.fromkeys(known))
         unknown = [name for name in self if name not in set(known)]
         if not unknown:
-            return
-        named = [f"{name!r}{nearest(name, known)}" for name in unknown[:10]]
-        rest = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
-        raise StatisticsError(f"statistics for features that no table of the model serves: {', '.join(named)}{rest}")
+            return None
+        text = f"statistics for features that no table of the model serves: {some_of(unknown, known)}"
+        if len(unknown) == len(self):
+            raise StatisticsError(text)
+        return text
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that :meth:`from_json` reads back without loss; FileError says why not."""
