@@ -52,9 +52,9 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.usable_options import usable_options
-from dreamshard_planner.support.formatting import sharding_in_words
 from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 from full_search_summary import PLANNERS, Key, summarize
 from full_search_tasks import QUICK, SETTINGS, FullTask, tasks

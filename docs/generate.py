@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import typer
@@ -36,22 +36,26 @@ def command_line() -> str:
 
 
 def never_proposed() -> str:
-    """A table of legal.py."""
-    from dreamshard_planner.search_space.sharding_types import BROKEN, INEXACT, MIXED_MEAN, ROW_BLOCKS, SHARDING_TYPES
+    """Reasons of the sharding types' table."""
+    from dreamshard_planner.search_space.legality import MIXED_MEAN
+    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
 
-    def row(types: frozenset[str], where: str, reason: str, proposed: str) -> str:
-        named = ", ".join(f"`{kind}`" for kind in SHARDING_TYPES if kind in types)
-        return f"| {named} | {where} | {reason} | {proposed} |"
+    def rows(reasons: Mapping[str, Reason | None], proposed: str) -> Iterator[str]:
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            named = ", ".join(f"`{kind}`" for kind, its in reasons.items() if its == reason)
+            yield f"| {named} | {reason.where} | {reason.text} | {proposed} |"
 
-    others = frozenset(SHARDING_TYPES) - ROW_BLOCKS
-    never, consent = "never", "where the table's constraint names it, or with `exact_training=False`"
+    where = "beside a mean-pooled table in blocks of rows, in one module"
+    mixed = Reason(where, lambda situation: True, MIXED_MEAN)
+    beside = {kind: None if spec.divides_means_late else mixed for kind, spec in SHARDING_TYPES.items()}
+    consent = "where the table's constraint names it, or with `exact_training=False`"
     return "\n".join(
         [
             "| type | where | why not | proposed |",
             "|---|---|---|---|",
-            *(row(c.sharding_types, c.where, c.reason, never) for c in BROKEN),
-            row(others, "beside a mean-pooled table in blocks of rows, in one module", MIXED_MEAN, never),
-            *(row(c.sharding_types, c.where, c.reason, consent) for c in INEXACT),
+            *rows({kind: spec.broken for kind, spec in SHARDING_TYPES.items()}, "never"),
+            *rows(beside, "never"),
+            *rows({kind: spec.inexact for kind, spec in SHARDING_TYPES.items()}, consent),
         ]
     )
 

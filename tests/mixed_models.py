@@ -33,7 +33,7 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
 GIB = 2**30
-POOLED_TYPES, SEQUENCE_TYPES = SHARDING_TYPES, (TW, CW, RW, DP)
+POOLED_TYPES, SEQUENCE_TYPES = tuple(SHARDING_TYPES), (TW, CW, RW, DP)
 CUDA_KERNELS = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
@@ -117,7 +117,7 @@ def random_case(
     settings = {
         "exact_training": rng.random() < 0.6,
         "cost_source": rng.choice(["auto", "auto", "roofline", "torchrec"]),
-        "sharding_types": rng.choice([None, None, None, (TW, CW, RW), SHARDING_TYPES]),
+        "sharding_types": rng.choice([None, None, None, (TW, CW, RW), POOLED_TYPES]),
     }
     if rng.random() < 0.15 and settings["sharding_types"] != (TW, CW, RW):
         constraints.update(_add_towers(rng, model))

@@ -16,7 +16,8 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner.search_space.constraints import planning_constraints
-from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS, optimizer_name, without_mixed_means
+from dreamshard_planner.search_space.legality import optimizer_name, without_mixed_means
+from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.search_space.legality import Situation, broken, inexact, optimizer_name
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import (
     CW,
@@ -29,10 +30,6 @@ from dreamshard_planner.search_space.sharding_types import (
     RW,
     TWCW,
     TWRW,
-    Situation,
-    broken,
-    inexact,
-    optimizer_name,
 )
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 

@@ -147,7 +147,7 @@ class JobOptions:
 
     def sharding_types_named(self) -> tuple[str, ...]:
         """Those asked for."""
-        from dreamshard_planner.offline.table_list import SHARDING_TYPES
+        from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
         types = listed(self.sharding_types or "")
         unknown = [kind for kind in types if kind not in SHARDING_TYPES]

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.search_space.kernels import FUSED, KERNELS
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.files import brief, check_readable
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
@@ -20,16 +22,7 @@ POOLINGS = ("sum", "mean", "none")
 """``none``: a sequence table, of an EmbeddingCollection."""
 DATA_TYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-KERNELS = ("fused", "fused_uvm_caching", "fused_uvm", "key_value", "dense")
-SHARDING_TYPES = (
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-    "data_parallel",
-)
+LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +49,7 @@ class TableSpec:
     def of_table(cls, table: Table) -> TableSpec:
         """A table of a pool: its features are called like it, numbered where they are several."""
         several = len(table.features) > 1
-        kernels = {"device": None, "uvm": ("fused_uvm",), "uvm_caching": ("fused_uvm_caching",), "ssd": ("key_value",)}
+        kernel = next(name for name, kernel in KERNELS.items() if kernel.memory == table.memory)
         return cls(
             name=table.name,
             num_embeddings=table.rows,
@@ -66,7 +59,7 @@ class TableSpec:
             data_type="fp32" if table.weight_bytes == 4 else "fp16",
             weighted=table.weighted,
             optimizer=table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad",
-            compute_kernels=kernels[table.memory],
+            compute_kernels=None if kernel == FUSED else (kernel,),
         )
 
 
@@ -220,8 +213,8 @@ _FIELDS = {
     "data_type": _Field(_one_of(DATA_TYPES)),
     "weighted": _Field(_flag),
     "optimizer": _Field(_one_of(OPTIMIZERS)),
-    "sharding_types": _Field(_some_of(SHARDING_TYPES)),
-    "compute_kernels": _Field(_some_of(KERNELS)),
+    "sharding_types": _Field(_some_of(tuple(SHARDING_TYPES))),
+    "compute_kernels": _Field(_some_of(LISTED_KERNELS)),
     "min_partition": _Field(_whole),
 }
 """How each key of a table is read."""

@@ -23,6 +23,8 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.offline.jobs import Job, PlannedJob
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import Report
+from dreamshard_planner.search_space.kernels import CACHING, KERNELS
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.statistics import TableStatistics
 
 AXES: dict[str, Callable[[Job, Any], Job]] = {
@@ -34,9 +36,6 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
     "inter_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, inter_bytes_per_s=value)),
 }
 """What may vary, and a job with another value of it. ``ranks`` are those of each host."""
-SPLITS = ("column_wise", "row_wise", "table_row_wise")
-ON_DEVICE = ("fused", "dense")
-"""Compute kernels whose weights are in device memory."""
 CANDIDATES = 8
 """Costliest tables of which the one that hurts most is found."""
 MAX_HOSTS = 64
@@ -96,7 +95,7 @@ class Point:
             compute_ms=max(chosen.rank_ms) if chosen else math.inf,
             collectives_ms=chosen.collectives_ms if chosen else math.inf,
             fullest=max(filled, default=0.0),
-            outside=sum(entry.kernel not in ON_DEVICE for entry in (report.tables if report else ())),
+            outside=sum(not KERNELS[entry.kernel].on_device for entry in (report.tables if report else ())),
             reason=reason,
         )
 
@@ -275,11 +274,12 @@ def _remedies(planned: PlannedJob, table: str, step: Step) -> Iterator[Remedy]:
             return Remedy(what, math.inf, 0.0, " ".join(str(error).split()))
         return Remedy(what, total_ms, base_ms - total_ms)
 
-    for kind in SPLITS:
-        if kind != label and (kind != "table_row_wise" or job.machine.hosts > 1):
+    for kind, spec in SHARDING_TYPES.items():
+        splits = (spec.splits_rows or spec.splits_columns) and not (spec.runs_as or spec.only_named)
+        if splits and kind != label and (spec.span != "host" or job.machine.hosts > 1):
             yield tried(f"split {kind}", _constrained(job, name, sharding_types=[kind]))
     if job.machine.device == "cuda":
-        yield tried("cached in unified memory", _constrained(job, name, compute_kernels=["fused_uvm_caching"]))
+        yield tried("cached in unified memory", _constrained(job, name, compute_kernels=[CACHING]))
     for what, change in (
         ("half the rows", {"rows": 0.5}),
         ("half the dim", {"dim": 0.5}),

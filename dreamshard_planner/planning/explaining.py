@@ -23,11 +23,11 @@ from dreamshard_planner.problem.options import fqn_of, same_option
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.input_checks import available_bytes
-from dreamshard_planner.support.formatting import ranks_in_words, sharding_in_words
+from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
+from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
 """Of the rank, the costliest: those whose changes are worked out."""
-CACHING = "fused_uvm_caching"
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ class _Changes:
         smaller = [
             index
             for index, option in enumerate(options)
-            if len(option.parts) > pieces and option.kernel in (now.kernel, "fused")
+            if len(option.parts) > pieces and option.kernel in (now.kernel, FUSED)
         ]
         cached = [
             index

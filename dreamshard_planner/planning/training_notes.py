@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.problem.options import fqn_of, type_of
 from dreamshard_planner.problem.table_reader import TableReader
-from dreamshard_planner.search_space.sharding_types import DP, inexact
+from dreamshard_planner.search_space.legality import inexact
 
 MAX_NAMED = 5
 
@@ -40,7 +40,7 @@ def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topol
 
 def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str | None:
     """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
-    lost = [fqn_of(option) for option in plan if option.sharding_type == DP and reader.in_backward(option)]
+    lost = [fqn_of(option) for option in plan if type_of(option).is_replicated and reader.in_backward(option)]
     if not lost:
         return None
     return (

@@ -30,8 +30,10 @@ import torch
 from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.plans.predicted import STRICT, Predicted
 from dreamshard_planner.plans.report import Report, TableEntry
+from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.files import brief, read_json, write_whole
-from dreamshard_planner.support.formatting import ranks_in_words, sharding_in_words
+from dreamshard_planner.support.formatting import ranks_in_words
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 3
@@ -287,9 +289,8 @@ def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_s
             raise ValueError(
                 f"table {fqn!r}: a shard of size {shard.size} at {shard.offset} leaves its {rows} rows of dim {dim}"
             )
-    replicated = sharding.sharding_type == "data_parallel" and all(
-        shard.size == whole.size for shard in sharding.shards
-    )
+    spec = SHARDING_TYPES.get(sharding.sharding_type)
+    replicated = spec and spec.is_replicated and all(shard.size == whole.size for shard in sharding.shards)
     if not sharding.shards or not (replicated or _cover(sharding.shards, rows, dim)):
         raise ValueError(
             f"table {fqn!r}: {len(sharding.shards)} {sharding.sharding_type} shard(s) do not cover its {rows} rows of "

@@ -12,7 +12,8 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel
-from dreamshard_planner.search_space.sharding_types import DP, GRID, RW, TWRW
+from dreamshard_planner.problem.options import type_of
+from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
 
 
@@ -34,27 +35,35 @@ class Links:
     across: CollectiveModel
     """An all-to-all between the ranks of the same place on every host."""
 
+    def model(self, operation: str | None, over: str) -> CollectiveModel | None:
+        """Of an exchange of a sharding type; None where there is none."""
+        fields = {"world": operation, "host": f"host_{operation}", "across": "across"}
+        return None if operation is None else getattr(self, fields[over])
+
 
 def exchanges_of(
     option: ShardingOption, workload: Workload, topology: Topology, links: Links, element_bytes: float
 ) -> Iterable[tuple[Collective, float]]:
     """Collectives that carry a shard's output, of so many bytes per element on the wire, each with the bytes that its
     rank sends to each peer."""
+    spec = type_of(option)
     name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
     world, host = topology.world_size, topology.intra_group_size
-    sent = workload.output_elements * element_bytes
-    if option.sharding_type == DP:
-        gradient = workload.rows * workload.dim * workload.weight_bytes
-        yield Collective(f"{name} all-reduce", "world", None, links.all_reduce), gradient / world
-    elif (option.sharding_type in (TWRW, GRID) or option.dependency) and host > 1:
+    output_bytes = workload.output_elements * element_bytes
+    exchanges = spec.exchanges_of(option.is_pooled)
+    if option.dependency and host > 1 and not spec.is_replicated:
         # Between hosts a tower exchanges what it makes of its embeddings, here taken to be as much.
-        inside = links.host_reduce_scatter, links.host_all_gather
-        yield Collective(f"{name} reduce-scatter", "host", *inside), sent / host
-        yield Collective(f"{name} all-to-all", "across", links.across, links.across), sent / world
-    elif option.sharding_type == RW and option.is_pooled:
-        yield Collective(f"{name} reduce-scatter", "world", links.reduce_scatter, links.all_gather), sent / world
-    else:
-        yield Collective(f"{name} all-to-all", "world", links.all_to_all, links.all_to_all), sent / world
+        exchanges = THROUGH_HOSTS
+    for exchange in exchanges:
+        # Where each rank is a host of its own, the ranks of the same place on every host are all ranks.
+        over = "world" if host == 1 and exchange.over == "across" else exchange.over
+        if host == 1 and over == "host":
+            continue
+        label = f"{name} {exchange.operation.replace('_', '-')}"
+        passes = links.model(exchange.forward, over), links.model(exchange.backward, over)
+        is_gradient = exchange.operation == "all_reduce"
+        num_bytes = workload.rows * workload.dim * workload.weight_bytes if is_gradient else output_bytes
+        yield Collective(label, over, *passes), num_bytes / (host if over == "host" else world)
 
 
 def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None) -> float:
@@ -62,7 +71,7 @@ def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None)
     kernel's output."""
     if not option.is_pooled:
         operation = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
-    elif option.sharding_type in (RW, TWRW, GRID):
+    elif type_of(option).exchanges[0].forward == "reduce_scatter":
         operation = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
     else:
         operation = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL

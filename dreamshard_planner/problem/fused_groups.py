@@ -3,42 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 
+from dreamshard_planner.search_space.kernels import KERNELS, fuses_as
 from dreamshard_planner.workload.tables import Table
-
-KEY_VALUE_MEMORY = {
-    "key_value": "ssd",
-    "ssd_virtual_table": "ssd",
-    "dram_virtual_table": "uvm",
-    "dram_ssd_virtual_table": "ssd",
-}
-"""Where key-value stores keep their rows; hits of the caches before them are not counted on. TorchRec uses them only
-where a constraint names them."""
-KERNEL_MEMORY = {
-    "fused": "device",
-    "fused_uvm": "uvm",
-    "fused_uvm_caching": "uvm_caching",
-    "dense": "device",
-    **KEY_VALUE_MEMORY,
-}
-"""Where FBGEMM's training kernels keep their weights. For others, those of inference among them, there is no cost."""
 
 
 def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
     """What must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
     tensor, cache = option.tensor, option.cache_params
-    key_value = option.compute_kernel in KEY_VALUE_MEMORY
+    key_value = KERNELS[option.compute_kernel].store
     return (
         option.path,
         option.dependency,
         option.sharding_type,
-        option.compute_kernel if key_value or option.compute_kernel == "dense" else "fused",
+        fuses_as(option.compute_kernel),
         str(tensor.dtype),
         str(getattr(config, "data_type", None)),
         str(getattr(config, "pooling", None)),
@@ -57,20 +41,3 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         repr(getattr(option, "key_value_params", None)) if key_value else None,
         option.shards[0].size[1] if table.prefetched or key_value else None,
     )
-
-
-def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
-    """Those among some compute kernels of a table whose cost is known.
-
-    Raises:
-        PlannerError: none is.
-    """
-    known = [kernel for kernel in kernels if kernel in KERNEL_MEMORY]
-    if not known:
-        raise PlannerError(
-            f"table {fqn!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
-            f"DreamShardPlanner does not know; allow one of {sorted(KERNEL_MEMORY)} in its "
-            "ParameterConstraints.compute_kernels.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
-        )
-    return known

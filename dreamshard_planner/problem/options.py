@@ -5,13 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
+
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
 
 
 def fqn_of(option: ShardingOption) -> str:
     """Fully qualified name of the option's table, without the dot that TorchRec's begins with where the module that is
     sharded is the whole model."""
     return option.fqn.removeprefix(".")
+
+
+def type_of(option: ShardingOption) -> ShardingTypeSpec:
+    """What TorchRec does with the option's table.
+
+    Raises:
+        PlannerError: the type is none that is known.
+    """
+    if option.sharding_type not in SHARDING_TYPES:
+        raise PlannerError(
+            f"table {fqn_of(option)!r}: unknown sharding type {option.sharding_type!r}; known are "
+            f"{', '.join(SHARDING_TYPES)}",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return SHARDING_TYPES[option.sharding_type]
 
 
 def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption]]:

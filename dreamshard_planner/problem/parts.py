@@ -12,6 +12,7 @@ from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.model import MEMORY_KINDS
 from dreamshard_planner.problem.options import fqn_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
+from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.workload.tables import Table, Workload
 
 
@@ -73,7 +74,7 @@ class Parts:
         self.shards.append(shard)
         self.fqns.append(fqn_of(option))
         self.groups.append(group)
-        self.dense_elements.append(workload.rows * workload.dim if option.compute_kernel == "dense" else 0.0)
+        self.dense_elements.append(workload.rows * workload.dim if KERNELS[option.compute_kernel].dense else 0.0)
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
         self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
         self._uncounted_bytes.append(_uncounted_bytes(option, table, workload))
@@ -109,7 +110,7 @@ def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
 def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> int:
     """What a shard needs beside TorchRec's estimate of its storage: the table-sized gradient of a dense kernel, and
     what a column slice's row-wise optimizer state, four bytes per row, exceeds its share of the whole table's."""
-    if option.compute_kernel == "dense":
+    if KERNELS[option.compute_kernel].dense:
         return int(shard.rows * shard.dim * shard.weight_bytes)
     if table.optimizer == "rowwise_adagrad" and table.memory == "device":
         return int(shard.rows * 4 * (1 - shard.dim / table.dim))

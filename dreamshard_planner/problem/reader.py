@@ -22,15 +22,15 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.sharding import Option, ShardingProblem
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
-from dreamshard_planner.problem.fused_groups import group_key, known_kernels
-from dreamshard_planner.problem.options import by_table, fqn_of
+from dreamshard_planner.problem.fused_groups import group_key
+from dreamshard_planner.problem.options import by_table, fqn_of, type_of
 from dreamshard_planner.problem.parts import Parts
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.table_reader import TableReader
-from dreamshard_planner.problem.units import check_hosts, pinned_positions, units_of
+from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs
+from dreamshard_planner.search_space.legality import known_kernels
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.search_space.sharding_types import DP
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
@@ -125,7 +125,7 @@ class OptionReader(TableReader):
         data-parallel ranks, the batch of all ranks elsewhere. With index dedup, each rank's batch asks for a row once.
         """
         tables = [self.table(option, topology) for option in options]
-        ranks = [1 if option.sharding_type == DP else topology.world_size for option in options]
+        ranks = [num_ranks(type_of(option).batch, topology) for option in options]
         sizes = [option.batch_size * count for option, count in zip(options, ranks, strict=True)]
         workloads = self._whole(list(zip(tables, sizes, strict=True)))
         deduped = [index for index, option in enumerate(options) if self._dedups(option)]

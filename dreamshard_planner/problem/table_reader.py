@@ -16,24 +16,16 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.plans.plan_file import TableInputs
-from dreamshard_planner.problem.fused_groups import KERNEL_MEMORY
-from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.problem.options import fqn_of, type_of
 from dreamshard_planner.search_space.input_checks import check_per_feature
+from dreamshard_planner.search_space.kernels import CACHING, FUSED, KERNELS
+from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.search_space.modules import (
     brings_optimizer,
     fused_params,
     per_feature,
     remaps_ids,
     table_configs,
-)
-from dreamshard_planner.search_space.sharding_types import (
-    GRID,
-    RW,
-    TWRW,
-    Situation,
-    is_mean,
-    is_weighted,
-    optimizer_name,
 )
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table
@@ -172,13 +164,13 @@ class TableReader:
             pooled=option.is_pooled,
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
             optimizer=_OPTIMIZERS.get(optimizer_name(option.tensor, self._fused_params(option)), "other"),
-            memory="device" if on_host else KERNEL_MEMORY.get(option.compute_kernel, "device"),
+            memory="device" if on_host else KERNELS.get(option.compute_kernel, KERNELS[FUSED]).memory,
             cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
         )
 
     def _prefetches(self, option: ShardingOption) -> bool:
-        if option.compute_kernel != "fused_uvm_caching":
+        if option.compute_kernel != CACHING:
             return False
         own = option.cache_params and option.cache_params.prefetch_pipeline
         return bool(self._fused_params(option).get("prefetch_pipeline") if own is None else own)
@@ -198,7 +190,7 @@ class TableReader:
         return tuple(
             f"row blocks of {fqn_of(option)} are taken to be read alike: feature {feature!r}, {reason}"
             for option in plan
-            if option.sharding_type in (RW, TWRW, GRID)
+            if type_of(option).splits_rows
             for feature, reason in self._unplaced.get(option.fqn, {}).items()
         )
 

@@ -8,21 +8,25 @@ from collections.abc import Iterable, Sequence
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
 from dreamshard_planner.cost.sharding import Option, Unit
-from dreamshard_planner.problem.options import fqn_of
-from dreamshard_planner.search_space.sharding_types import DP, GRID, RW, TWRW
+from dreamshard_planner.problem.options import fqn_of, type_of
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
 
 
 def impossible_types(topology: Topology) -> dict[str, str]:
     """Sharding types that the topology leaves no place for, and why: TorchRec forms groups of whole hosts alone."""
     ranks, host = topology.world_size, topology.intra_group_size
-    return dict.fromkeys((TWRW, GRID), f"{ranks} ranks are no whole number of hosts of {host}") if ranks % host else {}
+    of_hosts = [kind for kind, spec in SHARDING_TYPES.items() if spec.span == "host"]
+    return dict.fromkeys(of_hosts, f"{ranks} ranks are no whole number of hosts of {host}") if ranks % host else {}
+
+
+def num_ranks(ranks: Ranks, topology: Topology) -> int:
+    """How many ranks that is."""
+    return {"rank": 1, "host": topology.intra_group_size, "world": topology.world_size}[ranks]
 
 
 def unit_span(option: ShardingOption, topology: Topology) -> int:
     """How many consecutive ranks one unit of the option occupies."""
-    if option.sharding_type in (RW, DP):
-        return topology.world_size
-    return topology.intra_group_size if option.sharding_type in (TWRW, GRID) else 1
+    return num_ranks(type_of(option).span, topology)
 
 
 def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> tuple[Unit, ...]:
@@ -34,8 +38,8 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     span, impossible = unit_span(option, topology), impossible_types(topology)
     if impossible and (option.dependency or option.sharding_type in impossible):
         raise PlannerError(
-            f"table {option.fqn.removeprefix('.')!r} belongs on one host, and {impossible[TWRW]}: give Topology a "
-            "local_world_size (and pod_size) that divides its world_size",
+            f"table {fqn_of(option)!r} belongs on one host, and {next(iter(impossible.values()))}: give Topology "
+            "a local_world_size (and pod_size) that divides its world_size",
             PlannerErrorType.PARTITION,
         )
     if not parts or len(parts) % span:

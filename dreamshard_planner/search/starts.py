@@ -21,6 +21,7 @@ from dreamshard_planner.cost.model import has_room
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.search.heuristics import greedy_by_score
 from dreamshard_planner.search.packing import best_fit, largest_first
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 FILLS = (1.0, 0.5, 0.25)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
@@ -173,10 +174,11 @@ def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
     problem = cost.problem
     types = sorted({option.sharding_type for options in problem.tables for option in options})
     subsets = [set(types), *({kind} for kind in types if len(types) > 1)]
-    subsets += [{"table_wise", kind} for kind in types if kind != "table_wise" and {"table_wise", kind} < set(types)]
-    if "data_parallel" in types:
-        subsets += [{"data_parallel", kind} for kind in types if {"data_parallel", kind} < set(types)]
-        subsets.append(set(types) - {"data_parallel"})
+    for whole in (kind for kind in types if SHARDING_TYPES[kind].is_whole):
+        subsets += [{whole, kind} for kind in types if kind != whole and {whole, kind} < set(types)]
+    for replicated in (kind for kind in types if SHARDING_TYPES[kind].is_replicated):
+        subsets += [{replicated, kind} for kind in types if {replicated, kind} < set(types)]
+        subsets.append(set(types) - {replicated})
     # Options with a part that no rank could hold are none, unless a table has no others.
     kind_TO = np.full(asked.total_ms_TO.shape, "", dtype=object)
     for table, options in enumerate(problem.tables):

@@ -17,8 +17,18 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.problem.fused_groups import KERNEL_MEMORY, KEY_VALUE_MEMORY, known_kernels
 from dreamshard_planner.search_space.input_checks import check_per_feature
+from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE
+from dreamshard_planner.search_space.legality import (
+    MIXED_MEAN,
+    Situation,
+    broken,
+    inexact,
+    is_mean,
+    known_kernels,
+    optimizer_name,
+    without_mixed_means,
+)
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     fused_params,
@@ -27,19 +37,7 @@ from dreamshard_planner.search_space.modules import (
     table_configs,
 )
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.search_space.sharding_types import (
-    CW,
-    GRID,
-    MIXED_MEAN,
-    SHARDING_TYPES,
-    TWCW,
-    Situation,
-    broken,
-    inexact,
-    is_mean,
-    optimizer_name,
-    without_mixed_means,
-)
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, some_of
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -215,20 +213,20 @@ def _usable_kernels(
             f"{compute_device}",
             PlannerErrorType.STRICT_CONSTRAINTS,
         )
-    if not offered & KERNEL_MEMORY.keys():
+    if not offered & KERNELS.keys():
         raise PlannerError(
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
             f"others on {compute_device}, and DreamShardPlanner knows what training costs, with "
-            f"{sorted(KERNEL_MEMORY)}. Plan this module with TorchRec's planner.",
+            f"{sorted(KERNELS)}. Plan this module with TorchRec's planner.",
             PlannerErrorType.STRICT_CONSTRAINTS,
         )
     named = constraint.compute_kernels
     if not named:
-        known = offered & KERNEL_MEMORY.keys() - KEY_VALUE_MEMORY.keys()
+        known = {kernel for kernel in offered & KERNELS.keys() if not KERNELS[kernel].store}
         return None if known == offered - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(known)
-    usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != "key_value"}
+    usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != KEY_VALUE}
     if not usable & offered:
-        why = "" if has_ssd or "key_value" not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
+        why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
         raise PlannerError(
             f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
             f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
@@ -302,6 +300,7 @@ def allowed_types(
     }
     if sharding_types is not None:
         left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
+    left_out.update({kind: "nobody knows what it does" for kind in wanted - SHARDING_TYPES.keys()})
     left_out.update({kind: reason for kind, reason in ruled_out.items() if kind in wanted})
     situation = Situation(
         table.module,
@@ -316,15 +315,14 @@ def allowed_types(
             left_out[kind] = reason
         elif constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
             left_out[kind] = f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
-        elif named is None and kind == GRID and GRID not in (sharding_types or ()):
+        elif named is None and SHARDING_TYPES[kind].only_named and kind not in (sharding_types or ()):
             left_out[kind] = "TorchRec wants it named"
         elif named is None and processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
             left_out[kind] = "TorchRec wants it named for feature processors"
         elif named is None and exact_training and (reason := inexact(kind, situation)):
             left_out[kind] = f"{reason} (name it in the table's constraint, or plan with exact_training=False)"
     allowed = wanted - left_out.keys()
-    if CW in allowed:
-        allowed.discard(TWCW)  # at run time the same, with less freedom
+    allowed = {kind for kind in allowed if SHARDING_TYPES[kind].runs_as not in allowed}
     if not allowed:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in sorted(left_out.items()))
         raise PlannerError(

@@ -25,7 +25,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 from dreamshard_planner.plans.plan_file import TableSharding
 from dreamshard_planner.search_space.modules import ShardableTable
 from dreamshard_planner.search_space.placement_rules import PlacementRules
-from dreamshard_planner.search_space.sharding_types import DP, GRID, RW, TWRW
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, ranks_in_words
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -100,8 +100,8 @@ class LegalRanks:
             return {}
         firsts = range(0, self.world_size, self.host_size)
         hosts = [host for first in firsts if (host := frozenset(range(first, first + self.host_size))) <= ranks]
-        wide = (RW, DP, TWRW, GRID) if not hosts or (others and len(firsts) == 1 < self.world_size) else (RW, DP)
-        return dict.fromkeys(wide, reason)
+        wide = {"world", "host"} if not hosts or (others and len(firsts) == 1 < self.world_size) else {"world"}
+        return {kind: reason for kind, spec in SHARDING_TYPES.items() if spec.span in wide}
 
     def memory(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
         """What parts need of the rules' memories, int64 [P, R], and what ranks have of them, int64 [D, R]."""

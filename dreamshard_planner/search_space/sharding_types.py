@@ -1,169 +1,212 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which sharding types may be proposed for a table: what TorchRec gets wrong, and what changes the training.
+"""What TorchRec does under each name of a sharding type: one row per type, which all that depends on types reads.
 
-Read in torchrec 1.6.1 to 1.9.2; the tests show each row.
+A new type is one more row; what its collectives cost is measured as that of the others. Read in torchrec 1.6.1 to
+1.9.2, and compared with its sharders and its training in the tests. Read everywhere, also before torch is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import nn
-from torchrec.distributed.types import ShardingType
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS
 
-TW, CW, TWCW = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value
-RW, TWRW, GRID = ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value
-DP = ShardingType.DATA_PARALLEL.value
+if TYPE_CHECKING:
+    from dreamshard_planner.search_space.legality import Situation
 
-SHARDING_TYPES = (TW, CW, TWCW, RW, TWRW, GRID, DP)
-"""All that there are."""
+Ranks = Literal["rank", "host", "world"]
+"""One rank, the ranks of one host, or all ranks."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective that carries a table's output forward and its gradient backward."""
+
+    over: Literal["world", "host", "across"]
+    """Which ranks exchange, see :class:`~dreamshard_planner.cost.collectives.Collective`."""
+    forward: str | None
+    """Operation of the forward pass: ``all_to_all``, ``reduce_scatter``; None where nothing is exchanged."""
+    backward: str
+    """The same of the backward pass; an ``all_reduce`` is of the gradient of the whole table."""
+
+    @property
+    def operation(self) -> str:
+        """The one that names it."""
+        return self.forward or self.backward
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a type is not proposed for some tables."""
+
+    where: str
+    """Which tables, in words, for the documentation."""
+    holds: Callable[[Situation], bool]
+    """The same of one table."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingTypeSpec:
+    """What TorchRec does with a table of one sharding type."""
+
+    in_words: str
+    """Who computes what in the forward pass, for the documentation."""
+    span: Ranks
+    """Which ranks one unit of its shards occupies: a unit's shards lie on ranks that follow on each other, one on
+    each, and one unit of span ``host`` on the ranks of one host."""
+    batch: Ranks
+    """Whose samples each kernel sees. ``rank``: every shard is the whole table, for the samples of its own rank."""
+    splits_rows: bool = False
+    splits_columns: bool = False
+    exchanges: tuple[Exchange, ...]
+    """Of pooled outputs, in the order of the forward pass."""
+    sequence_exchanges: tuple[Exchange, ...] | None = None
+    """Of sequence tables; None: the same."""
+    kernels: tuple[str, ...] = FUSED_KERNELS
+    """Compute kernels that TorchRec may give it."""
+    broken: Reason | None = None
+    """What TorchRec accepts and then computes wrongly or crashes on: never proposed, not even where a constraint asks.
+    """
+    inexact: Reason | None = None
+    """What trains differently than a whole table: proposed where a table's constraint names the type, which is
+    consent, or with ``exact_training=False``. None: nothing, whatever the optimizer."""
+    pooled_on: tuple[str, ...] = ("cuda",)
+    """Devices on which TorchRec's own sharders offer it for an ``EmbeddingBagCollection``."""
+    sequence_on: tuple[str, ...] = ()
+    """The same for an ``EmbeddingCollection``."""
+    only_named: bool = False
+    """Whether TorchRec offers it only to tables whose constraint names it."""
+    runs_as: str | None = None
+    """The type that is the same at run time and leaves more freedom to a plan."""
+    divides_means_late: bool = False
+    """Whether TorchRec pools mean tables as sums, and divides the module's whole output afterwards."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one rank holds the table, and computes all of it."""
+        return self.span == "rank" and not (self.splits_rows or self.splits_columns)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole table."""
+        return self.batch == "rank"
+
+    def exchanges_of(self, pooled: bool) -> tuple[Exchange, ...]:
+        """Of pooled or of sequence tables."""
+        return self.exchanges if pooled or self.sequence_exchanges is None else self.sequence_exchanges
+
 
 ELEMENTWISE_OPTIMIZERS = frozenset({"sgd", "exact_sgd", "exact_adagrad", "adam"})
 """FBGEMM's names of the in-backward optimizers whose state has the shape of the weights: a column slice updates its
 columns as the whole table would. Others keep a state, or a norm, per row, and every slice then has one of its own."""
 
-ROW_BLOCKS = frozenset({RW, TWRW})
-"""Types for which TorchRec pools mean tables as sums, and divides the module's whole output afterwards."""
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What legality depends on."""
-
-    module: Any
-    config: Any
-    """``EmbeddingBagConfig`` or ``EmbeddingConfig``; None where the module has none."""
-    compute_device: str
-    optimizer: str
-    """Of :func:`optimizer_name`."""
-
-
-@dataclass(frozen=True)
-class Combination:
-    """A combination that TorchRec's planner proposes, and why ours does not."""
-
-    sharding_types: frozenset[str]
-    where: str
-    """In words, for the documentation."""
-    holds: Callable[[Situation], bool]
-    reason: str
-
-
-def _is_sequence(situation: Situation) -> bool:
-    return any(isinstance(child, EmbeddingCollection) for child in situation.module.modules())
-
-
-def is_mean(config: Any) -> bool:
-    """Whether a table's config asks for mean pooling."""
-    return getattr(config, "pooling", None) is PoolingType.MEAN
-
-
-def is_weighted(module: nn.Module) -> bool:
-    """Also where it only wraps such a module: feature processors give the lookups weights."""
-    return any(child.is_weighted() for child in module.modules() if callable(getattr(child, "is_weighted", None)))
-
-
-BROKEN = (
-    Combination(
-        frozenset({GRID}),
-        "mean pooling",
-        lambda s: is_mean(s.config),
-        "TorchRec returns sums where mean pooling is asked for",
-    ),
-    Combination(
-        ROW_BLOCKS,
-        "mean pooling of weighted lookups",
-        lambda s: is_mean(s.config) and is_weighted(s.module),
-        "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
-    ),
-    Combination(
-        frozenset({DP}),
-        "EmbeddingCollection on CPUs",
-        lambda s: s.compute_device == "cpu" and _is_sequence(s),
-        "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
-    ),
+STATE_PER_SLICE = Reason(
+    "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
+    lambda s: s.optimizer not in ELEMENTWISE_OPTIMIZERS,
+    "every column slice keeps a row-wise optimizer state of its own",
 )
-"""What TorchRec accepts and then computes wrongly or crashes on: never proposed, not even where a constraint asks."""
-
-MIXED_MEAN = (
-    "TorchRec divides the output of every table of the module that is not row_wise or table_row_wise once more, where "
-    "one that is has mean pooling"
+OPTIMIZER_OUTSIDE = Reason(
+    "everywhere",
+    lambda s: True,
+    "it takes the in-backward optimizer away: the table's gradients wait for an optimizer of the script's own",
 )
-"""Broken as well, but of a module's tables together: see :func:`without_mixed_means`."""
-
-INEXACT = (
-    Combination(
-        frozenset({DP}),
-        "everywhere",
-        lambda s: True,
-        "it takes the in-backward optimizer away: the table's gradients wait for an optimizer of the script's own",
-    ),
-    Combination(
-        frozenset({CW, TWCW, GRID}),
-        "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
-        lambda s: s.optimizer not in ELEMENTWISE_OPTIMIZERS,
-        "every column slice keeps a row-wise optimizer state of its own",
-    ),
+SUMS_FOR_MEANS = Reason(
+    "mean pooling",
+    lambda s: s.is_mean,
+    "TorchRec returns sums where mean pooling is asked for",
 )
-"""What trains differently than a whole table: proposed where a table's constraint names the type, which is consent, or
-with ``exact_training=False``."""
+WEIGHTED_MEANS = Reason(
+    "mean pooling of weighted lookups",
+    lambda s: s.is_mean and s.is_weighted,
+    "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
+)
+DENSE_SEQUENCES = Reason(
+    "EmbeddingCollection on CPUs",
+    lambda s: s.compute_device == "cpu" and s.is_sequence,
+    "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
+)
 
+ALL_TO_ALL = (Exchange("world", "all_to_all", "all_to_all"),)
+THROUGH_HOSTS = (Exchange("host", "reduce_scatter", "all_gather"), Exchange("across", "all_to_all", "all_to_all"))
+"""Outputs are summed in the host that computes them, then sent to the ranks of the same place on every host."""
 
-def broken(sharding_type: str, situation: Situation) -> str | None:
-    """Why the type must not be used there; None where it may."""
-    return _reason(BROKEN, sharding_type, situation)
+TW, CW, TWCW, RW, TWRW = "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"
+GRID, DP = "grid_shard", "data_parallel"
+ANYWHERE = ("cpu", "cuda")
 
-
-def inexact(sharding_type: str, situation: Situation) -> str | None:
-    """What the type changes in the training of the table; None where that is nothing."""
-    return _reason(INEXACT, sharding_type, situation)
-
-
-def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:
-    """The types that the tables of one module may be given whatever the others are: a mean-pooled table in blocks of
-    rows leaves no other type to any table of its module, see :data:`MIXED_MEAN`.
-
-    Args:
-        types: what each table may be by itself.
-        means: the tables with mean pooling.
-
-    Returns:
-        By table; blocks of rows where some mean-pooled table may be nothing else, no such blocks of mean-pooled tables
-        elsewhere. A list may be empty.
-    """
-    kept = {name: list(kinds) for name, kinds in types.items()}
-    if len(types) == 1:
-        return kept
-    if any(set(types[name]) <= ROW_BLOCKS for name in means):
-        return {name: [kind for kind in kinds if kind in ROW_BLOCKS] for name, kinds in kept.items()}
-    return kept | {name: [kind for kind in kept[name] if kind not in ROW_BLOCKS] for name in means}
-
-
-def _reason(combinations: tuple[Combination, ...], sharding_type: str, situation: Situation) -> str | None:
-    for combination in combinations:
-        if sharding_type in combination.sharding_types and combination.holds(situation):
-            return combination.reason
-    return None
-
-
-def optimizer_name(parameter: torch.Tensor, fused_params: dict[str, Any] | None) -> str:
-    """FBGEMM's name, in lower case, of a table's in-backward optimizer: set on the parameter
-    (``apply_optimizer_in_backward``) or in the sharder's fused parameters; by default FBGEMM's SGD. The name of its
-    class, where TorchRec knows no such kernel."""
-    optimizer = (fused_params or {}).get("optimizer")
-    classes, arguments = (getattr(parameter, f"_optimizer_{what}", None) for what in ("classes", "kwargs"))
-    if classes:
-        # As TorchRec: an argument of this name has precedence over the class.
-        optimizer = (arguments or [{}])[0].get("optimizer")
-        if optimizer is None:
-            try:
-                optimizer = optimizer_type_to_emb_opt_type(classes[0])
-            except ValueError:
-                return classes[0].__name__.lower()
-    return "exact_sgd" if optimizer is None else getattr(optimizer, "name", str(optimizer)).lower()
+SHARDING_TYPES = {
+    TW: ShardingTypeSpec(
+        in_words="the owner: the whole table, for the samples of all ranks",
+        span="rank",
+        batch="world",
+        exchanges=ALL_TO_ALL,
+        pooled_on=ANYWHERE,
+        sequence_on=ANYWHERE,
+    ),
+    CW: ShardingTypeSpec(
+        in_words="each owner its columns, for all samples; **every lookup is done once per slice**",
+        span="rank",
+        batch="world",
+        splits_columns=True,
+        exchanges=ALL_TO_ALL,
+        inexact=STATE_PER_SLICE,
+        pooled_on=ANYWHERE,
+        sequence_on=ANYWHERE,
+    ),
+    TWCW: ShardingTypeSpec(
+        in_words="as `column_wise`",
+        span="rank",
+        batch="world",
+        splits_columns=True,
+        exchanges=ALL_TO_ALL,
+        inexact=STATE_PER_SLICE,
+        pooled_on=ANYWHERE,
+        runs_as=CW,
+    ),
+    RW: ShardingTypeSpec(
+        in_words="every rank its block of rows: all samples, but only the lookups that fall into it",
+        span="world",
+        batch="world",
+        splits_rows=True,
+        exchanges=(Exchange("world", "reduce_scatter", "all_gather"),),
+        sequence_exchanges=ALL_TO_ALL,
+        sequence_on=ANYWHERE,
+        divides_means_late=True,
+        broken=WEIGHTED_MEANS,
+    ),
+    TWRW: ShardingTypeSpec(
+        in_words="the ranks of one host, a block of rows each",
+        span="host",
+        batch="world",
+        splits_rows=True,
+        exchanges=THROUGH_HOSTS,
+        divides_means_late=True,
+        broken=WEIGHTED_MEANS,
+    ),
+    GRID: ShardingTypeSpec(
+        in_words="column slices, each cut into blocks of rows over the ranks of one host",
+        span="host",
+        batch="world",
+        splits_rows=True,
+        splits_columns=True,
+        exchanges=THROUGH_HOSTS,
+        broken=SUMS_FOR_MEANS,
+        inexact=STATE_PER_SLICE,
+        only_named=True,
+    ),
+    DP: ShardingTypeSpec(
+        in_words="every rank the whole table, for its own samples",
+        span="world",
+        batch="rank",
+        exchanges=(Exchange("world", None, "all_reduce"),),
+        kernels=(DENSE,),
+        broken=DENSE_SEQUENCES,
+        inexact=OPTIMIZER_OUTSIDE,
+        pooled_on=ANYWHERE,
+        sequence_on=ANYWHERE,
+    ),
+}
+"""All that there are, by TorchRec's names."""

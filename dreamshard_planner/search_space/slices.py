@@ -6,8 +6,8 @@ from __future__ import annotations
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from dreamshard_planner.problem.options import type_of
 from dreamshard_planner.search_space.enumeration import EnumeratedOption
-from dreamshard_planner.search_space.sharding_types import CW, TWCW
 
 
 class WiderSlices(EnumeratedOption):
@@ -20,7 +20,8 @@ def wider_slices(option: EnumeratedOption) -> list[WiderSlices]:
     Narrow slices repeat every lookup for few columns, so splitting in two is often all that a table needs. Slices of an
     EmbeddingCollection, which must all be of one width, are left alone.
     """
-    if option.sharding_type not in (CW, TWCW) or isinstance(option.module[1], EmbeddingCollection):
+    spec = type_of(option)
+    if spec.span != "rank" or not spec.splits_columns or isinstance(option.module[1], EmbeddingCollection):
         return []
     wider, merged = [], 2
     while 2 * merged <= option.num_shards:

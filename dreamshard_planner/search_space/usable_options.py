@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.problem.fused_groups import known_kernels
-from dreamshard_planner.problem.options import by_table
-from dreamshard_planner.search_space.sharding_types import CW, GRID, TW, TWCW
+from dreamshard_planner.problem.options import by_table, type_of
+from dreamshard_planner.search_space.kernels import KEY_VALUE
+from dreamshard_planner.search_space.legality import known_kernels
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 
 def as_constrained(
@@ -26,7 +27,7 @@ def as_constrained(
     types: dict[str, Collection[str]] = {}
     for name, constraint in constraints.items():
         if constraint.sharding_types:
-            also = {TWCW} if CW in constraint.sharding_types else set()  # at run time the same
+            also = [kind for kind, spec in SHARDING_TYPES.items() if spec.runs_as in constraint.sharding_types]
             types[name] = {*constraint.sharding_types, *also}
     kept = [
         option for option in search_space if option.sharding_type in types.get(option.name, (option.sharding_type,))
@@ -62,8 +63,8 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )
         # One slice, or one block, is the whole table in a kernel and an exchange of its own.
-        whole = {option.compute_kernel for option in known if option.sharding_type == TW}
-        known = [o for o in known if o.sharding_type == TW or o.num_shards > 1 or o.compute_kernel not in whole]
+        whole = {option.compute_kernel for option in known if type_of(option).is_whole}
+        known = [o for o in known if type_of(o).is_whole or o.num_shards > 1 or o.compute_kernel not in whole]
         # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
         usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
         if not usable[fqn]:
@@ -78,7 +79,7 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
 
 def _shares_a_store(option: ShardingOption) -> bool:
     """Whether two slices of one table in key-value stores could meet on a rank, which TorchRec rules out."""
-    return option.compute_kernel == "key_value" and option.sharding_type in (CW, TWCW, GRID) and option.num_shards > 1
+    return option.compute_kernel == KEY_VALUE and type_of(option).splits_columns and option.num_shards > 1
 
 
 def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
@@ -87,9 +88,9 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
     widths: dict[str, Counter[int]] = {}
     forced: dict[str, Counter[int]] = {}
     for options in tables.values():
-        only = all(option.sharding_type == CW for option in options)
+        only = all(type_of(option).splits_columns for option in options)
         for option in options:
-            if option.sharding_type == CW and isinstance(option.module[1], EmbeddingCollection):
+            if type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection):
                 width = option.shards[0].size[1]
                 for counter in (widths, forced) if only else (widths,):
                     counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
@@ -99,7 +100,7 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
         fitting = [
             option
             for option in options
-            if option.sharding_type != CW
+            if not type_of(option).splits_columns
             or option.path not in common
             or {shard.size[1] for shard in option.shards} == {common[option.path]}
         ]

@@ -32,11 +32,6 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) > 1)} {ranges(ordered)}"
 
 
-def sharding_in_words(sharding_type: str, kernel: str) -> str:
-    """``row_wise``, or ``row_wise fused_uvm`` where the compute kernel is not the usual one."""
-    return sharding_type if kernel in ("fused", "dense") else f"{sharding_type} {kernel}"
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'table_3'?)`` for a name that is close to a known one, else nothing."""
     match = difflib.get_close_matches(name, list(known), n=1)

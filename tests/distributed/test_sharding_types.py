@@ -20,7 +20,21 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner.search_space.sharding_types import BROKEN, CW, DP, GRID, INEXACT, MIXED_MEAN, RW, TW, TWCW, TWRW
+from dreamshard_planner.search_space.legality import MIXED_MEAN
+from dreamshard_planner.search_space.sharding_types import (
+    CW,
+    DENSE_SEQUENCES,
+    DP,
+    GRID,
+    OPTIMIZER_OUTSIDE,
+    RW,
+    STATE_PER_SLICE,
+    SUMS_FOR_MEANS,
+    TW,
+    TWCW,
+    TWRW,
+    WEIGHTED_MEANS,
+)
 
 MEAN, SUM = PoolingType.MEAN, PoolingType.SUM
 FP16 = DataType.FP16
@@ -81,9 +95,9 @@ def torchrec_case(module: str = "bags", **tables: TableSpec) -> Case:
 
 
 WRONG = {
-    "grid mean": (torchrec_case(t=spec(GRID, pooling=MEAN)), BROKEN[0].reason),
-    "row_wise weighted mean": (torchrec_case("weighted", t=spec(RW, pooling=MEAN)), BROKEN[1].reason),
-    "table_row_wise weighted mean": (torchrec_case("weighted", t=spec(TWRW, pooling=MEAN)), BROKEN[1].reason),
+    "grid mean": (torchrec_case(t=spec(GRID, pooling=MEAN)), SUMS_FOR_MEANS.text),
+    "row_wise weighted mean": (torchrec_case("weighted", t=spec(RW, pooling=MEAN)), WEIGHTED_MEANS.text),
+    "table_row_wise weighted mean": (torchrec_case("weighted", t=spec(TWRW, pooling=MEAN)), WEIGHTED_MEANS.text),
     "row_wise mean beside table_wise": (torchrec_case(t=spec(RW, pooling=MEAN), w=spec(TW)), MIXED_MEAN),
     "table_row_wise mean beside column_wise mean": (
         torchrec_case(t=spec(TWRW, pooling=MEAN), w=spec(CW, pooling=MEAN)),
@@ -93,7 +107,7 @@ WRONG = {
 }
 """TorchRec's plan of it trains without an error, and wrongly: with the reason of ours."""
 CRASHES = {
-    "sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), BROKEN[2].reason),
+    "sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), DENSE_SEQUENCES.text),
 }
 
 
@@ -169,7 +183,7 @@ def test_slices_of_a_row_wise_optimizer_train_differently(
     # Batches come back: the third step is the first to see rows that were updated.
     assert many.losses[0] == pytest.approx(one.losses[0], rel=1e-5)
     assert many.losses[2:] != pytest.approx(one.losses[2:], rel=1e-3)
-    assert any(f"bags.t: {kind}" in note.text and INEXACT[1].reason in note.text for note in many.notes)
+    assert any(f"bags.t: {kind}" in note.text and STATE_PER_SLICE.text in note.text for note in many.notes)
     assert not many.warned
 
 
@@ -180,7 +194,7 @@ def test_data_parallel_loses_the_optimizer(expected: dict[str, Trained], on_two:
     assert moved > 0  # through the loss
     whole = untrained("t", tuple(one.weights["t"].shape))
     assert torch.equal(many.weights["t"], whole) and not torch.allclose(one.weights["t"], whole)
-    assert any(INEXACT[0].reason in note.text and "bags.t" in note.text for note in many.notes)
+    assert any(OPTIMIZER_OUTSIDE.text in note.text and "bags.t" in note.text for note in many.notes)
     (warning,) = (text for text in many.warned if "in-backward" in text)
     assert "bags.t:" in warning and "bags.w" not in warning
 

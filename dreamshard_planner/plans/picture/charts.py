@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from dreamshard_planner.plans.picture import drawing
 from dreamshard_planner.plans.picture.content import Content, ShownTable, ms, ratio
 from dreamshard_planner.plans.report import MemoryEntry
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 MAX_BARS = 64
 """Ranks up to which each has a bar of its own; more become areas."""
@@ -23,15 +24,16 @@ MAX_TABLES = 20
 MAX_NAME = 36
 """Characters of a name in a figure."""
 ROW_INCHES = 0.3
-SHARDING_COLOURS = {
-    "table_wise": drawing.BLUE,
-    "column_wise": drawing.ORANGE,
-    "row_wise": drawing.GREEN,
-    "table_row_wise": drawing.SKY,
-    "table_column_wise": drawing.VERMILION,
-    "grid_shard": drawing.PURPLE,
-    "data_parallel": drawing.INK,
-}
+PALETTE = (
+    drawing.BLUE,
+    drawing.ORANGE,
+    drawing.VERMILION,
+    drawing.GREEN,
+    drawing.SKY,
+    drawing.PURPLE,
+    drawing.INK,
+)
+"""Of sharding types, in their order."""
 
 
 def ranks(content: Content) -> Figure:
@@ -222,7 +224,7 @@ def _several(ranks_of_shards: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _colour(table: ShownTable) -> str:
-    return SHARDING_COLOURS.get(table.sharding_type, drawing.SOFT)
+    return dict(zip(SHARDING_TYPES, PALETTE, strict=False)).get(table.sharding_type, drawing.SOFT)
 
 
 def _short(name: str) -> str:

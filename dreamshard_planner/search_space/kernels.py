@@ -1,0 +1,52 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""FBGEMM's training kernels by TorchRec's names, one row each; for others, those of inference among them, there is no
+cost. Read everywhere, also before torch is imported: this module imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compute kernel."""
+
+    memory: str
+    """Where the weights live, one of :data:`~dreamshard_planner.workload.tables.MEMORIES`."""
+    dense: bool = False
+    """Whether gradients leave the kernel, as large as the table, for an optimizer of the script's own."""
+    store: bool = False
+    """Whether rows lie in a key-value store; hits of the caches before it are not counted on. TorchRec takes such a
+    kernel only where a constraint names it."""
+    virtual: bool = False
+    """Whether the table's config must ask for a table that grows with its ids, so that a list of tables cannot."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the weights live in the device's own memory."""
+        return self.memory == "device"
+
+
+FUSED, CACHING, DENSE, KEY_VALUE = "fused", "fused_uvm_caching", "dense", "key_value"
+
+KERNELS = {
+    FUSED: Kernel("device"),
+    CACHING: Kernel("uvm_caching"),
+    "fused_uvm": Kernel("uvm"),
+    KEY_VALUE: Kernel("ssd", store=True),
+    DENSE: Kernel("device", dense=True),
+    "ssd_virtual_table": Kernel("ssd", store=True, virtual=True),
+    "dram_virtual_table": Kernel("uvm", store=True, virtual=True),
+    "dram_ssd_virtual_table": Kernel("ssd", store=True, virtual=True),
+}
+FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense)
+
+
+def fuses_as(name: str) -> str:
+    """What TorchRec groups tables by: wherever their weights live, fused kernels are one."""
+    return name if KERNELS[name].dense or KERNELS[name].store else FUSED
+
+
+def sharding_in_words(sharding_type: str, kernel: str) -> str:
+    """``row_wise``, or ``row_wise fused_uvm`` where the weights don't live in the device's own memory."""
+    return sharding_type if kernel in KERNELS and KERNELS[kernel].on_device else f"{sharding_type} {kernel}"

@@ -1,0 +1,130 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Which sharding types may be proposed for a table: all but those that TorchRec gets wrong, or whose training differs,
+by the reasons of :mod:`~dreamshard_planner.search_space.sharding_types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What it depends on whether a table may be sharded some way."""
+
+    module: Any
+    config: Any
+    """``EmbeddingBagConfig`` or ``EmbeddingConfig``; None where the module has none."""
+    compute_device: str
+    optimizer: str
+    """Of :func:`optimizer_name`."""
+
+    @property
+    def is_mean(self) -> bool:
+        return is_mean(self.config)
+
+    @property
+    def is_weighted(self) -> bool:
+        return is_weighted(self.module)
+
+    @property
+    def is_sequence(self) -> bool:
+        return any(isinstance(child, EmbeddingCollection) for child in self.module.modules())
+
+
+def is_mean(config: Any) -> bool:
+    """Whether a table's config asks for mean pooling."""
+    return getattr(config, "pooling", None) is PoolingType.MEAN
+
+
+def is_weighted(module: nn.Module) -> bool:
+    """Also where it only wraps such a module: feature processors give the lookups weights."""
+    return any(child.is_weighted() for child in module.modules() if callable(getattr(child, "is_weighted", None)))
+
+
+MIXED_MEAN = (
+    "TorchRec divides the output of every table of the module that is not row_wise or table_row_wise once more, where "
+    "one that is has mean pooling"
+)
+"""Broken as well, but of a module's tables together: see :func:`without_mixed_means`."""
+
+
+def broken(sharding_type: str, situation: Situation) -> str | None:
+    """Why the type must not be used for such a table; None where it may."""
+    return _text(SHARDING_TYPES[sharding_type].broken, situation)
+
+
+def inexact(sharding_type: str, situation: Situation) -> str | None:
+    """What the type changes in the training of such a table; None where it changes nothing."""
+    return _text(SHARDING_TYPES[sharding_type].inexact, situation)
+
+
+def _text(reason: Reason | None, situation: Situation) -> str | None:
+    return reason.text if reason is not None and reason.holds(situation) else None
+
+
+def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:
+    """The types that the tables of one module may be given whatever the others are: a mean-pooled table in blocks of
+    rows leaves no other type to any table of its module, see :data:`MIXED_MEAN`.
+
+    Args:
+        types: what each table may be by itself.
+        means: the tables with mean pooling.
+
+    Returns:
+        By table; blocks of rows where some mean-pooled table may be nothing else, no such blocks of mean-pooled tables
+        elsewhere. A list may be empty.
+    """
+    kept = {name: list(kinds) for name, kinds in types.items()}
+    if len(types) == 1:
+        return kept
+    late = {kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late}
+    if any(late.issuperset(types[name]) for name in means):
+        return {name: [kind for kind in kinds if kind in late] for name, kinds in kept.items()}
+    return kept | {name: [kind for kind in kept[name] if kind not in late] for name in means}
+
+
+def optimizer_name(parameter: torch.Tensor, fused_params: dict[str, Any] | None) -> str:
+    """FBGEMM's name, in lower case, of a table's in-backward optimizer: set on the parameter
+    (``apply_optimizer_in_backward``) or in the sharder's fused parameters; by default FBGEMM's SGD. The name of its
+    class, where TorchRec knows no such kernel."""
+    optimizer = (fused_params or {}).get("optimizer")
+    classes, arguments = (getattr(parameter, f"_optimizer_{what}", None) for what in ("classes", "kwargs"))
+    if classes:
+        # As TorchRec: an argument of this name has precedence over the class.
+        optimizer = (arguments or [{}])[0].get("optimizer")
+        if optimizer is None:
+            try:
+                optimizer = optimizer_type_to_emb_opt_type(classes[0])
+            except ValueError:
+                return classes[0].__name__.lower()
+    return "exact_sgd" if optimizer is None else getattr(optimizer, "name", str(optimizer)).lower()
+
+
+def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
+    """Those among some compute kernels of a table whose cost is known.
+
+    Raises:
+        PlannerError: none is.
+    """
+    known = [kernel for kernel in kernels if kernel in KERNELS]
+    if not known:
+        raise PlannerError(
+            f"table {fqn!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
+            f"DreamShardPlanner does not know; allow one of {sorted(KERNELS)} in its "
+            "ParameterConstraints.compute_kernels.",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return known
