@@ -13,7 +13,8 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import typer
@@ -40,14 +41,14 @@ def never_proposed() -> str:
     from dreamshard_planner.search_space.legality import MIXED_MEAN
     from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
 
-    def rows(reasons: Mapping[str, Reason | None], proposed: str) -> Iterator[str]:
-        for reason in dict.fromkeys(filter(None, reasons.values())):
-            named = ", ".join(f"`{kind}`" for kind, its in reasons.items() if its == reason)
+    def rows(reasons: Mapping[str, Sequence[Reason]], proposed: str) -> Iterator[str]:
+        for reason in dict.fromkeys(chain(*reasons.values())):
+            named = ", ".join(f"`{kind}`" for kind, its in reasons.items() if reason in its)
             yield f"| {named} | {reason.where} | {reason.text} | {proposed} |"
 
     where = "beside a mean-pooled table in blocks of rows, in one module"
     mixed = Reason(where, lambda situation: True, MIXED_MEAN)
-    beside = {kind: None if spec.divides_means_late else mixed for kind, spec in SHARDING_TYPES.items()}
+    beside = {kind: () if spec.divides_means_late else (mixed,) for kind, spec in SHARDING_TYPES.items()}
     consent = "where the table's constraint names it, or with `exact_training=False`"
     return "\n".join(
         [

@@ -22,9 +22,10 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from dreamshard_planner import DreamShardPlanner, JsonPlanLoader
+from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Exchange, ShardingTypeSpec
@@ -89,9 +90,8 @@ def _halves(option: ShardingOption) -> ShardingOption:
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row: slices meet in their host, and whole rows go on to the others."""
     spec = ShardingTypeSpec(
-        in_words="the ranks of one host, a column slice each",
+        "the ranks of one host, a column slice each",
         span="host",
-        batch="world",
         splits_columns=True,
         exchanges=(Exchange("host", "all_gather", "reduce_scatter"), Exchange("across", "all_to_all", "all_to_all")),
         pooled_on=("cpu", "cuda"),
@@ -132,14 +132,11 @@ def test_a_rows_collectives_carry_its_outputs() -> None:
 def test_a_new_type_is_a_row(tmp_path: Path) -> None:
     """From its options to ranks, report, page and file."""
 
-    def planner(**arguments) -> DreamShardPlanner:
-        enumerator = ToyEnumerator(TOPOLOGY, SAMPLES)
-        types = {"t0": TOY, "t1": TOY, "t2": "table_wise"}
-        constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
-        given = {"constraints": constraints, "enumerator": enumerator, "stats": [], "debug": False}
-        return DreamShardPlanner(topology=TOPOLOGY, batch_size=SAMPLES, **given, **arguments)
-
-    made = planner()
+    types = {"t0": TOY, "t1": TOY, "t2": "table_wise"}
+    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
+    enumerator = ToyEnumerator(TOPOLOGY, SAMPLES)
+    arguments = {"constraints": constraints, "enumerator": enumerator, "stats": [], "debug": False}
+    made = DreamShardPlanner(topology=TOPOLOGY, batch_size=SAMPLES, **arguments)
     sharding = made.plan(toy_model(), [ToySharder()]).plan["sparse"]
     assert all(sharding[name].ranks in ([0, 1], [2, 3]) for name in ("t0", "t1"))
     report = made.report()
@@ -148,5 +145,5 @@ def test_a_new_type_is_a_row(tmp_path: Path) -> None:
     report.save_html(tmp_path / "report.html")
     assert TOY in (tmp_path / "report.html").read_text()
     made.save_plan(tmp_path / "plan.json")
-    again = planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(toy_model(), [ToySharder()])
-    assert again.plan["sparse"]["t0"].ranks == sharding["t0"].ranks
+    saved = SavedPlan.load(tmp_path / "plan.json")
+    assert dict(saved.tables())["sparse.t0"].label == f"{TOY} on ranks {'0-1' if 0 in sharding['t0'].ranks else '2-3'}"

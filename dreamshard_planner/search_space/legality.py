@@ -63,16 +63,16 @@ MIXED_MEAN = (
 
 def broken(sharding_type: str, situation: Situation) -> str | None:
     """Why the type must not be used for such a table; None where it may."""
-    return _text(SHARDING_TYPES[sharding_type].broken, situation)
+    return _holding(SHARDING_TYPES[sharding_type].broken, situation)
 
 
 def inexact(sharding_type: str, situation: Situation) -> str | None:
     """What the type changes in the training of such a table; None where it changes nothing."""
-    return _text(SHARDING_TYPES[sharding_type].inexact, situation)
+    return _holding(SHARDING_TYPES[sharding_type].inexact, situation)
 
 
-def _text(reason: Reason | None, situation: Situation) -> str | None:
-    return reason.text if reason is not None and reason.holds(situation) else None
+def _holding(reasons: tuple[Reason, ...], situation: Situation) -> str | None:
+    return next((reason.text for reason in reasons if reason.holds(situation)), None)
 
 
 def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ A new type is one more row; what its collectives cost is measured as that of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS
@@ -48,31 +48,36 @@ class Reason:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
+ALL_TO_ALL = (Exchange("world", "all_to_all", "all_to_all"),)
+THROUGH_HOSTS = (Exchange("host", "reduce_scatter", "all_gather"), Exchange("across", "all_to_all", "all_to_all"))
+"""Outputs are summed in the host that computes them, then sent to the ranks of the same place on every host."""
+
+
+@dataclass(frozen=True)
 class ShardingTypeSpec:
     """What TorchRec does with a table of one sharding type."""
 
     in_words: str
     """Who computes what in the forward pass, for the documentation."""
-    span: Ranks
+    _: KW_ONLY
+    span: Ranks = "rank"
     """Which ranks one unit of its shards occupies: a unit's shards lie on ranks that follow on each other, one on
     each, and one unit of span ``host`` on the ranks of one host."""
-    batch: Ranks
+    batch: Ranks = "world"
     """Whose samples each kernel sees. ``rank``: every shard is the whole table, for the samples of its own rank."""
     splits_rows: bool = False
     splits_columns: bool = False
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[Exchange, ...] = ALL_TO_ALL
     """Of pooled outputs, in the order of the forward pass."""
     sequence_exchanges: tuple[Exchange, ...] | None = None
     """Of sequence tables; None: the same."""
     kernels: tuple[str, ...] = FUSED_KERNELS
     """Compute kernels that TorchRec may give it."""
-    broken: Reason | None = None
-    """What TorchRec accepts and then computes wrongly or crashes on: never proposed, not even where a constraint asks.
-    """
-    inexact: Reason | None = None
-    """What trains differently than a whole table: proposed where a table's constraint names the type, which is
-    consent, or with ``exact_training=False``. None: nothing, whatever the optimizer."""
+    broken: tuple[Reason, ...] = ()
+    """Tables for which TorchRec accepts it and computes wrongly or crashes: never proposed, whoever asks."""
+    inexact: tuple[Reason, ...] = ()
+    """Tables that train differently than whole ones: proposed where a table's constraint names the type, which is
+    consent, or with ``exact_training=False``."""
     pooled_on: tuple[str, ...] = ("cuda",)
     """Devices on which TorchRec's own sharders offer it for an ``EmbeddingBagCollection``."""
     sequence_on: tuple[str, ...] = ()
@@ -129,84 +134,62 @@ DENSE_SEQUENCES = Reason(
     "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
 )
 
-ALL_TO_ALL = (Exchange("world", "all_to_all", "all_to_all"),)
-THROUGH_HOSTS = (Exchange("host", "reduce_scatter", "all_gather"), Exchange("across", "all_to_all", "all_to_all"))
-"""Outputs are summed in the host that computes them, then sent to the ranks of the same place on every host."""
-
 TW, CW, TWCW, RW, TWRW = "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"
 GRID, DP = "grid_shard", "data_parallel"
 ANYWHERE = ("cpu", "cuda")
 
 SHARDING_TYPES = {
     TW: ShardingTypeSpec(
-        in_words="the owner: the whole table, for the samples of all ranks",
-        span="rank",
-        batch="world",
-        exchanges=ALL_TO_ALL,
-        pooled_on=ANYWHERE,
-        sequence_on=ANYWHERE,
+        "the owner: the whole table, for the samples of all ranks", sequence_on=ANYWHERE, pooled_on=ANYWHERE
     ),
     CW: ShardingTypeSpec(
-        in_words="each owner its columns, for all samples; **every lookup is done once per slice**",
-        span="rank",
-        batch="world",
+        "each owner its columns, for all samples; **every lookup is done once per slice**",
         splits_columns=True,
-        exchanges=ALL_TO_ALL,
-        inexact=STATE_PER_SLICE,
-        pooled_on=ANYWHERE,
+        inexact=(STATE_PER_SLICE,),
         sequence_on=ANYWHERE,
+        pooled_on=ANYWHERE,
     ),
     TWCW: ShardingTypeSpec(
-        in_words="as `column_wise`",
-        span="rank",
-        batch="world",
-        splits_columns=True,
-        exchanges=ALL_TO_ALL,
-        inexact=STATE_PER_SLICE,
-        pooled_on=ANYWHERE,
-        runs_as=CW,
+        "as `column_wise`", splits_columns=True, inexact=(STATE_PER_SLICE,), pooled_on=ANYWHERE, runs_as=CW
     ),
     RW: ShardingTypeSpec(
-        in_words="every rank its block of rows: all samples, but only the lookups that fall into it",
+        "every rank its block of rows: all samples, but only the lookups that fall into it",
         span="world",
-        batch="world",
         splits_rows=True,
         exchanges=(Exchange("world", "reduce_scatter", "all_gather"),),
         sequence_exchanges=ALL_TO_ALL,
+        broken=(WEIGHTED_MEANS,),
         sequence_on=ANYWHERE,
         divides_means_late=True,
-        broken=WEIGHTED_MEANS,
     ),
     TWRW: ShardingTypeSpec(
-        in_words="the ranks of one host, a block of rows each",
+        "the ranks of one host, a block of rows each",
         span="host",
-        batch="world",
         splits_rows=True,
         exchanges=THROUGH_HOSTS,
+        broken=(WEIGHTED_MEANS,),
         divides_means_late=True,
-        broken=WEIGHTED_MEANS,
     ),
     GRID: ShardingTypeSpec(
-        in_words="column slices, each cut into blocks of rows over the ranks of one host",
+        "column slices, each cut into blocks of rows over the ranks of one host",
         span="host",
-        batch="world",
         splits_rows=True,
         splits_columns=True,
         exchanges=THROUGH_HOSTS,
-        broken=SUMS_FOR_MEANS,
-        inexact=STATE_PER_SLICE,
+        broken=(SUMS_FOR_MEANS,),
+        inexact=(STATE_PER_SLICE,),
         only_named=True,
     ),
     DP: ShardingTypeSpec(
-        in_words="every rank the whole table, for its own samples",
+        "every rank the whole table, for its own samples",
         span="world",
         batch="rank",
         exchanges=(Exchange("world", None, "all_reduce"),),
         kernels=(DENSE,),
-        broken=DENSE_SEQUENCES,
-        inexact=OPTIMIZER_OUTSIDE,
-        pooled_on=ANYWHERE,
+        broken=(DENSE_SEQUENCES,),
+        inexact=(OPTIMIZER_OUTSIDE,),
         sequence_on=ANYWHERE,
+        pooled_on=ANYWHERE,
     ),
 }
 """All that there are, by TorchRec's names."""
