@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Write what the pages say of the code: python docs/generate.py
 
-The command line's reference (cli.md), the sharding types that are never proposed (sharding_types.md), and the README's
+The command line's reference (cli.md), the sharding types and those never proposed (sharding_types.md), and the README's
 report, which a plan makes. Blocks are found by ``<!-- generated: NAME -->`` and ``<!-- end -->``; the tests fail where
 a page is not what this writes.
 """
@@ -34,6 +34,46 @@ def command_line() -> str:
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="dreamshard", title="Command line")
     text = re.sub(r"^Example: (.*)$", r"**Example**:\n\n```bash\n\1\n```", text, flags=re.MULTILINE)
     return text.rstrip() + "\n"
+
+
+MOVED = {
+    ("world", "all_to_all"): "all-to-all, the owner sends (W − 1)·B·d·4",
+    ("world", "reduce_scatter"): "reduce-scatter of W·B·d·4",
+    ("world", "all_gather"): "all-gather of B·d·4",
+    ("world", "all_reduce"): "all-reduce of a gradient as large as the table",
+    ("host", "reduce_scatter"): "reduce-scatter in the host, W·B·d·4",
+    ("host", "all_gather"): "all-gather in the host, N·B·d·4",
+    ("across", "all_to_all"): "all-to-all between hosts, N·B·d·4",
+}
+"""Bytes of each operation, by the ranks that exchange."""
+
+
+def sharding_types() -> str:
+    """The table of all sharding types."""
+    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, THROUGH_HOSTS, ShardingTypeSpec
+
+    def moved(spec: ShardingTypeSpec) -> str:
+        forward = ", then ".join(MOVED[each.over, each.forward] for each in spec.exchanges if each.forward)
+        backward = ", then ".join(MOVED[each.over, each.backward] for each in reversed(spec.exchanges))
+        mirrored = "the other way round" if spec.exchanges == THROUGH_HOSTS else backward
+        return "; ".join(filter(None, (forward, "" if forward == backward else f"backward {mirrored}")))
+
+    def offered(devices: Sequence[str]) -> str:
+        return ", ".join({"cpu": "CPU", "cuda": "GPU"}[device] for device in devices) or "no"
+
+    def row(kind: str, spec: ShardingTypeSpec) -> str:
+        differs = "; ".join(reason.where for reason in spec.inexact) or "no"
+        cells = (f"`{kind}`", spec.in_words, moved(spec), offered(spec.pooled_on), offered(spec.sequence_on), differs)
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join(
+        [
+            "| type | who computes what, in the forward pass | bytes that pooled outputs move, per rank | pooled on "
+            "| sequences on | trains differently |",
+            "|---|---|---|---|---|---|",
+            *(row(kind, spec) for kind, spec in SHARDING_TYPES.items()),
+        ]
+    )
 
 
 def never_proposed() -> str:
@@ -71,6 +111,7 @@ def report() -> str:
 
 
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "sharding types": (DOCS / "sharding_types.md", sharding_types),
     "never proposed": (DOCS / "sharding_types.md", never_proposed),
     "report": (ROOT / "README.md", report),
 }

@@ -12,9 +12,9 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.problem.options import by_table, fqn_of, same_option
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.slices import is_torchrecs
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.torch_state import neutral, single_thread

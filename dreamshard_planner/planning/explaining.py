@@ -19,11 +19,11 @@ from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
-from dreamshard_planner.problem.options import fqn_of, same_option
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.input_checks import available_bytes
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
+from dreamshard_planner.search_space.options import fqn_of, same_option
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5

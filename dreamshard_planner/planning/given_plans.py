@@ -18,8 +18,8 @@ from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
-from dreamshard_planner.problem.options import by_table, fqn_of
 from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search_space.options import by_table, fqn_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.support.torch_state import single_thread

@@ -14,8 +14,8 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import MEMORY_KINDS
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import PlanInputs, TopologyInputs
-from dreamshard_planner.problem.options import fqn_of
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.fingerprint import canonical, digest
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from dreamshard_planner.problem.options import fqn_of, type_of
 from dreamshard_planner.problem.table_reader import TableReader
 from dreamshard_planner.search_space.legality import inexact
+from dreamshard_planner.search_space.options import fqn_of, type_of
 
 MAX_NAMED = 5
 

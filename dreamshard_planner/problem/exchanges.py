@@ -12,7 +12,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel
-from dreamshard_planner.problem.options import type_of
+from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
 

@@ -10,9 +10,9 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.model import MEMORY_KINDS
-from dreamshard_planner.problem.options import fqn_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.workload.tables import Table, Workload
 
 

@@ -10,8 +10,8 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption
 
 from dreamshard_planner.cost.sharding import Sharding, ShardingProblem
-from dreamshard_planner.problem.options import fqn_of, same_option
 from dreamshard_planner.problem.units import positions_of, set_ranks
+from dreamshard_planner.search_space.options import fqn_of, refused, same_option
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -55,10 +55,7 @@ class ReadProblem:
                 (i for i, choice in enumerate(choices) if option is not None and same_option(choice, option)), None
             )
             if index is None:
-                raise PlannerError(
-                    f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
-                )
+                raise refused(f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated")
             places = positions_of(option, units[index])
             if units[index].pinned not in (None, places):
                 raise PlannerError(

@@ -23,13 +23,13 @@ from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.sharding import Option, ShardingProblem
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.fused_groups import group_key
-from dreamshard_planner.problem.options import by_table, fqn_of, type_of
 from dreamshard_planner.problem.parts import Parts
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.table_reader import TableReader
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs
 from dreamshard_planner.search_space.legality import known_kernels
+from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics

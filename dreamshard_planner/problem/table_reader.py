@@ -16,7 +16,6 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.plans.plan_file import TableInputs
-from dreamshard_planner.problem.options import fqn_of, type_of
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, KERNELS
 from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
@@ -27,6 +26,7 @@ from dreamshard_planner.search_space.modules import (
     remaps_ids,
     table_configs,
 )
+from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table
 

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.enumerators import (
     GUARDED_COMPUTE_KERNELS,
     GUARDED_SHARDING_TYPES_FOR_FP_MODULES,
 )
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
@@ -36,6 +36,7 @@ from dreamshard_planner.search_space.modules import (
     shardable_tables,
     table_configs,
 )
+from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, some_of
@@ -161,7 +162,7 @@ def unused_names(
             "by the table's own name"
         )
         if len(unknown) == len(constraints):
-            raise PlannerError(text, PlannerErrorType.STRICT_CONSTRAINTS)
+            raise refused(text)
         unused.append(text)
     return tuple(text for text in unused if text is not None)
 
@@ -182,11 +183,10 @@ def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, P
         means = [table.name for table in members if is_mean(table.config)]
         for name, kept in without_mixed_means(types, means).items():
             if not kept:
-                raise PlannerError(
+                raise refused(
                     f"no sharding type is left for table {f'{path}.{name}'!r} of {types[name]}: {MIXED_MEAN}. Allow "
                     "whole tables in ParameterConstraints.sharding_types of the module's mean-pooled tables, or those "
-                    "two types for all of its tables.",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
+                    "two types for all of its tables."
                 )
             constraints[name].sharding_types = kept
 
@@ -208,17 +208,15 @@ def _usable_kernels(
         for kernel in sharder.compute_kernels(kind, compute_device)
     }
     if not offered:
-        raise PlannerError(
+        raise refused(
             f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers no sharding type on "
-            f"{compute_device}",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            f"{compute_device}"
         )
     if not offered & KERNELS.keys():
-        raise PlannerError(
+        raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
             f"others on {compute_device}, and DreamShardPlanner knows what training costs, with "
-            f"{sorted(KERNELS)}. Plan this module with TorchRec's planner.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            f"{sorted(KERNELS)}. Plan this module with TorchRec's planner."
         )
     named = constraint.compute_kernels
     if not named:
@@ -227,11 +225,10 @@ def _usable_kernels(
     usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != KEY_VALUE}
     if not usable & offered:
         why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
-        raise PlannerError(
+        raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
             f"offers {sorted(offered)} on {compute_device}{why}. Allow another one in its "
-            "ParameterConstraints.compute_kernels.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            "ParameterConstraints.compute_kernels."
         )
     return sorted(usable)
 
@@ -241,10 +238,9 @@ def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> Non
     for what in ("sharding_types", "compute_kernels"):
         for given in getattr(constraint, what) or ():
             if not isinstance(given, str):
-                raise PlannerError(
+                raise refused(
                     f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
-                    + (f": give {given}.value" if isinstance(given, Enum) else ""),
-                    PlannerErrorType.STRICT_CONSTRAINTS,
+                    + (f": give {given}.value" if isinstance(given, Enum) else "")
                 )
 
 
@@ -252,10 +248,9 @@ def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints
     """PlannerError for a bound that no width can keep to; one above the table's dim leaves one slice."""
     given = constraint.min_partition
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise PlannerError(
+        raise refused(
             f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
-            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {given!r}",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {given!r}"
         )
 
 
@@ -268,10 +263,9 @@ def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTa
             continue
         check_per_feature(values, tables[0].name, what)
         if what != "pooling_factors" or len(values) not in {1, *counts}:
-            raise PlannerError(
+            raise refused(
                 f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
-                f"cannot give them {what} {list(values)}. Rename one of the tables.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                f"cannot give them {what} {list(values)}. Rename one of the tables."
             )
 
 
@@ -325,9 +319,8 @@ def allowed_types(
     allowed = {kind for kind in allowed if SHARDING_TYPES[kind].runs_as not in allowed}
     if not allowed:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in sorted(left_out.items()))
-        raise PlannerError(
+        raise refused(
             f"no sharding type is left for table {table.fqn!r} ({reasons or 'the sharder offers none'}). Allow another "
-            "one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            "one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
         )
     return sorted(allowed)

@@ -22,8 +22,6 @@ from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimator
 from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
     Shard,
     ShardEstimator,
     ShardingOption,
@@ -32,7 +30,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.search_space.options import fqn_of, refused
 
 
 class OncePerSize(ShardEstimator):
@@ -234,9 +232,6 @@ class FastEnumerator(EmbeddingEnumerator):
                 kept += [enumerated, *(self._variants(enumerated) if self._variants is not None else ())]
         for table, kept in of_table.items():
             if not kept:
-                raise PlannerError(
-                    f"none of the sharding types and compute kernels of table {table!r} may be used",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
-                )
+                raise refused(f"none of the sharding types and compute kernels of table {table!r} may be used")
             kept.sort(key=lambda option: (option.sharding_type, option.compute_kernel, -option.num_shards))
         return [option for kept in of_table.values() for option in kept]

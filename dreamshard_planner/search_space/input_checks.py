@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.model import MEMORY_KINDS
-from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.search_space.options import fqn_of, refused
 
 MAX_BYTES = 2**60
 """Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit
@@ -27,10 +27,9 @@ def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
     """PlannerError, naming the table, where a value is no number or cannot be meant."""
     for value in values:
         if not (_is_finite(value) and 0 <= value <= MAX_PER_SAMPLE):
-            raise PlannerError(
+            raise refused(
                 f"table {table!r}: {what} must be numbers from 0 to {MAX_PER_SAMPLE:,}, got {value!r}; they count per "
-                "sample and feature (batch_sizes: samples of a rank's batch)",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                "sample and feature (batch_sizes: samples of a rank's batch)"
             )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
 
 
@@ -121,10 +121,9 @@ def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
     """
     known = [kernel for kernel in kernels if kernel in KERNELS]
     if not known:
-        raise PlannerError(
+        raise refused(
             f"table {fqn!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
             f"DreamShardPlanner does not know; allow one of {sorted(KERNELS)} in its "
-            "ParameterConstraints.compute_kernels.",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            "ParameterConstraints.compute_kernels."
         )
     return known

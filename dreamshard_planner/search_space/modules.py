@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.fused_embedding_modules import (
@@ -19,6 +18,7 @@ from torchrec.modules.fused_embedding_modules import (
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from dreamshard_planner.search_space.input_checks import check_per_feature
+from dreamshard_planner.search_space.options import refused
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
@@ -62,10 +62,9 @@ def per_feature(values: Sequence[float], count: int, table: str, what: str) -> l
         return list(values)
     if len(values) == 1:
         return list(values) * count
-    raise PlannerError(
+    raise refused(
         f"table {table!r} serves {count} features, but its constraints give {len(values)} {what}: {list(values)}. "
-        "Give one per feature.",
-        PlannerErrorType.STRICT_CONSTRAINTS,
+        "Give one per feature."
     )
 
 

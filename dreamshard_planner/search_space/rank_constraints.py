@@ -19,11 +19,12 @@ import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.planner.types import Topology
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dreamshard_planner.plans.plan_file import TableSharding
 from dreamshard_planner.search_space.modules import ShardableTable
+from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, ranks_in_words
@@ -70,12 +71,12 @@ class LegalRanks:
         towers = {table.fqn for table in tables if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection)}
         for name, named in fqns.items():
             if towers.intersection(named):
-                raise _refused(f"placement_rules name {name!r}, a table of an embedding tower: its host is TorchRec's")
+                raise refused(f"placement_rules name {name!r}, a table of an embedding tower: its host is TorchRec's")
         ranks = range(topology.world_size)
         allowed: dict[str, frozenset[int]] = {}
         for name, given in rules.on_ranks.items():
             if given[-1] not in ranks:
-                raise _refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {ranks[-1]}")
+                raise refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {ranks[-1]}")
             for fqn in fqns[name]:
                 allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
         together, apart = (
@@ -124,19 +125,17 @@ class LegalRanks:
         one_rank = {fqn for group in self.together for fqn in group}
         for fqn, ranks in self.allowed.items():
             if fqn not in one_rank and not held[fqn] <= ranks:
-                raise _refused(
+                raise refused(
                     f"{name} has table {fqn!r} on {ranks_in_words(held[fqn])}, and it may be on {ranks_in_words(ranks)}"
                 )
         for group in self.together:
             if len(set().union(*(held[fqn] for fqn in group))) > 1:
-                raise _refused(f"{name} does not have tables {list(group)} together")
+                raise refused(f"{name} does not have tables {list(group)} together")
         for group in self.apart:
             for index, fqn in enumerate(group):
                 for other in group[:index]:
                     if common := held[fqn] & held[other]:
-                        raise _refused(
-                            f"{name} has tables {other!r} and {fqn!r} on {ranks_in_words(common)}, not apart"
-                        )
+                        raise refused(f"{name} has tables {other!r} and {fqn!r} on {ranks_in_words(common)}, not apart")
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know."""
@@ -157,7 +156,7 @@ class LegalRanks:
                 possible[row, list(allowed)] = 1
             if (maximum_bipartite_matching(csr_array(possible), perm_type="column") < 0).any():
                 union = ranks_in_words(set().union(*ranks))
-                raise _refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
+                raise refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
 
 
 @dataclass
@@ -203,7 +202,7 @@ def _settle(
         free = [rank for rank in ranks if not any(allowed.get(rival) == {rank} for rival in rivals)]
         if not free:
             why = "on_ranks" if not ranks else "on_ranks and apart"
-            raise _refused(f"no rank is left for tables {list(group)} together: {why} leave them none in common")
+            raise refused(f"no rank is left for tables {list(group)} together: {why} leave them none in common")
         rank = min(free, key=lambda rank: (loads.of_rank[rank], rank))
         loads.add(group, rank)
         allowed.update(dict.fromkeys(group, frozenset({rank})))
@@ -217,9 +216,5 @@ def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> 
             known.setdefault(name, []).append(table.fqn)
     for name in names:
         if name not in known:
-            raise _refused(f"placement_rules name table {name!r}, which the model does not have{nearest(name, known)}")
+            raise refused(f"placement_rules name table {name!r}, which the model does not have{nearest(name, known)}")
     return {name: sorted(known[name]) for name in names}
-
-
-def _refused(reason: str) -> PlannerError:
-    return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.problem.options import type_of
 from dreamshard_planner.search_space.enumeration import EnumeratedOption
+from dreamshard_planner.search_space.options import type_of
 
 
 class WiderSlices(EnumeratedOption):

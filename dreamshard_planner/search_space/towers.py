@@ -13,7 +13,7 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-from dreamshard_planner.problem.options import by_table, fqn_of, same_option
+from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 
 
 def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.problem.options import by_table, type_of
 from dreamshard_planner.search_space.kernels import KEY_VALUE
 from dreamshard_planner.search_space.legality import known_kernels
+from dreamshard_planner.search_space.options import by_table, refused, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 
@@ -36,11 +36,10 @@ def as_constrained(
     for fqn, options in by_table(search_space).items():
         if fqn not in left:
             offered = sorted({option.sharding_type for option in options})
-            raise PlannerError(
+            raise refused(
                 f"the enumerator offers table {fqn!r} only {', '.join(offered)}, and DreamShardPlanner may shard it "
                 f"{', '.join(sorted(constraints[options[0].name].sharding_types))}: give the planner the enumerator's "
-                "constraints as well",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                "constraints as well"
             )
     return kept
 
@@ -56,11 +55,10 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
         kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
         known = [option for option in options if option.compute_kernel in kernels and not _shares_a_store(option)]
         if not known:
-            raise PlannerError(
+            raise refused(
                 f"table {fqn!r} may only be split by columns with compute kernel 'key_value', whose "
                 "slices TorchRec wants on one rank each, which DreamShardPlanner cannot promise: allow another "
-                "sharding type or kernel, or raise min_partition to the table's dim.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                "sharding type or kernel, or raise min_partition to the table's dim."
             )
         # One slice, or one block, is the whole table in a kernel and an exchange of its own.
         whole = {option.compute_kernel for option in known if type_of(option).is_whole}
@@ -68,11 +66,10 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
         # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
         usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
         if not usable[fqn]:
-            raise PlannerError(
+            raise refused(
                 f"table {fqn!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
                 f"any where it is sharded {sorted({o.sharding_type for o in known})}, and FBGEMM's CPU kernels crash "
-                "on that: allow another type in its ParameterConstraints.sharding_types.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                "on that: allow another type in its ParameterConstraints.sharding_types."
             )
     return _one_width_per_collection(usable)
 
@@ -105,11 +102,10 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
             or {shard.size[1] for shard in option.shards} == {common[option.path]}
         ]
         if not fitting:
-            raise PlannerError(
+            raise refused(
                 f"table {fqn!r} may only be sharded column_wise, in slices of another width than "
                 f"the {common[options[0].path]} of other tables of its EmbeddingCollection, which TorchRec "
-                "can't mix: give them the same min_partition, or allow another sharding type.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                "can't mix: give them the same min_partition, or allow another sharding type."
             )
         kept += fitting
     return kept

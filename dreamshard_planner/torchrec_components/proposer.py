@@ -19,8 +19,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from dreamshard_planner.problem.options import by_table
 from dreamshard_planner.search_space.legality import known_kernels
+from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.sharding_types import TW
 
 PROBES = 16

@@ -24,15 +24,7 @@ MAX_TABLES = 20
 MAX_NAME = 36
 """Characters of a name in a figure."""
 ROW_INCHES = 0.3
-PALETTE = (
-    drawing.BLUE,
-    drawing.ORANGE,
-    drawing.VERMILION,
-    drawing.GREEN,
-    drawing.SKY,
-    drawing.PURPLE,
-    drawing.INK,
-)
+PALETTE = (drawing.BLUE, drawing.ORANGE, drawing.VERMILION, drawing.GREEN, drawing.SKY, drawing.PURPLE, drawing.INK)
 """Of sharding types, in their order."""
 
 

@@ -10,6 +10,11 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
 
 
+def refused(reason: str) -> PlannerError:
+    """The error of constraints, options or rules that leave no plan, or cannot be meant."""
+    return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)
+
+
 def fqn_of(option: ShardingOption) -> str:
     """Fully qualified name of the option's table, without the dot that TorchRec's begins with where the module that is
     sharded is the whole model."""
@@ -23,10 +28,9 @@ def type_of(option: ShardingOption) -> ShardingTypeSpec:
         PlannerError: the type is none that is known.
     """
     if option.sharding_type not in SHARDING_TYPES:
-        raise PlannerError(
+        raise refused(
             f"table {fqn_of(option)!r}: unknown sharding type {option.sharding_type!r}; known are "
-            f"{', '.join(SHARDING_TYPES)}",
-            PlannerErrorType.STRICT_CONSTRAINTS,
+            f"{', '.join(SHARDING_TYPES)}"
         )
     return SHARDING_TYPES[option.sharding_type]
 
