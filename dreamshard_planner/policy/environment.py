@@ -62,7 +62,7 @@ class TaskBatch:
     capacity_TDM: Tensor
     device_mask_TD: Tensor
     preload_TDGH: Tensor | None
-    """Latents of what lies on the devices before the first step; None where that is nothing anywhere."""
+    """Latents of what lies on the devices before the first step; None where the devices are empty."""
     num_groups: int
     rule_kinds: int = 0
     """See :class:`~dreamshard_planner.cost.model.PlacementProblem`."""

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The parts of a sharding problem while it is read: shards that ask for the same are one."""
+"""Makes the parts of a sharding problem: shards of one option that cost and need the same are one part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dreamshard_planner.workload.tables import Table, Workload
 
 
 class Parts:
-    """The parts of a problem while it is read, one entry of each list per part."""
+    """The parts of a problem that is being made, one entry of each list per part."""
 
     def __init__(self) -> None:
         self.workloads: list[Workload] = []
@@ -40,7 +40,7 @@ class Parts:
         exchanges: Callable[[Workload], Iterable[tuple[Collective, float]]],
         with_storage: bool,
     ) -> list[int]:
-        """The parts of an option; returns the row of each shard's, the same for those that are alike.
+        """Add the parts of an option; returns the row of each shard's part.
 
         Args:
             option: with its shards.
@@ -100,9 +100,9 @@ class Parts:
 
 
 def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
-    """What shards of one option that ask for the same have in common."""
+    """A key that is equal for shards of one option that cost and need the same."""
     storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
-    # Where it is known which ids are read, blocks of rows differ by where they lie.
+    # Where it is known which ids are looked up, blocks of rows differ by where they lie.
     first = (shard.offset[0],) if whole.ids is not None and shard.size[0] < whole.rows else ()
     return (*shard.size, *storage, *first)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A sharding problem beside the TorchRec options that it was read from: plans become shardings, shardings plans."""
+"""A sharding problem beside the TorchRec options that it was made of: plans become shardings, shardings plans."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dreamshard_planner.workload.tables import Workload
 
 @dataclass(frozen=True)
 class ReadProblem:
-    """A sharding problem, and the TorchRec options that it was read from."""
+    """A sharding problem, and the TorchRec options that it was made of."""
 
     problem: ShardingProblem
     options: tuple[tuple[ShardingOption, ...], ...]
     """In the order of the problem's tables and options."""
     shard_P: tuple[Shard, ...]
-    """A shard of each part: parts are shards of one size, of one option, that are read alike."""
+    """One shard of each part; a part stands for all shards of an option that cost and need the same."""
     workload_P: tuple[Workload, ...]
     """What each part asks of its rank."""
     dense_elements_P: torch.Tensor

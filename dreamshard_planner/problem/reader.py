@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """TorchRec's sharding options read as workloads and sharding problems.
 
-All that depends on how TorchRec describes a table is read here, and by what stands beside it: tables themselves in
-``table_reader.py``, the parts that shards become in ``parts.py``, the collectives that carry their output in
-``exchanges.py``, the ranks that they take together in ``units.py``.
+All that depends on how TorchRec describes a table stands in this package: tables themselves in ``table_reader.py``,
+the parts that shards become in ``parts.py``, the collectives that carry their outputs in ``exchanges.py``, the ranks
+that they take together in ``units.py``.
 """
 
 from __future__ import annotations

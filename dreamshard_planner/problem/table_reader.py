@@ -176,7 +176,7 @@ class TableReader:
         return bool(self._fused_params(option).get("prefetch_pipeline") if own is None else own)
 
     def _why_unplaced(self, option: ShardingOption, feature: FeatureStatistics) -> str | None:
-        """Why nobody knows which rows a feature reads though its ids are known; None where one does."""
+        """Why the rows that a feature looks up are unknown although its ids are known; None where that is not so."""
         if feature.ids is None:
             return None
         if remaps_ids(option.module[1]):
@@ -186,7 +186,7 @@ class TableReader:
         return None
 
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
-        """What a reader of the plan's cost should know of the tables that it splits by rows."""
+        """Assumptions behind the cost of the tables that a plan splits by rows."""
         return tuple(
             f"row blocks of {fqn_of(option)} are taken to be read alike: feature {feature!r}, {reason}"
             for option in plan

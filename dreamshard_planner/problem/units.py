@@ -13,14 +13,14 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
 
 
 def impossible_types(topology: Topology) -> dict[str, str]:
-    """Sharding types that the topology leaves no place for, and why: TorchRec forms groups of whole hosts alone."""
+    """Sharding types that the topology rules out, and why: TorchRec forms groups of whole hosts only."""
     ranks, host = topology.world_size, topology.intra_group_size
     of_hosts = [kind for kind, spec in SHARDING_TYPES.items() if spec.span == "host"]
     return dict.fromkeys(of_hosts, f"{ranks} ranks are no whole number of hosts of {host}") if ranks % host else {}
 
 
 def num_ranks(ranks: Ranks, topology: Topology) -> int:
-    """How many ranks that is."""
+    """How many ranks of the topology these are."""
     return {"rank": 1, "host": topology.intra_group_size, "world": topology.world_size}[ranks]
 
 
@@ -59,10 +59,10 @@ def set_ranks(option: ShardingOption, positions: Sequence[int], span: int) -> No
 
 
 def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
-    """Where the ranks of an option's shards put its units.
+    """The position of each of an option's units, from the ranks of its shards.
 
     Raises:
-        PlannerError: nowhere that TorchRec would run.
+        PlannerError: TorchRec would not run the shards on these ranks.
     """
     positions, ranks = [], iter([shard.rank for shard in option.shards])
     for unit in units.units:

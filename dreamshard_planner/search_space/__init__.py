@@ -1,2 +1,2 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What may be chosen for a table: sharding types, constraints, rules of placement, input checks."""
+"""The ways in which tables may be sharded: sharding types, kernels, constraints, placement rules, checks of inputs."""

@@ -127,7 +127,8 @@ def planning_constraints(
 def left_out_by_group(
     error: PlannerError, constraints: Mapping[str, ParameterConstraints], compute_device: str
 ) -> str | None:
-    """Of modules that TorchRec finds without a plan: which tables a constraint's device group left out, in words."""
+    """Which tables a constraint's device group left out, in words; None unless TorchRec's error is of modules without a
+    plan, and there are such tables."""
     others = [name for name, c in constraints.items() if c.device_group and c.device_group != compute_device]
     if not others or "not present in the sharding plan" not in str(error):
         return None
@@ -194,12 +195,12 @@ def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, P
 def _usable_kernels(
     table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
 ) -> list[str] | None:
-    """Compute kernels that a table may use: offered, known, and named by its constraint where that names some. None
-    where TorchRec would take just these, since its statistics tell users which tables they constrained.
+    """The compute kernels that a table may use: its sharder offers them, their cost is known, and its constraint names
+    them where it names any. None where TorchRec would take the same ones unasked: its statistics list the tables that
+    users constrained.
 
     Raises:
-        PlannerError: there are none, with the true reason: no constraint could make the table one that we place, or
-            this one leaves nothing.
+        PlannerError: there are none; says whether the sharder or the constraint is the reason.
     """
     sharder = table.sharder
     offered = {
@@ -234,7 +235,7 @@ def _usable_kernels(
 
 
 def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> None:
-    """PlannerError for sharding types and kernels that are members of TorchRec's enums, which it finds nowhere."""
+    """PlannerError for sharding types and kernels that are no strings, such as members of TorchRec's enums."""
     for what in ("sharding_types", "compute_kernels"):
         for given in getattr(constraint, what) or ():
             if not isinstance(given, str):
@@ -245,7 +246,7 @@ def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> Non
 
 
 def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints) -> None:
-    """PlannerError for a bound that no width can keep to; one above the table's dim leaves one slice."""
+    """PlannerError where min_partition is no number of columns; one above the table's dim leaves one slice."""
     given = constraint.min_partition
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
         raise refused(
@@ -255,7 +256,7 @@ def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints
 
 
 def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
-    """PlannerError where a constraint cannot be meant for one of several tables of its name."""
+    """PlannerError where several tables of one name cannot share the constraint of that name."""
     counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
     for what in ("pooling_factors", "num_poolings", "batch_sizes"):
         values = getattr(constraint, what)

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Numbers of users and topologies on their way into tensors, where they must not overflow: taken, or refused by name.
+"""Checks of the numbers that users and topologies give, before tensors hold them, where they must not overflow.
 
 Shapes: S shards, D devices, M kinds of memory.
 """

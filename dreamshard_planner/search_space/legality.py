@@ -22,7 +22,7 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reaso
 
 @dataclass(frozen=True)
 class Situation:
-    """What it depends on whether a table may be sharded some way."""
+    """What decides whether a table may be sharded by some type."""
 
     module: Any
     config: Any
@@ -62,12 +62,12 @@ MIXED_MEAN = (
 
 
 def broken(sharding_type: str, situation: Situation) -> str | None:
-    """Why the type must not be used for such a table; None where it may."""
+    """Why the type is never proposed for such a table; None where it may be."""
     return _holding(SHARDING_TYPES[sharding_type].broken, situation)
 
 
 def inexact(sharding_type: str, situation: Situation) -> str | None:
-    """What the type changes in the training of such a table; None where it changes nothing."""
+    """What the type changes in the training of such a table; None where the table trains as a whole one would."""
     return _holding(SHARDING_TYPES[sharding_type].inexact, situation)
 
 

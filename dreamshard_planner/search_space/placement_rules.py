@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Where tables must lie whatever that costs: some together, some apart, some on certain ranks."""
+"""Rules of the user's on where tables lie, whatever that costs: together, apart, on certain ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlacementRules:
         on_ranks: ranks that may hold shards of a table.
 
     Raises:
-        ValueError: a group of fewer than two tables, tables both together and apart, ranks that are none.
+        ValueError: a group has fewer than two tables, tables are both together and apart, or a rank is no rank.
 
     Example::
 

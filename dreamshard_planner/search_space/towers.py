@@ -1,13 +1,13 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables that TorchRec wants on one host together, those of an embedding tower: pinned before the search, which places
-all others around them.
+"""Tables of one embedding tower, which TorchRec wants on one host: they are pinned before the search, which places all
+other tables around them.
 
-Pins are ranks of the shards of these tables, set before options are read.
+A table is pinned where its shards have ranks before a problem is made of its options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
@@ -41,9 +41,9 @@ def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
 def pinned_options(
     options: Sequence[ShardingOption], topology: Topology, given: Sequence[ShardingOption] | None
 ) -> Iterator[list[ShardingOption]]:
-    """The options, of dependent tables only one each with its ranks set, for every way to pin these that is worth a
-    search: as a given plan has them, and by the least perf, or the least memory, of each table that a host has room
-    for. Once, and as they are, where no table depends on others."""
+    """The options, of which every dependent table keeps one, with ranks; once for each way to pin these tables that is
+    worth a search. Ways are: as a given plan has them; and each table's option of the least perf or, where no host has
+    room for these, of the least memory. Where no table depends on another, the options come once, as they are."""
     dependent = by_table(option for option in options if option.dependency)
     if not dependent:
         yield list(options)
@@ -52,17 +52,13 @@ def pinned_options(
     if given is not None:
         yield [*free, *_as_given(dependent, given)]
     for key in (lambda option: option.total_perf, lambda option: sum(map(_bytes, option.shards))):
-        chosen = _chosen(dependent.values(), key)
+        least = [min(choices, key=key) for choices in dependent.values()]
         try:
-            pin(chosen, topology)
+            pin(least, topology)
         except PlannerError:
             continue
-        yield [*free, *chosen]
+        yield [*free, *least]
         return
-
-
-def _chosen(tables: Iterable[Sequence[ShardingOption]], key: Callable[[ShardingOption], float]) -> list[ShardingOption]:
-    return [min(choices, key=key) for choices in tables]
 
 
 def _as_given(dependent: dict[str, list[ShardingOption]], given: Sequence[ShardingOption]) -> list[ShardingOption]:

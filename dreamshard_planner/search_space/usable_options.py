@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which of an enumerator's options may be searched: as constrained, of known cost, and each thing only once."""
+"""Which of an enumerator's options are searched: those that constraints allow and whose cost is known, each once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 def as_constrained(
     search_space: Sequence[ShardingOption], constraints: Mapping[str, ParameterConstraints]
 ) -> list[ShardingOption]:
-    """Options of the sharding types that the constraints leave: an enumerator that was given knows neither them nor
-    what exact training leaves out.
+    """The options whose sharding types the constraints allow: a user's own enumerator knows neither these constraints
+    nor what exact training leaves out.
 
     Raises:
         PlannerError: a table has none.
@@ -45,7 +45,7 @@ def as_constrained(
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
-    """Options whose cost is known, and of those that amount to the same only one.
+    """The options whose cost is known, and of several that run alike only one.
 
     Raises:
         PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
@@ -80,8 +80,8 @@ def _shares_a_store(option: ShardingOption) -> bool:
 
 
 def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
-    """TorchRec wants all column slices of one EmbeddingCollection of one width: the one that splits most bytes, of
-    tables that can only be split by columns where there are such."""
+    """The options without column slices of a second width in one EmbeddingCollection, which TorchRec cannot mix. The
+    width that stays is the one with most weights among tables that can only be split by columns, else among all."""
     widths: dict[str, Counter[int]] = {}
     forced: dict[str, Counter[int]] = {}
     for options in tables.values():
