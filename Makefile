@@ -1,6 +1,7 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
+# make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="C-locale one-core"; TESTS=tests
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
@@ -26,8 +27,10 @@ export OMP_NUM_THREADS ?= 1
 DEVICE ?= cuda
 MINUTES ?= 25
 CASES ?= 1000
+CONDITIONS ?=
+TESTS ?= tests
 
-.PHONY: venv demo test fuzz test-matrix gpu docs clean
+.PHONY: venv demo test test-conditions fuzz test-matrix gpu docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -50,6 +53,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
+
+test-conditions: $(STAMP)
+	$(BIN)/python tests/conditions.py $(CONDITIONS) -- -n $(PROCESSES) --dist worksteal $(TESTS)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/test_fuzz.py --cases $(CASES)
