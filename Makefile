@@ -1,11 +1,13 @@
 # make demo         train a DLRM with the 26 MLPerf tables, one of them hot, on 2 ranks under three planners that may
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
+# make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="C-locale one-core"; TESTS=tests
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
 #                   it on two CPU ranks
 # make docs         the pages of docs/ as a site, in site/; in .venv-docs, from requirements/docs.txt
+# make check        lint, format, types, pages and their links; its tools are in .venv-check, from requirements/check.txt
 # Each other makes .venv first, from an exact lock: requirements/cuda.txt where nvidia-smi lists a GPU, else requirements/cpu.txt.
 
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
@@ -26,13 +28,15 @@ export OMP_NUM_THREADS ?= 1
 DEVICE ?= cuda
 MINUTES ?= 25
 CASES ?= 1000
+CONDITIONS ?=
+TESTS ?= tests
 
-.PHONY: venv demo test fuzz test-matrix gpu docs clean
+.PHONY: venv demo check test test-conditions fuzz test-matrix gpu docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
 
-$(STAMP): $(LOCK) setup.cfg pyproject.toml
+$(STAMP): $(LOCK) setup.cfg
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed, this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11")'
 	@echo "installing $(LOCK) into .venv, about a minute ..."
 	@rm -rf .venv
@@ -50,6 +54,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
+
+test-conditions: $(STAMP)
+	$(BIN)/python tests/conditions.py $(CONDITIONS) -- -n $(PROCESSES) --dist worksteal $(TESTS)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/test_fuzz.py --cases $(CASES)
@@ -71,7 +78,7 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	        tests/test_report.py tests/test_links.py tests/test_estimates.py tests/test_plan_file.py; \
 	done
 
-.venv-docs/installed: requirements/docs.txt
+.venv-%/installed: requirements/%.txt
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
@@ -80,5 +87,12 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 docs: .venv-docs/installed
 	$(<D)/bin/mkdocs build
 
+check: .venv-check/installed .venv-docs/installed $(STAMP)
+	.venv-check/bin/ruff check --quiet
+	.venv-check/bin/ruff format --check --quiet
+	.venv-check/bin/mypy
+	.venv-docs/bin/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -q --durations=0 tests/test_docs.py -k "links or reference"
+
 clean:
-	rm -rf .venv .venv-docs .matrix .pytest_cache *.egg-info demo.html site
+	rm -rf .venv .venv-docs .venv-check .matrix .mypy_cache .ruff_cache .pytest_cache *.egg-info demo.html site

@@ -34,7 +34,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ def kill_seconds(limit: float) -> float:
 def in_own_process(key: Key, limit: float) -> dict[str, Any]:
     """Plan and rate in a new process; ended where it takes too long."""
     line: dict[str, Any] = dict(zip(("task", "setting", "planner"), key, strict=True))
-    line |= {"limit": limit, "commit": commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    line |= {"limit": limit, "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     command = [sys.executable, __file__, "--limit", str(limit), "--play", *key]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == -signal.SIGXCPU:

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "command": command(),
         "commit": commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": describe_hardware(device, torch.get_num_threads()),
     }
 

@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_dlrm.py"
@@ -61,7 +61,7 @@ def try_install(wheel: Path, folder: Path) -> dict:
     for command in COMMANDS:
         work(command, folder)
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "wheel": wheel.name,

@@ -18,6 +18,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 # Small tensors and several processes on few cores: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Typer and rich print for a terminal with colours where these say so, as on a public CI; typer asks at its import.
+for _name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH"):
+    os.environ.pop(_name, None)
 # Ranks, and processes to be killed, are forked from one server that has imported what they need: imports are most
 # of a short test's time. A later list would count only where no test has started the server yet.
 multiprocessing.set_forkserver_preload(
@@ -26,9 +29,10 @@ multiprocessing.set_forkserver_preload(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The folder of the user's own checkpoints: an empty one, not that of whoever runs the tests."""
+def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No checkpoints of whoever runs the tests, nor the width of their terminal."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
         patch.setenv("DREAMSHARD_HOME", str(tmp_path_factory.mktemp("home")))
         yield
 

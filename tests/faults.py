@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +24,15 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
     """A process of its own, which need not import the package again."""
-    process = _CONTEXT.Process(target=function, args=arguments)
+    process = _CONTEXT.Process(target=_interruptible, args=(function, *arguments))
     process.start()
     return process
+
+
+def _interruptible(function: Callable[..., Any], *arguments: Any) -> None:
+    """Call it where SIGINT counts: what a shell starts in the background ignores it, and so would this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    function(*arguments)
 
 
 def wait_for(condition: Callable[[], bool], *processes: BaseProcess) -> None:

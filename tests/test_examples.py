@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.faults import PATIENCE_SECONDS
+
 FOLDER = Path(__file__).parent.parent / "examples"
 ON_RANKS = ("reuse_plan", "train_dlrm")
 ALONE = {
@@ -38,7 +40,7 @@ def test_each_is_short_says_how_it_is_run_and_is_run_here() -> None:
 def test_example_runs_on_two_ranks(name: str) -> None:
     example = FOLDER / f"{name}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     # The report names its source: examples use GPUs where there is one for each rank.
     gpus = torch.cuda.device_count() >= 2 and "cuda" in example.read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fused_kernels import BASE, SWEEPS, moved_bytes
+from tests.faults import PATIENCE_SECONDS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -29,7 +30,7 @@ def test_moved_bytes_by_hand() -> None:
 def test_runs(tmp_path: Path) -> None:
     options = ["--sweeps", "tables", "--batch-size", "16", "--repeats", "1", "--json", str(tmp_path / "r.json")]
     command = [sys.executable, str(BENCHMARKS / "fused_kernels.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "r.json").read_text())
     assert [row["shape"]["tables"] for row in result["rows"]] == list(SWEEPS["tables"])

@@ -19,7 +19,7 @@ import torch
 
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
-from dreamshard_planner.measure.hardware import describe_hardware, hardware_key
+from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware, hardware_key
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.timing import pinned, processor_time, time_groups
 from dreamshard_planner.workload.tables import Workload
@@ -289,3 +289,11 @@ def test_hardware_names_what_it_ran_on() -> None:
     assert hardware["device"] == "cpu" and hardware["threads"] == 1 and hardware["torch"] == torch.__version__
     assert all(isinstance(value, (str, int)) for value in hardware.values())
     assert hardware_key(hardware) != hardware_key(describe_hardware("cpu", threads=2))
+
+
+def test_a_cpu_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_NAME_VARIABLE, "abacus")
+    hardware = describe_hardware("cpu", threads=1)
+    assert hardware["name"] == hardware["cpu"] == "abacus"
+    monkeypatch.delenv(CPU_NAME_VARIABLE)
+    assert describe_hardware("cpu", threads=1)["name"] not in ("", "abacus")

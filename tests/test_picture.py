@@ -28,6 +28,7 @@ from dreamshard_planner.plans.picture import save_html
 from dreamshard_planner.plans.picture.drawing import COLOURS
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
+from tests.faults import PATIENCE_SECONDS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tables.json"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -89,7 +90,7 @@ def browse(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     profile = path.parent / "profile"
     settings = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}")
     command = [BROWSER, *settings, *options, path.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
 
 
 def test_every_figure_of_the_report_is_on_the_page(report: Report, file: Path) -> None:

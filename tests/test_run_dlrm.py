@@ -24,6 +24,7 @@ from dlrm_options import Config
 from dlrm_results import ratio_interval
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from tests.faults import PATIENCE_SECONDS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -31,7 +32,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def _run(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*torchrun, str(BENCHMARKS / "run_dlrm.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def test_scaling_is_said() -> None:
@@ -96,7 +97,7 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     assert "cost source" in done.stdout and "cut to 500 rows" in done.stdout
 
     command = [sys.executable, str(BENCHMARKS / "step_formula.py"), str(file)]
-    formulas = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    formulas = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert formulas.returncode == 0, formulas.stderr
     assert all(name in formulas.stdout for name in (*planners, "max(f+b)", "max f + max b"))
     assert file.with_suffix(".png").stat().st_size > 0

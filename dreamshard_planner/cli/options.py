@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from enum import Enum
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -18,14 +18,14 @@ from dreamshard_planner.errors import FileError
 from dreamshard_planner.support.files import check_writable
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """Where kernels run."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
-class Recipe(str, Enum):
+class Recipe(StrEnum):
     """Of :data:`dreamshard_planner.checkpoints.checkpoint.RECIPES`, which this need not load."""
 
     default = "default"
@@ -105,7 +105,7 @@ def ranks_of(text: str) -> list[int]:
     return found
 
 
-class CostSource(str, Enum):
+class CostSource(StrEnum):
     """Of :data:`dreamshard_planner.planning.context.COST_SOURCES`."""
 
     auto = "auto"

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ PIPE_COLUMNS = 200
 """Width of tables where stdout is no terminal."""
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """How data is shown."""
 
     table = "table"

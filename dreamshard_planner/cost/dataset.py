@@ -16,7 +16,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property
 
 import numpy as np
@@ -144,7 +144,7 @@ class CostDataset:
             dict(hardware),
             None if reference_ms is None else _times(reference_ms),
             seed,
-            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,7 +64,7 @@ class Journal:
             content = file.read()
             if not content:  # new, or its first process died before it wrote anything
                 header = {"kind": KIND, "schema": SCHEMA, "hardware": dict(hardware), "seed": seed}
-                header["created"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                header["created"] = datetime.now(UTC).isoformat(timespec="seconds")
                 _append(path, file, content := _frame(header))
             header, records, end = _read_journal(path, content)
             require_same_hardware(path, header["hardware"], hardware)

@@ -15,6 +15,9 @@ from dreamshard_planner.environment import FBGEMM, TORCHREC, installed
 
 __all__ = ["describe_hardware", "hardware_key", "hardware_name", "library_versions"]
 
+CPU_NAME_VARIABLE = "DREAMSHARD_CPU_NAME"
+"""Environment variable that names this machine's CPU: where the system hides or varies it, or to plan as on another."""
+
 
 def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
     """Device, host and library versions behind a measurement, ready for JSON.
@@ -87,7 +90,9 @@ def hardware_name(hardware: dict[str, Any]) -> str:
 
 
 def _cpu_name() -> str:
-    """Model name with family and model numbers: clouds often hide the rest of the name."""
+    """As the user says; else model name with family and model numbers: clouds often hide the rest of the name."""
+    if given := os.environ.get(CPU_NAME_VARIABLE):
+        return given
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor() or platform.machine()

@@ -90,7 +90,7 @@ def learn(
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
         "recipe": config.recipe,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": train_data.hardware,
         "hardware_name": hardware_name(train_data.hardware),
         "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
@@ -119,7 +119,7 @@ def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = 
     policy, statistics, _ = improve(config, roofline, train_tables, progress)
     metadata = {
         "recipe": config.recipe,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {},
         "hardware_name": "nothing: roofline model",
         "pools": list(config.pools),

@@ -19,7 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torchrec.distributed import comm
 
-TIMEOUT_SECONDS = 120
+from tests.faults import PATIENCE_SECONDS
+
+TIMEOUT_SECONDS = PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
