@@ -156,7 +156,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=list(callbacks or []),
+            callbacks=[self._as_loaded, *(callbacks or [])],
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
@@ -436,9 +436,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """All options of the last module, as its enumerator keeps them; empty before, and where it keeps none."""
         return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
-    def _matched(self, saved: SavedPlan) -> list[ShardingOption]:
-        """For the plan loader: options as its file has them."""
-        return self._model().matched(saved)
+    def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
+        """For the plan loader: options as its file has them, with all estimates, which TorchRec's statistics read."""
+        options = self._model().matched(saved)
+        bare = [option for option in options.values() if any(shard.perf is None for shard in option.shards)]
+        if bare:
+            self._enumerator.populate_estimates(bare)
+        return options
+
+    def _as_loaded(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
+        and promotions."""
+        return (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def test_the_largest_numbers_leave_room_for_sums() -> None:
         names=("a", "b"),
     )
     told = shortage(problem)
-    assert f"table 'a' needs {MAX_BYTES // 2:,} bytes of DDR" in told and f"{3 * MAX_BYTES // 2:,} bytes are" in told
+    assert f"table 'a' needs {2**29:,}.00 GiB of DDR" in told and f"{3 * 2**29:,}.00 GiB are" in told
     assert "-" not in told.replace("-wise", "")
     assert needed_bytes([]).shape == (0, 3)
 

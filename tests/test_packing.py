@@ -58,9 +58,9 @@ def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
 
 def test_shortage_names_table_and_bytes() -> None:
     text = shortage(in_hbm([3, 12, 3], [10, 9]))
-    assert "'t1' needs 12 bytes of HBM" in text and "2 bytes are missing" in text
+    assert "'t1' needs 12 B of HBM" in text and "2 B are missing" in text
     text = shortage(in_hbm([6, 6, 6], [8, 8]))
-    assert "need 18 bytes" in text and "2 bytes are missing" in text
+    assert "need 18 B" in text and "2 B are missing" in text
     assert shortage(in_hbm([6, 6, 6], [10, 10])) == ""
 
 

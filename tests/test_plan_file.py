@@ -161,7 +161,8 @@ def test_a_plan_without_room_is_refused_with_rank_and_bytes(tmp_path: Path) -> N
     one.plan(model(), SHARDERS)
     one.save_plan(tmp_path / "plan.json")
     _all_on_rank_0(tmp_path / "plan.json")
-    words = r"plan.json puts [\d,]+ bytes of DDR on rank 0, the storage reservation leaves [\d,]+: [\d,]+ bytes are"
+    size = r"[\d.]+ [KM]iB"
+    words = rf"plan.json puts {size} of DDR on rank 0, the storage reservation leaves {size}: {size} are missing"
     with pytest.raises(PlannerError, match=words):
         planner(topology=small, plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(model(), SHARDERS)
 

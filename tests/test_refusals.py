@@ -85,7 +85,7 @@ def test_lengths_that_do_not_match_the_features_are_an_error() -> None:
 def test_no_room_names_table_and_missing_bytes(device: str) -> None:
     model = nn.Module()
     model.sparse = collection(table("small"), table("huge", 10_000_000, 128))
-    with pytest.raises(PlannerError, match=r"'sparse.huge' needs [\d,]+ bytes of (HBM|DDR).*[\d,]+ bytes are missing"):
+    with pytest.raises(PlannerError, match=r"'sparse.huge' needs [\d,.]+ GiB of (HBM|DDR).*[\d,.]+ GiB are missing"):
         planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
 
 

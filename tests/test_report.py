@@ -95,7 +95,7 @@ def test_report_says_why_there_is_none() -> None:
         made.report()
     with pytest.raises(PlannerError):
         made.plan(small_model(), SHARDERS)
-    with pytest.raises(DreamShardError, match="(?s)no report: the last plan failed, PlannerError: .*bytes are missing"):
+    with pytest.raises(DreamShardError, match="(?s)no report: the last plan failed, PlannerError: .*iB are missing"):
         made.report()
     made = planner()
     made.plan(small_model(), SHARDERS)

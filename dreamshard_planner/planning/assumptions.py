@@ -12,14 +12,16 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.problem.options import fqn_of
 from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 MANY_LOOKUPS = 10.0
 """Per sample, of a feature of which nobody knows: what the figures are told for beside one."""
 NAMED = 3
-"""Features named in one note."""
+"""Features, or tables, named in one note."""
 
 
 def assumptions(
@@ -29,7 +31,7 @@ def assumptions(
     statistics: TableStatistics | None,
     given_batch_size: int | None,
 ) -> tuple[Note, ...]:
-    """Of a plan: lookups, batch size and memory that were taken for granted.
+    """Of a plan: lookups, their reuse, batch size and memory that were taken for granted.
 
     Args:
         context: reads and rates options.
@@ -41,6 +43,7 @@ def assumptions(
     unknown, known = _features(context, plan, constraints or {}, statistics or TableStatistics({}))
     return (
         *(_lookups(context, plan, unknown, len(known) + len(unknown), statistics) if unknown else ()),
+        *_popularity(context, plan),
         *_batch_size(plan, given_batch_size),
         *_host_memory(context.topology),
     )
@@ -92,6 +95,19 @@ def _lookups(
 def _rated_ms(context: PlanningContext, plan: Sequence[ShardingOption]) -> float:
     read = context.read(plan, with_storage=False)
     return context.cost(read).overall_ms(read.sharding(plan))
+
+
+def _popularity(context: PlanningContext, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Of tables in host memory, where it decides what caches hold and how much is read over the link."""
+    names = [fqn_of(option) for option in plan if context.reader.assumes_popularity(option)]
+    if not names or context.cost_source == "torchrec":
+        return ()
+    named = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+    text = (
+        f"popularity of rows is assumed to fall as rank to the power {POPULARITY_EXPONENT} for {len(names)} table(s) "
+        f"in host memory ({named}), and with it hits of caches, since no statistics tell how often rows are read again"
+    )
+    return (Note("assumption", text, {"tables": float(len(names)), "exponent": POPULARITY_EXPONENT}),)
 
 
 def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note, ...]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
-from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
 from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
@@ -21,7 +21,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableShard
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.options import by_table, fqn_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.formatting import memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
 
 NAMED = 5
@@ -67,25 +67,31 @@ class GivenPlans:
         self._check_tables(given)
         return [self._as_option(fqn, given[fqn]) for fqn in self.by_table]
 
-    def enumerated(self, plan: SavedPlan) -> list[ShardingOption]:
-        """Copies of the options that a file chose, with its ranks.
+    def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
+        """The options that a file chose, with its ranks and load factors, each by the storage hash of the enumerated
+        option that it was made from. A table that may be cached may have been promoted to device memory, as
+        TorchRec's ``EmbeddingOffloadScaleupProposer`` does.
 
         Raises:
             PlannerError: as :meth:`options`, and where a table is sharded in a way that was not enumerated for it.
         """
         given = _by_table(plan)
         self._check_tables(given)
-        chosen = []
+        chosen = {}
         for fqn, choices in self.by_table.items():
-            known = self._known(choices, given[fqn])
+            sharding = given[fqn]
+            known = self._known(choices, sharding)
+            if known is None and sharding.kernel == "fused":
+                known = self._known(choices, replace(sharding, kernel="fused_uvm_caching"))
             if known is None:
-                kinds = sorted({choice.sharding_type for choice in choices})
+                ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
                 raise PlannerError(
-                    f"table {fqn!r} is sharded {given[fqn].label} in {len(given[fqn].shards)} shard(s) in {plan.name}, "
-                    f"which is none of the ways that it may be sharded here ({', '.join(kinds)})",
+                    f"table {fqn!r} is sharded {sharding.label} by compute kernel {sharding.kernel!r} in "
+                    f"{len(sharding.shards)} shard(s) in {plan.name}, which is none of the ways that it may be sharded "
+                    f"here ({', '.join(ways)})",
                     PlannerErrorType.PLAN_LOADING_FAILED,
                 )
-            chosen.append(self._as_option(fqn, given[fqn]))
+            chosen[known.storage_hash()] = self._as_option(fqn, sharding)
         return chosen
 
     @torch.no_grad()
@@ -100,15 +106,15 @@ class GivenPlans:
 
     def check_room(self, rated: Rated, name: str) -> None:
         """PlannerError unless every rank keeps within what the storage reservation leaves; names rank and bytes."""
-        used_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding))
-        over_DM = (used_DM - rated.read.problem.capacity_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
+        used_DM, room_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding)), rated.read.problem.capacity_DM
+        over_DM = (used_DM - room_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
         if not bool((over_DM > 0).any()):
             return
-        rank, kind = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
+        at = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
+        used, room, over = (memory_in_words(max(0, int(values_DM[at]))) for values_DM in (used_DM, room_DM, over_DM))
         raise PlannerError(
-            f"Tables do not fit: {name} puts {int(used_DM[rank, kind]):,} bytes of {MEMORY_KINDS[kind]} on rank {rank}"
-            f", the storage reservation leaves {max(0, int(rated.read.problem.capacity_DM[rank, kind])):,}: "
-            f"{int(over_DM[rank, kind]):,} bytes are missing",
+            f"Tables do not fit: {name} puts {used} of {MEMORY_KINDS[at[1]]} on rank {at[0]}, the storage reservation "
+            f"leaves {room}: {over} are missing",
             PlannerErrorType.INSUFFICIENT_STORAGE,
         )
 
@@ -146,9 +152,9 @@ class GivenPlans:
         choices = self.by_table[fqn]
         sharding = _sharding(fqn, given, tuple(choices[0].tensor.shape))
         self._check(fqn, sharding)
-        if isinstance(given, ShardingOption):
-            return given
         known = self._known(choices, sharding)
+        if isinstance(given, ShardingOption):
+            return _unestimated(given) if _is_stale(given, known) else given
         option = copy.deepcopy(known or choices[0])
         if known is None:
             option.sharding_type, option.compute_kernel = sharding.sharding_type, sharding.kernel
@@ -157,9 +163,12 @@ class GivenPlans:
         if isinstance(given, ParameterSharding):
             for name in ("cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype"):
                 setattr(option, name, getattr(given, name))
+        elif known is None or sharding.cache_load_factor is not None:
+            params = option.cache_params or CacheParams()
+            option.cache_params = replace(params, load_factor=sharding.cache_load_factor)
         for shard, place in zip(option.shards, sharding.shards, strict=True):
             shard.rank = place.rank
-        return option
+        return _unestimated(option) if _is_stale(option, known) else option
 
     @staticmethod
     def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
@@ -170,6 +179,22 @@ class GivenPlans:
             if same and [(tuple(shard.offset), tuple(shard.size)) for shard in choice.shards] == places:
                 return choice
         return None
+
+
+def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
+    """Whether an option's estimates are those of the enumerated one, whose cache is of another size."""
+    if known is None or option.cache_load_factor == known.cache_load_factor:
+        return False
+    pairs = zip(option.shards, known.shards, strict=True)
+    return all((one.perf, one.storage) == (other.perf, other.storage) for one, other in pairs)
+
+
+def _unestimated(option: ShardingOption) -> ShardingOption:
+    """A copy of which nothing is estimated yet."""
+    option = copy.deepcopy(option)
+    for shard in option.shards:
+        shard.perf = shard.storage = None
+    return option
 
 
 def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSharding]]:
@@ -208,10 +233,10 @@ def _sharding(
     if isinstance(given, TableSharding):
         return given
     if isinstance(given, ShardingOption):
-        ranks = [shard.rank for shard in given.shards]
+        load_factor, ranks = given.cache_load_factor, [shard.rank for shard in given.shards]
         places = [(shard.offset, shard.size) for shard in given.shards]
     else:
-        ranks = given.ranks or []
+        load_factor, ranks = given.cache_params and given.cache_params.load_factor, given.ranks or []
         parts = getattr(given.sharding_spec, "shards", None)
         # TorchRec keeps no shards of data-parallel tables.
         replicas = [((0, 0), shape)] * len(ranks)
@@ -225,7 +250,7 @@ def _sharding(
     shards = tuple(
         ShardPlace(rank, tuple(offset), tuple(size)) for rank, (offset, size) in zip(ranks, places, strict=True)
     )
-    return TableSharding(given.sharding_type, given.compute_kernel, shards)
+    return TableSharding(given.sharding_type, given.compute_kernel, shards, load_factor)
 
 
 def _count(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementProblem, has_room
 from dreamshard_planner.cost.sharding import ShardingProblem
+from dreamshard_planner.support.formatting import memory_in_words
 
 MAX_NAMED = 5
 """Tables named in one error."""
@@ -28,7 +29,9 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
 
 def infeasible_wide(problem: ShardingProblem) -> PlannerError:
     """The same for units that span hosts or the world, of the first option of each table."""
-    return _refusal(problem, "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _wide_reason(problem))
+    need_TM = torch.stack([problem.storage_PM[options[0].parts].sum(0) for options in problem.tables])
+    reason = "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _total_shortages(problem, need_TM)
+    return _refusal(problem, reason or _wide_reason(problem))
 
 
 def _refusal(problem: PlacementProblem | ShardingProblem, reason: str) -> PlannerError:
@@ -55,23 +58,28 @@ def shortage(problem: PlacementProblem) -> str:
         for kind, name in enumerate(MEMORY_KINDS):
             if missing_DM[device, kind] > 0:
                 lines.append(
-                    f"table {problem.names[shard]!r} needs {int(need_SM[shard, kind]):,} bytes of {name}, the roomiest "
-                    f"rank ({device}) has {max(0, int(capacity_DM[device, kind])):,}: "
-                    f"{int(missing_DM[device, kind]):,} bytes are missing"
+                    f"table {problem.names[shard]!r} needs {memory_in_words(int(need_SM[shard, kind]))} of {name}, the "
+                    f"roomiest rank ({device}) has {memory_in_words(max(0, int(capacity_DM[device, kind])))}: "
+                    f"{memory_in_words(int(missing_DM[device, kind]))} are missing"
                 )
     if len(homeless_S) > MAX_NAMED:
         lines.append(f"and {len(homeless_S) - MAX_NAMED} more tables fit on no rank")
     if lines:
         return "; ".join(lines)
-    total_M, room_M = need_SM.sum(0).tolist(), _total_room(problem)
-    largest = int(need_SM.double().sum(-1).argmax())
-    for kind, name in enumerate(MEMORY_KINDS):
-        if total_M[kind] > room_M[kind]:
-            lines.append(
-                f"all tables together need {total_M[kind]:,} bytes of {name}, the {problem.num_devices} ranks "
-                f"have {room_M[kind]:,}: {total_M[kind] - room_M[kind]:,} bytes are missing"
-            )
-    return "; ".join(lines) + (f" (largest table: {problem.names[largest]!r})" if lines else "")
+    return _total_shortages(problem, need_SM)
+
+
+def _total_shortages(problem: PlacementProblem | ShardingProblem, need_XM: torch.Tensor) -> str:
+    """Memories of which all shards, or tables, together need more than there is."""
+    needs = zip(need_XM.sum(0).tolist(), _total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
+    lines = [
+        f"all tables together need {memory_in_words(need)} of {name}, the {len(problem.capacity_DM)} ranks have "
+        f"{memory_in_words(room)}: {memory_in_words(need - room)} are missing"
+        for need, room, name in needs
+        if need > room
+    ]
+    largest = problem.names[int(need_XM.double().sum(-1).argmax())]
+    return "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
 
 
 def _packing_reason(problem: PlacementProblem, proven: bool) -> str:
@@ -80,14 +88,14 @@ def _packing_reason(problem: PlacementProblem, proven: bool) -> str:
     need_M = problem.storage_SM[largest, : len(MEMORY_KINDS)]
     used_M = problem.storage_SM.sum(0).tolist()
     kinds = [
-        f"{room - used:,} bytes of {name} would be left over all ranks"
+        f"{memory_in_words(room - used)} of {name} would be left over all ranks"
         for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, need_M, strict=False)  # rules
         if need > 0
     ]
     how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
     return (
         f"{how}, although {' and '.join(kinds)}; the largest table, {problem.names[largest]!r}, needs "
-        f"{int(need_M.sum()):,} bytes on one rank"
+        f"{memory_in_words(int(need_M.sum()))} on one rank"
     )
 
 
@@ -100,9 +108,9 @@ def _wide_shortages(problem: ShardingProblem) -> list[str]:
             for need, room, memory in zip(need_M, room_M, MEMORY_KINDS, strict=False):  # rules follow
                 if unit.span > 1 and need > room:
                     reasons.append(
-                        f"table {name!r} needs {need:,} bytes of {memory} on each of {unit.span} ranks "
-                        f"({options[0].sharding_type}), the roomiest rank has {room:,}: {need - room:,} bytes are "
-                        "missing"
+                        f"table {name!r} needs {memory_in_words(need)} of {memory} on each of {unit.span} ranks "
+                        f"({options[0].sharding_type}), the roomiest rank has {memory_in_words(room)}: "
+                        f"{memory_in_words(need - room)} are missing"
                     )
     return reasons
 
@@ -118,13 +126,13 @@ def _wide_reason(problem: ShardingProblem) -> str:
     need_M = torch.stack([need_M for _, need_M in wide]).sum(0)
     largest, most_M = max(wide, key=lambda named: int(named[1].sum()))
     asked = [
-        f"{int(need):,} bytes of {memory}, of {room:,}"
+        f"{memory_in_words(int(need))} of {memory}, of {memory_in_words(room)}"
         for need, room, memory in zip(need_M, _total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
         if need > 0
     ]
     return (
         f"those that span a host or all ranks need {' and '.join(asked)}, and some rank has too little; the largest is "
-        f"{largest!r}, with {int(most_M.sum()):,} bytes"
+        f"{largest!r}, with {memory_in_words(int(most_M.sum()))}"
     )
 
 

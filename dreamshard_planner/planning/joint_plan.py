@@ -32,8 +32,8 @@ class JointPlan:
     """What the search over all options came to."""
 
     proposal: list[ShardingOption]
-    """The chosen option of every table, with ranks; where nothing fits, the options that ask least of any rank, without
-    ranks: the partitioner then says what is missing."""
+    """The chosen option of every table, with ranks; where nothing fits, the options that ask least of every memory,
+    without ranks: the partitioner then says what is missing."""
     rivals: tuple[Contender, ...]
     """The plans that the search started from, and the baselines of whole tables."""
     result: JointResult | None
@@ -145,10 +145,18 @@ def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
 
 
 def _smallest(read: ReadProblem) -> list[ShardingOption]:
-    """Every table as the option that asks least of any rank."""
-    storage_PM = read.problem.storage_PM
-    proposal = []
-    for options, choices in zip(read.options, read.problem.tables, strict=True):
-        largest = [max(int(storage_PM[part].sum()) for part in choice.parts) for choice in choices]
-        proposal.append(options[largest.index(min(largest))])
-    return proposal
+    """Every table, the largest first, as the option that leaves the least share of any memory used."""
+    storage_PM, capacity_DM = read.problem.storage_PM.double(), read.problem.capacity_DM.double()
+    share_PM = storage_PM / capacity_DM.clamp_min(0).sum(0).clamp_min(1)
+    used_M, proposal = torch.zeros(share_PM.shape[1], dtype=torch.float64), {}
+    asked = [[share_PM[choice.parts].sum(0) for choice in choices] for choices in read.problem.tables]
+    for table in sorted(range(len(asked)), key=lambda table: -min(float(need_M.max()) for need_M in asked[table])):
+        # Among those that need as little in all, what fits more evenly.
+        sizes = [
+            (float((used_M + need_M).max()), float(share_PM[choice.parts].max()))
+            for need_M, choice in zip(asked[table], read.problem.tables[table], strict=True)
+        ]
+        index = sizes.index(min(sizes))
+        used_M += asked[table][index]
+        proposal[table] = read.options[table][index]
+    return [proposal[table] for table in range(len(asked))]

@@ -80,8 +80,8 @@ class PlannedModel:
             name=name,
         )
 
-    def matched(self, saved: SavedPlan) -> list[ShardingOption]:
-        """Options as a file has them.
+    def matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
+        """Options as a file has them, as :meth:`GivenPlans.enumerated`.
 
         Raises:
             PlannerError: it was made for something else, which is named; it does not fit; or it breaks a rule.
@@ -94,7 +94,7 @@ class PlannedModel:
                 PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
             )
         options = self._given.enumerated(saved)
-        self._given.check_room(self._given.rated(options), saved.name)
+        self._given.check_room(self._given.rated(list(options.values())), saved.name)
         if self.legal is not None:
             self.legal.check(dict(saved.tables()), saved.name)
         return options

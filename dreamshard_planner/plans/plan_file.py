@@ -4,13 +4,14 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 2,
+      "format": "dreamshard_planner plan", "version": 3,
       "libraries":  {name: version},
       "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
                      "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},
       "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
                      "settings"},
-      "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}]}}}
+      "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}],
+                                      "cache_load_factor"}}}
     }
 
 This module knows neither models nor planners: it reads, checks and writes.
@@ -37,7 +38,8 @@ from dreamshard_planner.support.formatting import ranks_in_words
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 3
-"""3: codes of notes; 2: rivals, costs of each table and of each collective, and notes. Older files are read without."""
+"""3: codes of notes, load factors of caches; 2: rivals, costs of each table and of each collective, and notes. Older
+files are read without."""
 LINE = 150
 """Columns up to which a value is written on one line."""
 
@@ -75,12 +77,19 @@ class TableSharding:
     kernel: str
     """TorchRec's compute kernel."""
     shards: tuple[ShardPlace, ...]
+    cache_load_factor: float | None = None
+    """Share of the rows that the device's cache holds; None where nobody chose one."""
+
+    def __post_init__(self) -> None:
+        if self.cache_load_factor is not None and not 0 <= self.cache_load_factor < math.inf:
+            raise ValueError(f"a cache cannot hold {self.cache_load_factor} of a table's rows")
 
     @property
     def label(self) -> str:
         """In words, such as ``column_wise on ranks 0, 2-3``."""
         ranks = ranks_in_words(shard.rank for shard in self.shards)
-        return f"{sharding_in_words(self.sharding_type, self.kernel)} on {ranks}"
+        cached = "" if self.cache_load_factor is None else f" of load factor {self.cache_load_factor:.3g}"
+        return f"{sharding_in_words(self.sharding_type, self.kernel)}{cached} on {ranks}"
 
 
 @dataclass(frozen=True)
@@ -219,6 +228,10 @@ class SavedPlan:
         """For JSON."""
         document = asdict(self)
         del document["name"]
+        for module in document["sharding"].values():
+            for table in module.values():
+                if table["cache_load_factor"] is None:
+                    del table["cache_load_factor"]
         return {"format": FORMAT, "version": VERSION, **document}
 
     def save(self, path: str | Path) -> None:

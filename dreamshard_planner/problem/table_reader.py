@@ -185,6 +185,20 @@ class TableReader:
             return f"its ids reach up to {feature.ids.end - 1:,}, the table has {option.tensor.shape[0]:,} rows"
         return None
 
+    def is_guess(self, option: ShardingOption) -> bool:
+        """Whether an option that nobody asked for keeps the table in host memory, where its cost is that of a
+        popularity of rows that is assumed."""
+        constraint = self._constraints.get(option.name)
+        return self.assumes_popularity(option) and option.compute_kernel not in (
+            (constraint and constraint.compute_kernels) or ()
+        )
+
+    def assumes_popularity(self, option: ShardingOption) -> bool:
+        """Whether the table is in host memory and no statistics tell how often its rows are read again."""
+        known = [self._statistics and self._statistics.get(name) for name in self._feature_names(option)]
+        in_host = KERNEL_MEMORY.get(option.compute_kernel) in ("uvm", "uvm_caching")
+        return in_host and any(feature is None or feature.reuse_histogram is None for feature in known)
+
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
         """Assumptions behind the cost of the tables that a plan splits by rows."""
         return tuple(

@@ -95,6 +95,8 @@ def joint_search(
         seconds: cap on the search, on top of its budget of candidates.
     """
     asked = JointOptions(cost)
+    if not asked.may_fit:
+        return None
     pool = list(dict.fromkeys([*starts, *level_starts(cost, asked)]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]

@@ -51,6 +51,7 @@ class JointOptions:
         self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
         self.bytes_TOM = np.zeros((*shape, storage_PM.shape[1]))
         self.fits_TO = np.zeros(shape, dtype=bool)
+        self.capacity_M = problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
         roomiest_M = problem.capacity_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
@@ -65,6 +66,12 @@ class JointOptions:
         """Of all ranks together, whatever they need of memory: over the ranks, no sharding whose costs add up is
         cheaper."""
         return float(self.total_ms_TO.min(1).sum())
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether all ranks together have as much of each memory as the options that need least of it."""
+        least_M = np.where(np.isfinite(self.total_ms_TO)[..., None], self.bytes_TOM, np.inf).min(1).sum(0)
+        return bool(has_room(least_M, self.capacity_M))
 
     def bytes_M(self, options: np.ndarray) -> np.ndarray:
         """Of chosen options, over all ranks."""
@@ -224,7 +231,7 @@ def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[
 
 def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
-    capacity_M = cost.problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
+    capacity_M = asked.capacity_M
     price_M = np.zeros(len(capacity_M))
     first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(capacity_M, 1)
     tried_T = wanted_T = used_M = None

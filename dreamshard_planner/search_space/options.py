@@ -45,8 +45,8 @@ def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption
 
 def same_option(one: ShardingOption, other: ShardingOption) -> bool:
     """Whether two options of one table shard it alike."""
-    return (one.sharding_type, one.compute_kernel, one.num_shards) == (
-        other.sharding_type,
-        other.compute_kernel,
-        other.num_shards,
+    one_way, other_way = (
+        (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards)
+        for option in (one, other)
     )
+    return one_way == other_way

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -72,6 +72,14 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
                 "on that: allow another type in its ParameterConstraints.sharding_types."
             )
     return _one_width_per_collection(usable)
+
+
+def certain_options(
+    options: Sequence[ShardingOption], is_guess: Callable[[ShardingOption], bool]
+) -> list[ShardingOption]:
+    """Options whose cost is no guess; all of a table that has no others."""
+    tables = by_table(options).values()
+    return [option for choices in tables for option in ([o for o in choices if not is_guess(o)] or choices)]
 
 
 def _shares_a_store(option: ShardingOption) -> bool:

@@ -15,6 +15,11 @@ def size_in_words(count: int) -> str:
     return f"{count} B"
 
 
+def memory_in_words(count: int) -> str:
+    """Bytes of memories to compare, such as ``3,120.00 GiB``: in one unit from a GiB on."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else size_in_words(count)
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers, such as ``0-2, 5``."""
     runs: list[list[int]] = []

@@ -13,7 +13,7 @@ from dreamshard_planner.planning.placing import NO_CAP, SearchBudget
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
+from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
 
 
@@ -88,5 +88,9 @@ class JointProposer(Proposer):
             self._pending = self._searched(storage_constraint)
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
-        self.found = joint_plan(self._context, self._options, topology, *self._search)
+        """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
+        certain = certain_options(self._options, self._context.reader.is_guess)
+        self.found = joint_plan(self._context, certain, topology, *self._search)
+        if self.found.result is None and len(certain) < len(self._options):
+            self.found = joint_plan(self._context, self._options, topology, *self._search)
         return self.found.proposal

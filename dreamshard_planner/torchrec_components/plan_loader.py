@@ -35,11 +35,14 @@ class JsonPlanLoader(PlanLoader):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.loaded: SavedPlan | None = None
-        self._matched: Callable[[SavedPlan], list[ShardingOption]] | None = None
+        self.options: list[ShardingOption] = []
+        """As the file has them."""
+        self._matched: Callable[[SavedPlan], dict[int, ShardingOption]] | None = None
 
-    def bind(self, matched: Callable[[SavedPlan], list[ShardingOption]]) -> None:
-        """What makes options of a file, or refuses it; set by the planner that loads."""
-        self._matched, self.loaded = matched, None
+    def bind(self, matched: Callable[[SavedPlan], dict[int, ShardingOption]]) -> None:
+        """What makes options of a file, by storage hash of those enumerated, or refuses it; set by the planner that
+        loads."""
+        self._matched, self.loaded, self.options = matched, None, []
 
     def load(self) -> dict[int, ShardingOption]:
         """See ``PlanLoader.load``.
@@ -55,8 +58,8 @@ class JsonPlanLoader(PlanLoader):
                 "plan with it, and give its ShardingPlan to any DistributedModelParallel"
             )
         saved = SavedPlan.load(self.path)
-        options = {option.storage_hash(): option for option in self._matched(saved)}
-        self.loaded = saved
+        options = self._matched(saved)
+        self.loaded, self.options = saved, list(options.values())
         return options
 
     def plan_context_hash(self) -> None:
