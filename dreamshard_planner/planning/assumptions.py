@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.problem.options import fqn_of
+from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics

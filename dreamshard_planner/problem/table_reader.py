@@ -196,7 +196,8 @@ class TableReader:
     def assumes_popularity(self, option: ShardingOption) -> bool:
         """Whether the table is in host memory and no statistics tell how often its rows are read again."""
         known = [self._statistics and self._statistics.get(name) for name in self._feature_names(option)]
-        in_host = KERNEL_MEMORY.get(option.compute_kernel) in ("uvm", "uvm_caching")
+        kernel = KERNELS.get(option.compute_kernel)
+        in_host = kernel is not None and kernel.memory in ("uvm", "uvm_caching")
         return in_host and any(feature is None or feature.reuse_histogram is None for feature in known)
 
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
