@@ -29,6 +29,8 @@ class Gpu:
     title: str
     memory_bytes: int
     memory_bytes_per_s: float
+    l2_bytes: int
+    """Of the cache that all of its cores share."""
     link: str
     """Between GPUs of one host."""
     link_bytes_per_s: float
@@ -45,6 +47,7 @@ GPUS = {
         title="NVIDIA A100 40GB SXM",
         memory_bytes=40 * GB,
         memory_bytes_per_s=1555 * GB,
+        l2_bytes=40 * 10**6,
         link="NVLink 3",
         link_bytes_per_s=300 * GB,
         host_bytes_per_s=32 * GB,
@@ -55,6 +58,7 @@ GPUS = {
         title="NVIDIA A100 80GB SXM",
         memory_bytes=80 * GB,
         memory_bytes_per_s=2039 * GB,
+        l2_bytes=40 * 10**6,
         link="NVLink 3",
         link_bytes_per_s=300 * GB,
         host_bytes_per_s=32 * GB,
@@ -65,6 +69,7 @@ GPUS = {
         title="NVIDIA H100 SXM",
         memory_bytes=80 * GB,
         memory_bytes_per_s=3350 * GB,
+        l2_bytes=50 * 10**6,
         link="NVLink 4",
         link_bytes_per_s=450 * GB,
         host_bytes_per_s=64 * GB,
@@ -75,6 +80,7 @@ GPUS = {
         title="NVIDIA H200 SXM",
         memory_bytes=141 * GB,
         memory_bytes_per_s=4800 * GB,
+        l2_bytes=50 * 10**6,
         link="NVLink 4",
         link_bytes_per_s=450 * GB,
         host_bytes_per_s=64 * GB,
@@ -85,6 +91,7 @@ GPUS = {
         title="NVIDIA B200 SXM",
         memory_bytes=180 * GB,
         memory_bytes_per_s=8000 * GB,
+        l2_bytes=126 * 10**6,
         link="NVLink 5",
         link_bytes_per_s=900 * GB,
         host_bytes_per_s=64 * GB,
@@ -95,6 +102,7 @@ GPUS = {
         title="NVIDIA L4",
         memory_bytes=24 * GB,
         memory_bytes_per_s=300 * GB,
+        l2_bytes=48 * 10**6,
         link="PCIe 4.0 x16",
         link_bytes_per_s=32 * GB,
         host_bytes_per_s=32 * GB,

@@ -12,7 +12,7 @@ from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 
-ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5, forward_launch_ms=0.02, backward_launch_ms=0.06)
+ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5)
 SEARCH = SearchConfig(samples=4, candidates=2000)
 
 

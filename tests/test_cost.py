@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import kendalltau
 
+import gpu_prior
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.cost.roofline import GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperFit, PaperFitConfig, fit_paper_network
 from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, feature_matrix
@@ -159,9 +161,14 @@ def test_selecting_sets_keeps_their_shards(split) -> None:
     assert torch.equal(chosen.labels_ms_X2, test.labels_ms_X2[[5, 2]])
 
 
+NO_FLOOR = Kernels(forward_launch_ms=0.0, backward_launch_ms=0.0)
+
+
 def test_roofline_by_hand() -> None:
     roofline = RooflineCost(
-        memory_bytes_per_ms=1000.0, uvm_bytes_per_ms=100.0, forward_launch_ms=0.5, backward_launch_ms=1.0
+        memory_bytes_per_ms=1000.0,
+        uvm_bytes_per_ms=100.0,
+        kernels=Kernels(forward_launch_ms=0.5, backward_launch_ms=1.0),
     )
     workload = Workload("t", 100, 4, 10, 2.0, 20.0, (1.0,) + (0.0,) * 16)
     sets = LabelledSets.of([[workload]], torch.ones(1, 2))
@@ -170,6 +177,33 @@ def test_roofline_by_hand() -> None:
     assert forward == pytest.approx(0.5 + (20 * 16 + 160 + 160) / 1000)
     # Rows are read and written; gradients read once per lookup, of which 160 bytes are the outputs'; indices sorted.
     assert backward == pytest.approx(1.0 + (2 * 320 + 160 + 4 * 2 * 160) / 1000 + (320 - 160) / 4000)
+
+
+def test_a_cache_serves_what_it_holds_and_narrow_rows_cost_a_least() -> None:
+    kernels = Kernels(cache_speedup=2.0, row_bytes=64.0, lane_dims=8.0, forward_launch_ms=0.0, backward_launch_ms=0.0)
+    workload = Workload("t", 100, 4, 10, 4.0, 20.0, (0.0, 1.0) + (0.0,) * 15)  # 40 lookups of 20 rows
+
+    def ms(tables: int, cache_bytes: float) -> tuple[float, float]:
+        roofline = RooflineCost(1000.0, 100.0, kernels, cache_bytes)
+        return tuple(predict_ms(roofline, LabelledSets.of([[workload] * tables], torch.ones(1, 2)))[0].tolist())
+
+    rows, outputs, indices = 20 * 64, 160, 40 * 8
+    first = rows + outputs + indices
+    for tables in (1, 2):
+        # The forward's cache holds the rows of one table, and half of those of two.
+        forward, backward = ms(tables, rows)
+        assert forward == pytest.approx(tables * (first + rows * (1 - 0.5 / tables)) / 1000)
+        # Gradients are read in passes of 8 columns; the cache holds all of the outputs'.
+        assert backward == pytest.approx(tables * (2 * rows + outputs + 8 * indices + (40 * 32 - outputs) / 2) / 1000)
+
+
+def test_the_gpu_prior_agrees_with_published_kernels() -> None:
+    """The level of every row, and the order of all."""
+    pairs = [pair for row in gpu_prior.published() for pair in row.predicted(GPU_KERNELS, {}).values()]
+    assert len(pairs) == 29
+    predicted, published = map(list, zip(*pairs, strict=True))
+    assert kendalltau(predicted, published).statistic > 0.95
+    assert all(1 / 1.5 < ours / theirs < 1.5 for ours, theirs in pairs)
 
 
 def uvm(memory: str, load_factor: float = 0.2, prefetched: bool = False) -> Workload:
@@ -181,7 +215,7 @@ def uvm(memory: str, load_factor: float = 0.2, prefetched: bool = False) -> Work
 
 
 def test_rows_outside_of_device_memory_cross_the_link() -> None:
-    roofline = RooflineCost(1000.0, 100.0, 0.0, 0.0)
+    roofline = RooflineCost(1000.0, 100.0, NO_FLOOR)
 
     def ms(*workloads: Workload) -> list[float]:
         return predict_ms(roofline, LabelledSets.of([list(workloads)], torch.ones(1, 2)))[0].tolist()
@@ -204,7 +238,7 @@ def test_rows_outside_of_device_memory_cross_the_link() -> None:
 
 
 def test_prefetching_hides_behind_the_kernels_of_its_group() -> None:
-    roofline = RooflineCost(1000.0, 100.0, 0.0, 0.0)
+    roofline = RooflineCost(1000.0, 100.0, NO_FLOOR)
 
     def total_ms(*workloads: Workload) -> float:
         return float(predict_ms(roofline, LabelledSets.of([list(workloads)], torch.ones(1, 2))).sum())

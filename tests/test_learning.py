@@ -109,7 +109,7 @@ def test_shipped_policy_alone_beats_every_rule_on_unseen_tasks(device: str) -> N
 
 def test_reinforce_improves_on_unseen_tasks() -> None:
     """Trained here from a policy that ignores cost, judged on tables that it did not train on."""
-    roofline = RooflineCost(1e9, 1e8, 0.02, 0.06)
+    roofline = RooflineCost(1e9, 1e8)
     train_tables, test_tables = pool_tables(CONFIG.pools)
     config = replace(CONFIG, num_tasks=30, validation_tasks=20, tasks=replace(CONFIG.tasks, max_tables=20))
     policy = Policy(PolicyConfig(), seed=0)
@@ -123,7 +123,7 @@ def test_reinforce_improves_on_unseen_tasks() -> None:
 
 
 def test_proposed_sets_are_what_the_policy_puts_together() -> None:
-    roofline = RooflineCost(1e9, 1e8, 0.02, 0.06)
+    roofline = RooflineCost(1e9, 1e8)
     tables, _ = pool_tables(CONFIG.pools)
     tasks = priced_tasks(roofline, tables, 5, CONFIG.tasks, seed=0)
     sets = proposed_sets(Policy(PolicyConfig()), tasks, 20, seed=0)

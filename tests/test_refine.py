@@ -24,7 +24,7 @@ from dreamshard_planner.search.local_search import DEFAULT_SEARCH, local_search
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of
 
-ROOFLINE = RooflineCost(1e9, 1e8, 0.02, 0.06)
+ROOFLINE = RooflineCost(1e9, 1e8)
 
 
 @pytest.fixture

@@ -1,32 +1,77 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The roofline model: bytes moved over bandwidths, nothing learned, nothing measured.
+"""The roofline model: bytes moved over bandwidths, and a few times that kernels take whatever they move.
 
-It serves topologies that no checkpoint covers. The first read of a row comes from memory, repeated reads
-within a batch from a faster cache; each fused kernel has a launch floor.
+It serves topologies that no checkpoint covers. On CPUs it has the bandwidth alone. On GPUs its few parameters are
+fitted to what others published of FBGEMM's kernels on other machines (``benchmarks/gpu_prior.py``); nothing of it was
+measured on the machine at hand.
 
 Shapes: S shards, F features, H latent channels.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
 
-CACHE_SPEEDUP = 4.0
-"""Cache over memory bandwidth. Of the order of published L2 over HBM figures of A100 and H100."""
 SORT_PASSES = 4.0
 """Times that the backward reads and writes the indices while it sorts them (radix sort of int64 keys)."""
-
-
 CACHE_SET_BYTES = 32 * 8
 """Keys that one lookup in a UVM cache compares: FBGEMM's sets are as wide as a warp. Before, the indices are sorted, to
 find the distinct ones."""
+L2_BYTES = 40e6
+"""Of a GPU that :data:`~dreamshard_planner.devices.GPUS` does not name."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How FBGEMM's kernels use a device's bandwidth. Each parameter has a meaning; together they are few enough to be
+    fitted to a few dozen published rows."""
+
+    forward_share: float = 1.0
+    """Of the memory's bandwidth that the forward reaches."""
+    backward_share: float = 1.0
+    cache_speedup: float = 4.0
+    """Cache over memory bandwidth, for reads of a row after the first where the cache holds what is read."""
+    row_bytes: float = 0.0
+    """That reading a row takes at least, however narrow it is."""
+    lane_dims: float = 0.0
+    """Columns that a warp adds up in one pass of the backward: narrower gradients take as long."""
+    row_ns: float = 0.0
+    """Of the backward, for each distinct row that has an optimizer state, beside its bytes."""
+    link_reads: float = 1.0
+    """Times that rows in unified memory take the link to the host in the forward: reads one by one do not fill it."""
+    link_updates: float = 2.0
+    """In the backward: there and back; in both directions at once, for all that is known of GPUs."""
+    cache_lookup_ns: float = 0.0
+    """Of the forward, for each lookup through a UVM cache, whether it hits or not."""
+    forward_launch_ms: float = 0.02
+    """Launch floors: a handful of kernels of some 5 to 10 us each, more in the backward."""
+    backward_launch_ms: float = 0.06
+
+
+CPU_KERNELS = Kernels()
+GPU_KERNELS = Kernels(
+    forward_share=0.92,
+    backward_share=0.56,
+    cache_speedup=1.7,
+    row_bytes=110.0,
+    lane_dims=160.0,
+    row_ns=1.1,
+    link_reads=2.2,
+    link_updates=1.5,
+    cache_lookup_ns=2.75,
+    forward_launch_ms=0.03,
+    backward_launch_ms=0.10,
+)
+"""Fitted to published rows by ``benchmarks/gpu_prior.py``; the launch floors are those published for a B200."""
 
 
 @dataclass(frozen=True)
@@ -35,67 +80,86 @@ class RooflineCost:
 
     memory_bytes_per_ms: float
     uvm_bytes_per_ms: float
-    forward_launch_ms: float
-    backward_launch_ms: float
+    kernels: Kernels = CPU_KERNELS
+    cache_bytes: float = math.inf
+    """Of the cache that rows are read from again; infinite: all of them are."""
 
     @classmethod
     def of_topology(cls, topology) -> RooflineCost:
         """From the bandwidths of a ``torchrec.distributed.planner.Topology``."""
-        on_cpu = topology.compute_device == "cpu"
+        if topology.compute_device == "cpu":
+            return cls(topology.ddr_mem_bw, topology.ddr_mem_bw)
+        named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == topology.hbm_mem_bw * 1e3)
+        gpu = next(named, None)
         return cls(
-            memory_bytes_per_ms=topology.ddr_mem_bw if on_cpu else topology.hbm_mem_bw,
-            uvm_bytes_per_ms=topology.ddr_mem_bw if on_cpu else topology.hbm_to_ddr_mem_bw,
-            # Launch floors: a handful of kernel launches of some 5-10 us each, more in the backward.
-            forward_launch_ms=0.02,
-            backward_launch_ms=0.06,
+            memory_bytes_per_ms=topology.hbm_mem_bw,
+            uvm_bytes_per_ms=topology.hbm_to_ddr_mem_bw,
+            kernels=GPU_KERNELS,
+            cache_bytes=L2_BYTES if gpu is None else gpu.l2_bytes,
         )
 
     @property
     def source(self) -> CostSource:
         """Names the bandwidths."""
         gb_per_s = self.memory_bytes_per_ms * 1e3 / 1e9
-        return CostSource("roofline", f"topology's {gb_per_s:.0f} GB/s, nothing measured")
+        prior = "" if self.kernels is CPU_KERNELS else "prior from published kernels of other machines, "
+        return CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, nothing measured")
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 4]: count, forward milliseconds, backward milliseconds of each shard without launches, and milliseconds
-        that prefetching takes the link to the host beside these."""
+        """[S, 8]: count; milliseconds of forward and backward without launches and repeated reads; milliseconds that
+        prefetching takes the link to the host beside these; and for the reads of a row after its first, in the forward
+        and in the backward, bytes that the cache would have to hold and milliseconds out of memory."""
 
         def column(name: str) -> Tensor:
             return features_SF[:, FEATURE_INDEX[name]].double()
 
-        weight_bytes = column("weight_bytes")
-        first_reads = column("distinct_elements") * weight_bytes
-        repeats = (column("lookup_bytes") - first_reads).clamp_min(0)
+        kernels = self.kernels
+        dim, lookups, distinct_rows = column("dim"), column("lookups"), column("distinct_rows")
+        row_bytes = (dim * column("weight_bytes")).clamp_min(kernels.row_bytes)
+        first_reads = distinct_rows * row_bytes
+        repeats = (lookups - distinct_rows).clamp_min(0) * row_bytes
         outputs = column("output_elements") * OUTPUT_BYTES
-        indices = column("lookups") * INDEX_BYTES
-        optimizer_state = column("stateful_optimizer") * column("distinct_rows") * OUTPUT_BYTES * 2
+        indices = lookups * INDEX_BYTES
+        optimizer_state = column("stateful_optimizer") * distinct_rows * OUTPUT_BYTES * 2
 
-        memory_ms, cache_ms = 1 / self.memory_bytes_per_ms, 1 / (CACHE_SPEEDUP * self.memory_bytes_per_ms)
+        forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
+        backward_ms = 1 / (kernels.backward_share * self.memory_bytes_per_ms)
         # Over the link to the host: rows in unified memory, read in the forward, read and written in the backward; and
         # rows that miss a cache, which takes them in and puts as many others out. Cached rows are updated in the cache.
         uvm, missed = column("uvm"), column("uvm_caching") * column("cache_misses")
         at_once = missed * (1 - column("cache_prefetched"))
         link_ms = 1 / self.uvm_bytes_per_ms
-        read_ms = (1 - uvm) * memory_ms + (uvm + at_once) * link_ms
-        update_ms = 2 * (1 - uvm) * memory_ms + (2 * uvm + at_once) * link_ms
+        read_ms = (1 - uvm) * forward_ms + (kernels.link_reads * uvm + at_once) * link_ms
+        update_ms = 2 * (1 - uvm) * backward_ms + (kernels.link_updates * uvm + at_once) * link_ms
         ahead = 2 * first_reads * (missed - at_once) * link_ms
-        keys = column("uvm_caching") * (SORT_PASSES * 2 * indices + column("lookups") * CACHE_SET_BYTES)
+        keys = column("uvm_caching") * (SORT_PASSES * 2 * indices + lookups * CACHE_SET_BYTES)
 
-        forward = first_reads * read_ms + repeats * cache_ms + (outputs + indices + keys) * memory_ms
-        gradient_reads = column("lookup_elements") * OUTPUT_BYTES
+        cached_ns = column("uvm_caching") * lookups * kernels.cache_lookup_ns
+        forward = first_reads * read_ms + (outputs + indices + keys) * forward_ms + cached_ns * 1e-6
+        gradient_reads = lookups * dim.clamp_min(kernels.lane_dims) * OUTPUT_BYTES
         backward = (
             first_reads * update_ms
-            + (outputs + SORT_PASSES * 2 * indices + optimizer_state) * memory_ms
-            + (gradient_reads - outputs).clamp_min(0) * cache_ms
+            + (outputs + SORT_PASSES * 2 * indices + optimizer_state) * backward_ms
+            + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6)
         )
-        return torch.stack([torch.ones_like(forward), forward, backward, ahead], dim=-1)
+        again = (gradient_reads - outputs).clamp_min(0) * backward_ms
+        count = torch.ones_like(forward)
+        return torch.stack([count, forward, backward, ahead, first_reads, repeats * forward_ms, outputs, again], dim=-1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. What prefetching moves for the
-        next batch passes beside the group's kernels, on a stream of its own, so that the group takes the longer of the
-        two; the rest of the step, which hides more of it, is not known here. What sticks out delays the forward."""
-        launch_2 = latent_XH.new_tensor([self.forward_launch_ms, self.backward_launch_ms])
-        kernels_X2 = latent_XH[..., 1:3] + launch_2
+        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. Reads of a row after its first
+        come from the cache as far as that holds what the group reads. What prefetching moves for the next batch passes
+        beside the group's kernels, on a stream of its own, so that the group takes the longer of the two; the rest of
+        the step, which hides more of it, is not known here. What sticks out delays the forward."""
+        kernels = self.kernels
+        launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
+        held_X2, again_X2 = latent_XH[..., 4::2], latent_XH[..., 5::2]
+        if math.isinf(self.cache_bytes):
+            slowed_X2 = torch.full_like(again_X2, 1 / kernels.cache_speedup)
+        else:
+            hit_X2 = (self.cache_bytes / held_X2.clamp_min(1.0)).clamp_max(1.0)
+            slowed_X2 = 1 - hit_X2 * (1 - 1 / kernels.cache_speedup)
+        kernels_X2 = latent_XH[..., 1:3] + launch_2 + again_X2 * slowed_X2
         out_X = (latent_XH[..., 3] - kernels_X2.sum(-1)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
@@ -105,7 +169,12 @@ class RooflineCost:
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""
-        return ("nothing was measured for this kind of device: costs come from bandwidths alone",)
+        if self.kernels is CPU_KERNELS:
+            return ("nothing was measured for this kind of device: costs come from bandwidths alone",)
+        return (
+            "nothing was measured on this kind of device here: costs are a prior from published kernels of H100, MI350 "
+            "and others, scaled by the topology's bandwidths",
+        )
 
 
 DENSE_PASSES = 5
