@@ -19,6 +19,7 @@ from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search_space.kernels import CACHING, FUSED
 from dreamshard_planner.search_space.options import by_table, fqn_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import memory_in_words, nearest
@@ -81,8 +82,8 @@ class GivenPlans:
         for fqn, choices in self.by_table.items():
             sharding = given[fqn]
             known = self._known(choices, sharding)
-            if known is None and sharding.kernel == "fused":
-                known = self._known(choices, replace(sharding, kernel="fused_uvm_caching"))
+            if known is None and sharding.kernel == FUSED:
+                known = self._known(choices, replace(sharding, kernel=CACHING))
             if known is None:
                 ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
                 raise PlannerError(

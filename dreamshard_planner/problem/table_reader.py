@@ -17,7 +17,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.plans.plan_file import TableInputs
 from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.kernels import CACHING, FUSED, KERNELS
+from dreamshard_planner.search_space.kernels import CACHING, memory_of
 from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.search_space.modules import (
     brings_optimizer,
@@ -164,7 +164,7 @@ class TableReader:
             pooled=option.is_pooled,
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
             optimizer=_OPTIMIZERS.get(optimizer_name(option.tensor, self._fused_params(option)), "other"),
-            memory="device" if on_host else KERNELS.get(option.compute_kernel, KERNELS[FUSED]).memory,
+            memory="device" if on_host else memory_of(option.compute_kernel),
             cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
         )
@@ -196,8 +196,7 @@ class TableReader:
     def assumes_popularity(self, option: ShardingOption) -> bool:
         """Whether the table is in host memory and no statistics tell how often its rows are read again."""
         known = [self._statistics and self._statistics.get(name) for name in self._feature_names(option)]
-        kernel = KERNELS.get(option.compute_kernel)
-        in_host = kernel is not None and kernel.memory in ("uvm", "uvm_caching")
+        in_host = memory_of(option.compute_kernel) in ("uvm", "uvm_caching")
         return in_host and any(feature is None or feature.reuse_histogram is None for feature in known)
 
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:

@@ -42,6 +42,11 @@ KERNELS = {
 FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense)
 
 
+def memory_of(name: str) -> str:
+    """Where a kernel's weights live; the device for kernels of unknown cost, which no plan uses."""
+    return KERNELS[name].memory if name in KERNELS else "device"
+
+
 def fuses_as(name: str) -> str:
     """What TorchRec groups tables by: wherever their weights live, fused kernels are one."""
     return name if KERNELS[name].dense or KERNELS[name].store else FUSED
