@@ -252,7 +252,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         else:
             placed = f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
         loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
-        return session.result(self._best_plan, self._search_space(), found, placed, loaded)
+        return session.result(self._best_plan, self._enumerated(), found, placed, loaded)
 
     def collective_plan(
         self,
@@ -303,7 +303,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: before any plan, on this rank, unless an enumerator and a reservation are given that have
                 done their work.
         """
-        space = self._search_space()
+        space = self._enumerated()
         reserved = getattr(self._storage_reservation, "last_reserved_topology", None)
         if not space or reserved is None:
             raise DreamShardError(
@@ -427,12 +427,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _model(self) -> PlannedModel:
         """The last module that was read, whether or not a plan was found."""
-        space = self._search_space()
+        space = self._enumerated()
         if self._session is None or not space:
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._session.planned(space)
 
-    def _search_space(self) -> Sequence[ShardingOption]:
+    def _enumerated(self) -> Sequence[ShardingOption]:
         """All options of the last module, as its enumerator keeps them; empty before, and where it keeps none."""
         return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
