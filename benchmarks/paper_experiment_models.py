@@ -26,7 +26,7 @@ from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCost
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.search.place import InfeasibleError, place
+from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.workload.features import PAPER_FEATURES
 from paper_experiment_setting import Half, Setting
 from paper_experiment_training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published

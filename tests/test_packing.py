@@ -18,7 +18,7 @@ from dreamshard_planner.search.exact import RELATIVE_GAP, solve
 from dreamshard_planner.search.heuristics import RULES, place_by_rule
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.packing import pack
-from dreamshard_planner.search.place import InfeasibleError, place
+from dreamshard_planner.policy.place import InfeasibleError, place
 
 
 def test_packing_where_greedy_dead_ends() -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.collectives import fits_of
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig
-from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
-from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.support.files import brief, check_readable, parse_json
 from dreamshard_planner.workload.features import covers, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
 FORMAT = "dreamshard_planner"
 VERSION = 1
-RECIPES: dict[str, tuple[type, type, type, type]] = {
-    "default": (Policy, PolicyConfig, CostNetwork, CostNetworkConfig),
-    "paper": (PaperPolicy, PaperPolicyConfig, PaperCostNetwork, PaperCostConfig),
-    "autoshard": (RecurrentPolicy, RecurrentPolicyConfig, CostNetwork, CostNetworkConfig),
-}
-"""Policy, its configuration, cost network and its configuration, by recipe. ``default`` is ours, ``paper`` is
-DreamShard as published, ``autoshard`` the recurrent policy of AutoShard on our cost network, for comparison."""
-
 METADATA: dict[str, tuple[type, type]] = {
     "recipe": (str, str),
     "hardware_name": (str, str),
@@ -116,7 +106,7 @@ def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
     return description
 
 
-def network_of(path: Path, what: str, make: type, config_type: type, values: Any, file: Any) -> nn.Module:
+def network_of(path: Path, what: str, make: Callable, config_type: Callable, values: Any, file: Any) -> nn.Module:
     """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
     sizes = list(values.values()) if isinstance(values, dict) else [values]
     if not all(type(size) is int and 1 <= size <= MAX_SIZE for size in sizes):
@@ -150,7 +140,7 @@ def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: to
         raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
 
 
-def check_sense(path: Path, policy: AnyPolicy, cost: CostNetwork | PaperCostNetwork | None) -> None:
+def check_sense(path: Path, policy: AnyPolicy, cost: ComputeCost | None) -> None:
     """Finite weights may still be none to compute with: too large, or scales of zero."""
     features_SF = feature_matrix(ORDINARY)
     with torch.no_grad():
