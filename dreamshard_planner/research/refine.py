@@ -22,9 +22,9 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost, PlacementCosts, Preload
 from dreamshard_planner.cost.sharding import extra_ms
+from dreamshard_planner.policy.place import RefineResult
 from dreamshard_planner.research.evidence import ErrorModel, Evidence, Measurements, shares
 from dreamshard_planner.search.local_search import SearchConfig, local_search
-from dreamshard_planner.policy.place import RefineResult
 
 ShardSet = tuple[int, ...]
 """Shards of one fused group on one device, ascending; those that lie there already are counted on from S."""
