@@ -20,9 +20,9 @@ from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.placing import NO_CAP, Outcome, SearchBudget, place_proposal, wide_units_laid_down
+from dreamshard_planner.policy.place import REFINEMENTS
 from dreamshard_planner.search.heuristics import RULES, place_by_rule
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.policy.place import REFINEMENTS
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.towers import pin
 from dreamshard_planner.support.torch_state import neutral, single_thread
