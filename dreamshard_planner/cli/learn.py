@@ -127,6 +127,9 @@ def collect(
         str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.")
     ] = None,
     max_tables: Annotated[int, typer.Option(min=1, help="Tables of the largest set; sizes are log-uniform.")] = 100,
+    shards: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the sets that are column slices and blocks of rows.")
+    ] = 0.2,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
@@ -138,7 +141,8 @@ def collect(
     Under torchrun (--nproc_per_node=8 -m dreamshard_planner collect ...) all ranks share the sets, each on a GPU, or on
     cores, of its own.
     """
-    from dreamshard_planner.measure.collect import collect, draw_sets
+    from dreamshard_planner.measure.collect import collect
+    from dreamshard_planner.measure.shards import draw_mixed_sets
     from dreamshard_planner.training import pool_tables
 
     journal = out.with_suffix(".journal")
@@ -150,7 +154,7 @@ def collect(
     except ValueError as error:
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
-    drawn = draw_sets(tables, sets, seed, batches, max_tables, device=device.value)
+    drawn = draw_mixed_sets(tables, sets, seed, batches, max_tables, device.value, shards)
     with _measuring(device) as ranks:
         own = ranks.device(device.value)
         dataset = collect(drawn, journal, own, threads, repeats, seed, seconds, ranks=ranks)

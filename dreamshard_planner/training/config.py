@@ -9,7 +9,7 @@ from typing import Any
 
 from dreamshard_planner.checkpoints.default_recipe import DEFAULT
 from dreamshard_planner.checkpoints.recipes import Recipe
-from dreamshard_planner.measure.collect import draw_sets
+from dreamshard_planner.measure.shards import SHARD_SHARE, draw_mixed_sets
 from dreamshard_planner.policy.tasks import TaskConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
@@ -43,6 +43,8 @@ class TrainingConfig:
     """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
     max_set_tables: int = 100
     """Tables of the largest random set."""
+    shard_share: float = SHARD_SHARE
+    """Share of the random sets that are shards, as TorchRec fuses them where it splits tables."""
     arena_bytes: int | None = None
     """Memory for the weights of measured kernels; larger tables are folded into it. Default: that of ``Arena``."""
     num_tasks: int = 200
@@ -65,7 +67,8 @@ class TrainingConfig:
 
     def draw_sets(self, tables: Sequence[Table], num_sets: int, seed: int) -> list[list[Workload]]:
         """Random sets to measure."""
-        return draw_sets(tables, num_sets, seed, self.batch_sizes, self.max_set_tables, device=self.device)
+        sizes, most = self.batch_sizes, self.max_set_tables
+        return draw_mixed_sets(tables, num_sets, seed, sizes, most, self.device, self.shard_share)
 
 
 QUICK = TrainingConfig(
