@@ -122,7 +122,9 @@ def test_a_recipe_of_your_own_is_fitted_saved_loaded_and_planned_with(
     ours = planner(recipe="tiny", checkpoint=path)
     assert ours.plan(small_model(), SHARDERS).plan
     report = ours.report()
-    assert "tiny.safetensors" in report.cost_source and "costs are those of a tiny network" in report.notes
+    assert "tiny.safetensors" in report.cost_source and "costs are those of a tiny network" in [
+        note.text for note in report.notes
+    ]
     assert report.candidates > 0
     for recipe in ("default", "paper"):
         with pytest.raises(CheckpointError, match=f"made by recipe 'tiny', asked for '{recipe}'"):
