@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -49,7 +49,6 @@ class _Counts:
 class _Description:
     """What of a description is read again; the rest is for people."""
 
-    __pydantic_config__: ClassVar = {"strict": True}
     recipe: str = "default"
     hardware_name: str = ""
     hardware: _Hardware = _Hardware()
@@ -112,15 +111,11 @@ def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
     return description
 
 
-def network_of(path: Path, what: str, make: Callable, config_type: Callable, values: Any, file: Any) -> nn.Module:
+def network_of(path: Path, what: str, make: Callable, config_type: type, values: Any, file: Any) -> nn.Module:
     """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
-    sizes = list(values.values()) if isinstance(values, dict) else [values]
-    if not all(type(size) is int and 1 <= size <= MAX_SIZE for size in sizes):
+    config = parsed(config_type, values, f"{path}: the {what} network", CheckpointError)
+    if not all(1 <= size <= MAX_SIZE for size in asdict(config).values()):
         raise CheckpointError(f"{path}: sizes of the {what} network must be from 1 to {MAX_SIZE}, got {brief(values)}")
-    try:
-        config = config_type(**values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: its description does not fit this package ({brief(error)})") from error
     prefix = f"{what}."
     held = {name.removeprefix(prefix): file.get_slice(name) for name in file.keys() if name.startswith(prefix)}
     with FakeTensorMode():

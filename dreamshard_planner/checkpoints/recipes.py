@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dreamshard_planner.support.registry import Registry
 
@@ -15,14 +15,6 @@ if TYPE_CHECKING:  # the command line asks for names alone, and has no time for 
     from dreamshard_planner.policy.network import AnyPolicy
     from dreamshard_planner.policy.reinforce import ReinforceConfig
     from dreamshard_planner.search.local_search import SearchConfig
-
-
-class FitSettings(Protocol):
-    """How a recipe's cost network is fitted."""
-
-    def steps(self, sets: int) -> int:
-        """Times that fitting so many training sets reports its progress."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +30,16 @@ class Recipe:
 
     name: str
     cost: Callable[[Any], ComputeCost]
-    cost_config: Callable[..., Any]
+    cost_config: type
     policy: Callable[..., AnyPolicy]
     """Of its configuration and a ``seed``."""
-    policy_config: Callable[..., Any]
+    policy_config: type
     fit: Callable[[LabelledSets, Any, Callable[[int, float], None]], ComputeCost]
     """``(train, fit_config, on_step)`` -> a cost network fitted to these sets; calls ``on_step`` with number and loss
     of each step."""
-    fit_config: FitSettings
-    quick_fit_config: FitSettings
+    fit_config: Any
+    """Its ``steps(sets)`` says how many steps fitting so many training sets takes."""
+    quick_fit_config: Any
     """To try the flow in seconds."""
     reinforce: ReinforceConfig
     search: SearchConfig | None = None

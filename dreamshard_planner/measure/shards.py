@@ -44,9 +44,9 @@ def draw_mixed_sets(
         raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
     cut = [int((place + 1) * shard_share) > int(place * shard_share) for place in range(num_sets)]
     whole = iter(draw_sets(tables, cut.count(False), seed, batch_sizes, max_tables, device=device))
-    shards = draw_shard_sets(tables, cut.count(True), seed + _SEED_APART, batch_sizes, max_tables, device=device)
-    of_shards = iter(shards)
-    return [next(of_shards if shard else whole) for shard in cut]
+    other = seed + _SEED_APART
+    shards = iter(draw_shard_sets(tables, cut.count(True), other, batch_sizes, max_tables, device=device))
+    return [next(shards if of_shards else whole) for of_shards in cut]
 
 
 def draw_shard_sets(

@@ -7,26 +7,26 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import brief
 from dreamshard_planner.support.formatting import nearest
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 T = TypeVar("T")
+adapter = cache(TypeAdapter)
 
-STRICT = {"extra": "forbid", "strict": True}
-"""Pydantic's settings, as ``__pydantic_config__`` of a dataclass: nothing unknown, and no text for a number."""
+STRICT = {"extra": "forbid"}
+"""Pydantic's settings, as ``__pydantic_config__`` of a dataclass: nothing unknown."""
 
 UNKNOWN = "unexpected_keyword_argument"
 """What pydantic calls a key that a dataclass lacks."""
 
 
 def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:
-    """What a document holds.
+    """What a document holds, with no text taken for a number.
 
     Args:
         kind: a dataclass, or any type that pydantic knows.
@@ -34,22 +34,13 @@ def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardEr
         where: file, and entry in it, for messages.
         error: raised where the document is none; names ``where``, the key, what is wrong with it, and what is there.
     """
-    from pydantic import ValidationError  # late: the command line has no time for it
-
     try:
-        return _adapter(kind).validate_json(json.dumps(document))
+        return adapter(kind).validate_json(json.dumps(document), strict=True)
     except ValidationError as reason:
         # A name that nothing has first: what is missing may be meant by it.
         mistake, *others = sorted(reason.errors(include_url=False), key=lambda found: found["type"] != UNKNOWN)
         more = f" (and {len(others)} more)" if others else ""
         raise error(f"{where}: {_in_words(kind, document, mistake)}{more}") from reason
-
-
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
 
 
 def _in_words(kind: type, document: Any, mistake: Mapping[str, Any]) -> str:
