@@ -34,8 +34,8 @@ from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.policy.place import place
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
-from dreamshard_planner.search.place import place
 from dreamshard_planner.training import WITH_ROOM, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from output import table_of, wide_console, write_result
 from placers import rule_starts

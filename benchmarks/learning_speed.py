@@ -94,20 +94,20 @@ def learning_curve(compute: ComputeCost) -> tuple[float, list[UpdateStatistics],
         )
     )
     rules_ms = [best_rule_ms(cost) for cost in held_out]
-    policy = Policy(config.policy, seed=config.seed)
+    policy = Policy(PolicyConfig(), seed=config.seed)
     policy.initialize(torch.cat([cost.problem.features_SF for cost in training]))
     ratios = {0: held_out_ratio(policy, held_out, rules_ms)}
     looked_s = 0.0
 
     def look(index: int, _: UpdateStatistics) -> None:
         nonlocal looked_s
-        if (index + 1) % (config.reinforce.updates // 10) == 0:
+        if (index + 1) % (config.recipe.reinforce.updates // 10) == 0:
             start = time.perf_counter()
             ratios[index + 1] = held_out_ratio(policy, held_out, rules_ms)
             looked_s += time.perf_counter() - start
 
     start = time.perf_counter()
-    told = train_policy(policy, training, config.reinforce, look)
+    told = train_policy(policy, training, config.recipe.reinforce, look)
     return time.perf_counter() - start - looked_s, told, ratios
 
 

@@ -20,13 +20,13 @@ from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan
+from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.search.place import InfeasibleError, place
 from dreamshard_planner.workload.features import PAPER_FEATURES
 from paper_experiment_setting import Half, Setting
 from paper_experiment_training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published

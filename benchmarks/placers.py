@@ -33,12 +33,12 @@ from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.tasks import Task
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.search.exact import solve
 from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
-from dreamshard_planner.search.place import InfeasibleError, place
 from dreamshard_planner.workload.tables import Table
 from meta_model import meta_collection
 from torchrec_estimates import TorchRecCost, torchrec_table_ms

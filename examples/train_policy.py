@@ -14,9 +14,9 @@ import torch
 
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.policy.network import greedy_plan
+from dreamshard_planner.policy.place import place
 from dreamshard_planner.search.heuristics import RULES, place_by_rule
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search.place import place
 from dreamshard_planner.training import QUICK, TrainingConfig, pool_tables, priced_tasks, rated_ms, train
 
 

@@ -141,7 +141,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 def test_counts_that_are_none_are_refused(tmp_path: Path, section) -> None:
     path = tmp_path / "some.safetensors"
     Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", "dataset": section}).save(path)
-    with pytest.raises(CheckpointError, match="some.safetensors: sets of its dataset must be a whole number"):
+    with pytest.raises(CheckpointError, match="some.safetensors: dataset"):
         Checkpoint.load(path)
 
 

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cli import app
-from dreamshard_planner.cli.learn import with_updates
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, measuring, train
+from dreamshard_planner.training import QUICK, calibrate, measuring, train
 
 
 def dreamshard(*arguments: str, status: int = 0):
@@ -72,11 +71,6 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     measured = CostDataset.load(out.with_suffix(".dataset.npz"))
     assert checkpoint.metadata["dataset"]["sets"] == len(measured)
     assert len(measured) == held["x.round0.journal"] + held["x.round1.journal"]
-
-
-def test_updates_are_those_asked_for_in_every_recipe() -> None:
-    config = with_updates(TrainingConfig(), 3)
-    assert config.reinforce.updates == config.paper_reinforce.updates == 3
 
 
 def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import typer
 from typer.testing import CliRunner
 
 from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
-from dreamshard_planner.checkpoints.checkpoint import RECIPES, SHIPPED
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
-from dreamshard_planner.cli.options import CostSource, Recipe, bytes_per_s, size_bytes
+from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes
 from dreamshard_planner.planning.context import COST_SOURCES
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tables.json")
@@ -80,7 +80,6 @@ def test_help_and_version_load_no_torch_and_every_other_import_is_late() -> None
 
 
 def test_choices_that_the_help_lists_are_those_of_the_library() -> None:
-    assert [recipe.value for recipe in Recipe] == list(RECIPES)
     assert tuple(source.value for source in CostSource) == COST_SOURCES
 
 

@@ -15,8 +15,8 @@ from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out, score_rollout
+from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
-from dreamshard_planner.search.place import InfeasibleError, place
 from dreamshard_planner.workload.tables import Workload
 
 

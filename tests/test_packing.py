@@ -14,11 +14,11 @@ from placement_tasks import make_cost, storage_problem
 from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.policy.network import Policy, PolicyConfig
+from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.search.exact import RELATIVE_GAP, solve
 from dreamshard_planner.search.heuristics import RULES, place_by_rule
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.packing import pack
-from dreamshard_planner.search.place import InfeasibleError, place
 
 
 def test_packing_where_greedy_dead_ends() -> None:

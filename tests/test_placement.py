@@ -8,10 +8,10 @@ import torch
 from placement_tasks import SEARCH, make_cost, storage_problem
 
 from dreamshard_planner.policy.network import Policy, PolicyConfig
+from dreamshard_planner.policy.place import place, sampled_rollouts
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search.place import place, sampled_rollouts
 
 
 def test_rules_place_as_by_hand() -> None:

@@ -103,12 +103,12 @@ def test_tables_survive_a_file(tmp_path) -> None:
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (lambda tables: tables[0].update(rows=0), "table 0.*rows and dim must be at least 1"),
-        (lambda tables: tables[0].update(colour="red"), "table 0.*colour"),
-        (lambda tables: tables[0].pop("features"), "table 0.*features"),
-        (lambda tables: tables[0]["features"][0].update(pooling_factor=-1), "table 0.*pooling factor"),
+        (lambda tables: tables[0].update(rows=0), r"tables\.0: table 'a': rows and dim .* got 0 x 4"),
+        (lambda tables: tables[0].update(colour="red"), "'tables.0.colour'"),
+        (lambda tables: tables[0].pop("features"), "tables.0: lacks 'features'"),
+        (lambda tables: tables[0]["features"][0].update(pooling_factor=-1), "tables.0.features.0: pooling factor.*-1"),
         (lambda tables: tables.append(tables[0]), "names must differ"),
-        (lambda tables: tables.append(7), "table 1"),
+        (lambda tables: tables.append(7), "tables.1: .*got 7"),
     ],
 )
 def test_files_of_impossible_tables_are_refused(tmp_path, change, reason: str) -> None:

@@ -8,9 +8,11 @@ import torch
 from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.cost.roofline import FRESH_BYTES, dense_ms
-from dreamshard_planner.measure.collect import set_work
+from dreamshard_planner.errors import TaskError
+from dreamshard_planner.measure.collect import draw_sets, set_work
 from dreamshard_planner.measure.kernels import FusedKernel, check_group
-from dreamshard_planner.measure.shards import MAX_ROW_BLOCKS, MAX_SLICES, draw_shard_sets
+from dreamshard_planner.measure.shards import MAX_ROW_BLOCKS, MAX_SLICES, draw_mixed_sets, draw_shard_sets
+from dreamshard_planner.training import QUICK, pool_tables
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, FeatureStatistics, Table
 
 TABLES = [
@@ -70,6 +72,23 @@ def test_grids_are_both_and_draws_repeat() -> None:
 def test_sets_stay_within_the_work_asked_for() -> None:
     sets = draw_shard_sets(TABLES, 60, 3, (256,), max_work=2e5)
     assert all(set_work(group) <= 2e5 or len(group) == 1 for group in sets)
+
+
+def test_a_share_of_all_sets_is_of_shards() -> None:
+    sets = draw_mixed_sets(TABLES, 100, 3, (256,), shard_share=0.25)
+    whole = [all((s.rows, s.dim) == (OF_NAME[s.name].rows, OF_NAME[s.name].dim) for s in group) for group in sets]
+    assert whole[0] and whole.count(False) == pytest.approx(25, abs=3)
+    assert draw_mixed_sets(TABLES, 10, 3, (256,), shard_share=0.25) == sets[:10]
+    assert draw_mixed_sets(TABLES, 7, 3, (256,), shard_share=0) == draw_sets(TABLES, 7, 3, (256,))
+    with pytest.raises(TaskError, match="between 0 and 1, got 2"):
+        draw_mixed_sets(TABLES, 7, 3, shard_share=2)
+
+
+def test_trainings_measure_shards() -> None:
+    tables = pool_tables(QUICK.pools)[0]
+    rows = {table.name: table.rows for table in tables}
+    sets = QUICK.draw_sets(tables, 40, seed=0)
+    assert sum(any(shard.rows < rows[shard.name] for shard in group) for group in sets) >= 2
 
 
 def test_shards_of_one_table_run_as_one_kernel() -> None:

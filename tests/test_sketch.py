@@ -193,9 +193,9 @@ GOOD = list(range(257))
         ({"lookups": GOOD[1:], "distinct": GOOD}, "has 257 lookups quantiles, got 256 of"),
         ({"lookups": GOOD, "distinct": GOOD[::-1]}, "must ascend .* got distinct 257 of .256, 255, 254. ... .0."),
         ({"lookups": [-1, *GOOD[1:]], "distinct": GOOD}, "must ascend from 0"),
-        ({"lookups": [0.5, *GOOD[1:]], "distinct": GOOD}, "whole numbers, got lookups"),
+        ({"lookups": [0.5, *GOOD[1:]], "distinct": GOOD}, "lookups.0: .* got 0.5"),
         ({"lookups": GOOD}, "distinct"),
-        (GOOD, "ids must be an IdSketch, got list"),
+        (GOOD, "must be an object, got"),
     ],
 )
 def test_damaged_sketches_name_their_feature(tmp_path, ids, reason: str) -> None:
@@ -204,7 +204,7 @@ def test_damaged_sketches_name_their_feature(tmp_path, ids, reason: str) -> None
     document = json.loads(path.read_text())
     document["features"]["a"]["ids"] = ids
     path.write_text(json.dumps(document))
-    with pytest.raises(StatisticsError, match=f"feature 'a': .*{reason}"):
+    with pytest.raises(StatisticsError, match=f"features.a.ids.*{reason}"):
         TableStatistics.from_json(path)
 
 

@@ -128,7 +128,7 @@ def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
     statistics.to_json(path)
     assert dict(TableStatistics.from_json(path)) == dict(statistics)
     path.write_text(path.read_text().replace("0.3333333333333333", "-1.0"))
-    with pytest.raises(StatisticsError, match="statistics.json: feature 'a'"):
+    with pytest.raises(StatisticsError, match=r"statistics.json: features\.a"):
         TableStatistics.from_json(path)
     path.write_text(path.read_text()[:40])
     with pytest.raises(StatisticsError, match="truncated"):
@@ -138,21 +138,21 @@ def test_statistics_refuse_what_cannot_be(tmp_path) -> None:
 @pytest.mark.parametrize(
     "document, reason",
     [
-        ({"schema": SCHEMA}, "'features' must map"),
-        ({"schema": SCHEMA, "features": [1]}, "'features' must map"),
-        ({"schema": SCHEMA, "features": {"a": 7}}, "feature 'a' needs pooling_factor"),
-        ({"schema": SCHEMA, "features": {"a": {"pooling_factor": 1.0}}}, "feature 'a' needs pooling_factor"),
+        ({"schema": SCHEMA}, "lacks 'features'"),
+        ({"schema": SCHEMA, "features": [1]}, r"features: .*got .1."),
+        ({"schema": SCHEMA, "features": {"a": 7}}, r"features\.a: .*got 7"),
+        ({"schema": SCHEMA, "features": {"a": {"batch_size": 1}}}, r"features\.a: lacks 'pooling_factor'"),
         ({"schema": "dreamshard_planner.statistics/2", "features": {}}, SCHEMA),
         (
             {"schema": SCHEMA, "features": {"a": {"pooling_factor": 1, "reuse_histogram": None, "batch_size": 1.5}}},
-            "batch_size must be whole, got 1.5",
+            r"features\.a\.batch_size: .* got 1.5",
         ),
         (
             {
                 "schema": SCHEMA,
                 "features": {"a": {"pooling_factor": float("nan"), "reuse_histogram": None, "batch_size": 1}},
             },
-            "feature 'a': pooling factor must be a finite number >= 0, got nan",
+            r"features\.a: pooling factor must be a finite number >= 0, got nan",
         ),
     ],
 )

@@ -71,24 +71,24 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
             {**GOOD, "num_embedings": 3},
             r"tables\[1\] 'a': unknown key 'num_embedings' .did you mean 'num_embeddings'",
         ),
-        ({"name": "a", "embedding_dim": 8}, r"tables\[1\] 'a' lacks 'num_embeddings'"),
-        ({**GOOD, "embedding_dim": "8"}, r"embedding_dim must be a whole number from 1, got '8'"),
-        ({**GOOD, "num_embeddings": 0}, r"num_embeddings must be a whole number from 1, got 0"),
-        ({**GOOD, "num_embeddings": True}, r"num_embeddings must be a whole number from 1, got True"),
-        ({**GOOD, "name": ""}, r"tables\[1\].*name must be a text, got ''"),
-        ({**GOOD, "pooling": "max"}, r"pooling must be one of sum, mean, none, got 'max'"),
-        ({**GOOD, "data_type": "int3"}, r"data_type must be one of fp32, fp16, bf16, got 'int3'"),
-        ({**GOOD, "optimizer": "sdg"}, r"optimizer must be one of .*, got 'sdg'"),
-        ({**GOOD, "weighted": 1}, r"weighted must be true or false, got 1"),
-        ({**GOOD, "pooling_factor": "many"}, r"pooling_factor must be a number, or one per feature, got 'many'"),
+        ({"name": "a", "embedding_dim": 8}, r"tables\[1\] 'a': lacks 'num_embeddings'"),
+        ({**GOOD, "embedding_dim": "8"}, r"tables\[1\] 'a': embedding_dim: .* got '8'"),
+        ({**GOOD, "num_embeddings": 0}, r"tables\[1\] 'a': num_embeddings: .* 1, got 0"),
+        ({**GOOD, "num_embeddings": True}, r"num_embeddings: .* got True"),
+        ({**GOOD, "name": ""}, r"tables\[1\].*name: .* got ''"),
+        ({**GOOD, "pooling": "max"}, r"pooling: .*'sum', 'mean' or 'none', got 'max'"),
+        ({**GOOD, "data_type": "int3"}, r"data_type: .*'fp32', 'fp16' or 'bf16', got 'int3'"),
+        ({**GOOD, "optimizer": "sdg"}, r"optimizer: .*'rowwise_adagrad'.*, got 'sdg'"),
+        ({**GOOD, "weighted": 1}, r"weighted: .* got 1"),
+        ({**GOOD, "pooling_factor": "many"}, r"pooling_factor: .* got 'many'"),
         ({**GOOD, "pooling_factor": -1}, r"pooling_factor: pooling factor must be a finite number >= 0, got -1"),
         ({**GOOD, "pooling_factor": [1, 2]}, r"has 1 feature_names and 2 pooling factors"),
         ({**GOOD, "feature_names": ["f", "f"]}, r"feature_names must differ"),
-        ({**GOOD, "feature_names": "f"}, r"feature_names must be a list of texts, got 'f'"),
-        ({**GOOD, "sharding_types": ["rowwise"]}, r"sharding_types must be a list of some of table_wise, .*'rowwise'"),
+        ({**GOOD, "feature_names": "f"}, r"feature_names: .* got 'f'"),
+        ({**GOOD, "sharding_types": ["rowwise"]}, r"sharding_types.0: .*table_wise, .*'rowwise'"),
         ({**GOOD, "weighted": True, "pooling": "none"}, r"sequence tables \(pooling 'none'\) take no weights"),
-        ({**GOOD, "name": "first"}, r"tables\[1\] has the name of tables\[0\], 'first'"),
-        ("a", r"tables\[1\] must be an object, got 'a'"),
+        ({**GOOD, "name": "first"}, r"tables\[1\] 'first': has the name of tables\[0\]"),
+        ("a", r"tables.1: .* got 'a'"),
     ],
 )
 def test_one_mistake_is_named_with_its_place(tmp_path: Path, entry: Any, mistake: str) -> None:
@@ -101,16 +101,16 @@ def test_one_mistake_is_named_with_its_place(tmp_path: Path, entry: Any, mistake
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        ('{"schema": "dreamshard_planner.table_list/1",\n "tables": [}', "line 2, column 13: no JSON"),
+        ('{"schema": "dreamshard_planner.table_list/1",\n "tables": [}', "line 2 column 13"),
         ('{"tables": []}', "no list of tables"),
         ("[]", "no list of tables"),
-        ('{"schema": "dreamshard_planner.table_list/1", "tables": []}', "at least one table"),
+        ('{"schema": "dreamshard_planner.table_list/1", "tables": []}', "tables: .*at least 1 item"),
         ('{"schema": "dreamshard_planner.table_list/1", "table": []}', "unknown key 'table' .did you mean 'tables'"),
         ('{"schema": "dreamshard_planner.table_list/1", "tables": 1, "tables": 2}', "the key 'tables' twice"),
         ('{"schema": "dreamshard_planner.table_list/1", "defaults": {"name": "x"}, "tables": [{}]}', "key 'name'"),
         (
             '{"schema": "dreamshard_planner.table_list/1", "defaults": 3, "tables": [{}]}',
-            "'defaults' must be an object",
+            "defaults: .*object, got 3",
         ),
     ],
 )
@@ -119,5 +119,5 @@ def test_a_list_that_is_none_says_why(tmp_path: Path, text: str, mistake: str) -
     path.write_text(text)
     with pytest.raises(TaskError, match=f"tables.json: .*{mistake}"):
         read_table_list(path)
-    with pytest.raises(TaskError, match=r"gone.json: no such list of tables"):
+    with pytest.raises(TaskError, match=r"gone.json: no such file"):
         read_table_list(tmp_path / "gone.json")

@@ -106,7 +106,7 @@ def test_a_damaged_one_is_an_error_that_names_it(folder: Path) -> None:
     assert resolve(folder / "good.safetensors", "cpu").name == "good.safetensors"
     for threads in (0, "many", None, 2.5, True):
         keep(folder / "bad.safetensors", hardware={"threads": threads})
-        with pytest.raises(CheckpointError, match="bad.safetensors: threads of its hardware must be a whole number"):
+        with pytest.raises(CheckpointError, match="bad.safetensors: hardware.threads: .* got"):
             resolve("auto", "cpu")
     doctor = CliRunner().invoke(app, ["doctor", "--format", "json"])
     assert doctor.exit_code == 1 and "bad.safetensors" in doctor.stdout

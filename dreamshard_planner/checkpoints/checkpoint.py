@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from dreamshard_planner.checkpoints import user_folder
 from dreamshard_planner.checkpoints.file import (
     FORMAT,
-    RECIPES,
     VERSION,
     check_sense,
     describe,
@@ -27,12 +26,11 @@ from dreamshard_planner.checkpoints.file import (
     network_of,
     opened,
 )
+from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.model import ComputeCost, CostSource
-from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
-from dreamshard_planner.research.paper_network import PaperCostNetwork
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
@@ -46,7 +44,7 @@ class Checkpoint:
     """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
 
     policy: AnyPolicy
-    cost: CostNetwork | PaperCostNetwork | None
+    cost: ComputeCost | None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Hardware, library versions, dataset digest, validation errors and the like."""
     name: str = "unsaved"
@@ -99,10 +97,10 @@ class Checkpoint:
         with opened(path) as file:
             description = description_of(path, file.metadata() or {})
             recipe = RECIPES[description.get("recipe", "default")]
-            policy = network_of(path, "policy", *recipe[:2], description.get("policy"), file)
+            policy = network_of(path, "policy", recipe.policy, recipe.policy_config, description.get("policy"), file)
             cost = None
             if description.get("cost") is not None:
-                cost = network_of(path, "cost", *recipe[2:], description["cost"], file)
+                cost = network_of(path, "cost", recipe.cost, recipe.cost_config, description["cost"], file)
         check_sense(path, policy, cost)
         if cost is not None:
             cost.requires_grad_(False)

@@ -3,54 +3,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.collectives import fits_of
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig
-from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
-from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.policy.network import AnyPolicy
+from dreamshard_planner.support.documents import parsed
 from dreamshard_planner.support.files import brief, check_readable, parse_json
 from dreamshard_planner.workload.features import covers, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
 FORMAT = "dreamshard_planner"
 VERSION = 1
-RECIPES: dict[str, tuple[type, type, type, type]] = {
-    "default": (Policy, PolicyConfig, CostNetwork, CostNetworkConfig),
-    "paper": (PaperPolicy, PaperPolicyConfig, PaperCostNetwork, PaperCostConfig),
-    "autoshard": (RecurrentPolicy, RecurrentPolicyConfig, CostNetwork, CostNetworkConfig),
-}
-"""Policy, its configuration, cost network and its configuration, by recipe. ``default`` is ours, ``paper`` is
-DreamShard as published, ``autoshard`` the recurrent policy of AutoShard on our cost network, for comparison."""
-
-METADATA: dict[str, tuple[type, type]] = {
-    "recipe": (str, str),
-    "hardware_name": (str, str),
-    "hardware": (dict, str),
-    "pools": (list, str),
-    "extra_pools": (list, str),
-    "batch_sizes": (list, int),
-}
-"""What else of the description is read again: its type, and that of its elements."""
-COUNTS = (("dataset", "sets"), ("calibration", "sets"), ("validation", "tasks"))
-"""And how many there were, in sections of it that need not be there."""
-
 MAX_SIZE = 4096
 """Widest layer of a network, and most of anything that its configuration counts."""
 UNBOUNDED = ("_low", "_high")
 """Ends of the names of buffers that may be infinite: ranges of networks that have seen nothing."""
 ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
+
+
+@dataclass(frozen=True)
+class _Hardware:
+    threads: Annotated[int, Field(ge=1)] = 1
+
+
+@dataclass(frozen=True)
+class _Counts:
+    sets: int = 0
+    tasks: int = 0
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What of a description is read again; the rest is for people."""
+
+    recipe: str = "default"
+    hardware_name: str = ""
+    hardware: _Hardware = _Hardware()
+    pools: tuple[str, ...] = ()
+    extra_pools: tuple[str, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    dataset: _Counts = _Counts()
+    calibration: _Counts = _Counts()
+    validation: _Counts = _Counts()
+    collectives: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"its recipe must be one of {', '.join(RECIPES)}, got {brief(self.recipe)}")
+        if self.collectives is not None:
+            fits_of(self.collectives)
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -93,38 +107,15 @@ def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
     features = description.get("features")
     if not isinstance(features, list) or not covers(features):
         raise CheckpointError(f"{path}: made for other features than this package computes; train it again")
-    for name, (kind, of) in METADATA.items():
-        value = description.get(name)
-        if name in description and not (type(value) is kind and all(type(part) is of for part in value)):
-            raise CheckpointError(f"{path}: its {name} must be a {kind.__name__} of {of.__name__}, got {brief(value)}")
-    for section, counted in COUNTS:
-        value = description.get(section, {})
-        if not (isinstance(value, dict) and type(value.get(counted, 0)) is int):
-            raise CheckpointError(f"{path}: {counted} of its {section} must be a whole number, got {brief(value)}")
-    threads = description.get("hardware", {}).get("threads", 1)
-    if type(threads) is not int or threads < 1:
-        raise CheckpointError(f"{path}: threads of its hardware must be a whole number from 1, got {brief(threads)}")
-    if description.get("recipe", "default") not in RECIPES:
-        raise CheckpointError(
-            f"{path}: its recipe must be one of {', '.join(RECIPES)}, got {brief(description['recipe'])}"
-        )
-    if description.get("collectives") is not None:
-        try:
-            fits_of(description["collectives"])
-        except ValueError as error:
-            raise CheckpointError(f"{path}: its collectives are no measurement ({brief(error)})") from error
+    parsed(_Description, description, path, CheckpointError)
     return description
 
 
-def network_of(path: Path, what: str, make: type, config_type: type, values: Any, file: Any) -> nn.Module:
+def network_of(path: Path, what: str, make: Callable, config_type: type, values: Any, file: Any) -> nn.Module:
     """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
-    sizes = list(values.values()) if isinstance(values, dict) else [values]
-    if not all(type(size) is int and 1 <= size <= MAX_SIZE for size in sizes):
+    config = parsed(config_type, values, f"{path}: the {what} network", CheckpointError)
+    if not all(1 <= size <= MAX_SIZE for size in asdict(config).values()):
         raise CheckpointError(f"{path}: sizes of the {what} network must be from 1 to {MAX_SIZE}, got {brief(values)}")
-    try:
-        config = config_type(**values)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: its description does not fit this package ({brief(error)})") from error
     prefix = f"{what}."
     held = {name.removeprefix(prefix): file.get_slice(name) for name in file.keys() if name.startswith(prefix)}
     with FakeTensorMode():
@@ -150,7 +141,7 @@ def _check_values(path: Path, network: str, name: str, tensor: Tensor, dtype: to
         raise CheckpointError(f"{path}: the {network} holds infinite values in {name}")
 
 
-def check_sense(path: Path, policy: AnyPolicy, cost: CostNetwork | PaperCostNetwork | None) -> None:
+def check_sense(path: Path, policy: AnyPolicy, cost: ComputeCost | None) -> None:
     """Finite weights may still be none to compute with: too large, or scales of zero."""
     features_SF = feature_matrix(ORDINARY)
     with torch.no_grad():

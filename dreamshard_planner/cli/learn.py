@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.options import (
     CollectivesOption,
@@ -98,13 +99,11 @@ def train(
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
     measure.
     """
-    from dreamshard_planner.training import QUICK, TrainingConfig, train, train_on_roofline
+    from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
     path = out or _kept(_described(device, threads), recipe.value)
-    config = with_updates(QUICK if quick else TrainingConfig(), updates)
-    config = replace(config, collectives=_read_collectives(collectives))
-    config = replace(config, device=device.value, threads=threads, seed=seed, recipe=recipe.value)
+    config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
     with _measuring(device) as ranks:
         if roofline:
@@ -128,6 +127,9 @@ def collect(
         str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.")
     ] = None,
     max_tables: Annotated[int, typer.Option(min=1, help="Tables of the largest set; sizes are log-uniform.")] = 100,
+    shards: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the sets that are column slices and blocks of rows.")
+    ] = 0.2,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
@@ -139,7 +141,8 @@ def collect(
     Under torchrun (--nproc_per_node=8 -m dreamshard_planner collect ...) all ranks share the sets, each on a GPU, or on
     cores, of its own.
     """
-    from dreamshard_planner.measure.collect import collect, draw_sets
+    from dreamshard_planner.measure.collect import collect
+    from dreamshard_planner.measure.shards import draw_mixed_sets
     from dreamshard_planner.training import pool_tables
 
     journal = out.with_suffix(".journal")
@@ -151,7 +154,7 @@ def collect(
     except ValueError as error:
         raise typer.BadParameter(f"whole numbers, separated by commas, got {batch_sizes!r}") from error
     tables = pool_tables(names)[held_out]
-    drawn = draw_sets(tables, sets, seed, batches, max_tables, device=device.value)
+    drawn = draw_mixed_sets(tables, sets, seed, batches, max_tables, device.value, shards)
     with _measuring(device) as ranks:
         own = ranks.device(device.value)
         dataset = collect(drawn, journal, own, threads, repeats, seed, seconds, ranks=ranks)
@@ -183,11 +186,10 @@ def fit(
 ) -> None:
     """Make a checkpoint from measured sets; needs no hardware."""
     from dreamshard_planner.cost.dataset import CostDataset
-    from dreamshard_planner.training import QUICK, TrainingConfig, learn
+    from dreamshard_planner.training import learn
 
     _check_out(out, quick)
-    config = with_updates(QUICK if quick else TrainingConfig(), updates)
-    config = replace(config, collectives=_read_collectives(collectives), recipe=recipe.value, seed=seed)
+    config = _config(recipe, quick, updates, collectives, seed)
     train_data, test_data = (
         CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
     )
@@ -254,12 +256,14 @@ def _read_collectives(path: Path | None) -> dict | None:
     return Collectives.load(path).metadata()
 
 
-def with_updates(config: TrainingConfig, updates: int | None) -> TrainingConfig:
-    """Where a number of policy updates is given, in every recipe."""
-    if updates is None:
-        return config
+def _config(recipe: Recipe, quick: bool, updates: int | None, collectives: Path | None, seed: int) -> TrainingConfig:
+    """Of a training with these options."""
+    from dreamshard_planner.training import QUICK, TrainingConfig
+
+    chosen = RECIPES[recipe.value].quick() if quick else RECIPES[recipe.value]
     return replace(
-        config,
-        reinforce=replace(config.reinforce, updates=updates),
-        paper_reinforce=replace(config.paper_reinforce, updates=updates),
+        QUICK if quick else TrainingConfig(),
+        recipe=chosen.with_updates(updates),
+        collectives=_read_collectives(collectives),
+        seed=seed,
     )

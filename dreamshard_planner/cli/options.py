@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.errors import FileError
 from dreamshard_planner.support.files import check_writable
 
@@ -25,12 +26,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-class Recipe(StrEnum):
-    """Of :data:`dreamshard_planner.checkpoints.checkpoint.RECIPES`, which this need not load."""
-
-    default = "default"
-    paper = "paper"
-    autoshard = "autoshard"
+Recipe = StrEnum("Recipe", list(RECIPES))
 
 
 def _output(path: Path | None) -> Path | None:

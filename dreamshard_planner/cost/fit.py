@@ -86,8 +86,8 @@ class FitConfig:
         if min(self.epochs, self.max_updates, self.batch_sets) < 1 or not self.learning_rate > 0:
             raise ValueError(f"epochs, updates, batch_sets and learning_rate must be positive, got {asdict(self)}")
 
-    def passes(self, sets: int) -> int:
-        """Over so many training sets: how often each is seen."""
+    def steps(self, sets: int) -> int:
+        """Passes over so many training sets."""
         return max(1, min(self.epochs, self.max_updates // self.updates_per_pass(sets)))
 
     def updates_per_pass(self, sets: int) -> int:
@@ -183,7 +183,7 @@ def _descend(
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one
 
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    batch_size, passes = config.batch_size(len(train)), config.passes(len(train))
+    batch_size, passes = config.batch_size(len(train)), config.steps(len(train))
     steps = passes * config.updates_per_pass(len(train))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.1 * steps), 0.5 + 0.5 * math.cos(math.pi * step / steps))

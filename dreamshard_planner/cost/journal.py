@@ -7,16 +7,15 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO, ClassVar, get_type_hints
 
-import numpy as np
+from pydantic import Field
 from torch import Tensor
 
 from dreamshard_planner.cost.dataset import (
-    FIELD_TYPES,
     SCHEMA,
     WORKLOAD_FIELDS,
     CostDataset,
@@ -25,6 +24,7 @@ from dreamshard_planner.cost.dataset import (
     require_same_hardware,
 )
 from dreamshard_planner.errors import DatasetError, FileError
+from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, check_readable, open_locked, parse_json
 from dreamshard_planner.workload.tables import Workload
 
@@ -174,38 +174,35 @@ def _read_journal(path: Path, content: bytes) -> tuple[dict, list[dict], int]:
     return header, records, end
 
 
-def _decode(path: Path, records: list[dict]) -> tuple[list[list[Workload]], list[list]]:
+_WORKLOAD = tuple[tuple(get_type_hints(Workload)[name] for name in WORKLOAD_FIELDS)]
+_TIMES = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A set with its samples and those of the reference, and the workloads that no record before it has."""
+
+    __pydantic_config__: ClassVar = STRICT
+    new: list[_WORKLOAD]
+    set: list[Annotated[int, Field(ge=0)]]
+    ms: tuple[_TIMES, _TIMES | None]
+
+    def __post_init__(self) -> None:
+        samples, reference = self.ms
+        if reference is not None and len(reference) != len(samples):
+            raise ValueError(f"holds {len(samples)} samples, and {len(reference)} of the reference")
+
+
+def _decode(path: Path, documents: list[Any]) -> tuple[list[list[Workload]], list[list]]:
     """Sets and times of journal records; a workload is spelled out in the first record that holds it."""
     known: list[Workload] = []
     sets, times = [], []
-    for number, record in enumerate(records, start=2):
-        try:
-            known += [_workload(values) for values in record["new"]]
-            sets.append([known[i] for i in record["set"]])
-            times.append(_samples(record["ms"]))
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise DatasetError(
-                f"{path}: line {number} is not a record of a set: {type(error).__name__}: {brief(error)}"
-            ) from error
+    for number, document in enumerate(documents, start=2):
+        where = f"{path}: line {number} is not a record of a set"
+        record = parsed(_Record, document, where, DatasetError)
+        known += [Workload(*values) for values in record.new]
+        if max(record.set, default=0) >= len(known):
+            raise DatasetError(f"{where}: of its workloads {record.set}, {len(known)} are known")
+        sets.append([known[i] for i in record.set])
+        times.append(record.ms)
     return sets, times
-
-
-def _workload(values: list) -> Workload:
-    """Raises ValueError or TypeError where values are not of the types of a workload's fields."""
-    named = dict(zip(WORKLOAD_FIELDS, values, strict=True))
-    for name, value in named.items():
-        expected = FIELD_TYPES[name]
-        if expected == "tuple[float, ...]":
-            named[name] = tuple(float(share) for share in value)
-        elif type(value).__name__ != expected and (expected, type(value)) != ("float", int):
-            raise TypeError(f"{name} is {brief(value)}, not {expected}")
-    return Workload(**named)
-
-
-def _samples(times: list) -> list:
-    """Samples and reference [R, 2] of one set, as they are; raises ValueError where they are of another form."""
-    samples, reference = times
-    for part in (samples,) if reference is None else (samples, reference):
-        if np.asarray(part, dtype=np.float64).shape != (len(samples), 2):
-            raise ValueError(f"times must be [repeats, 2], got {brief(part)}")
-    return times

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.collect import MAX_SET_WORK, draw_sets, set_work
 from dreamshard_planner.workload.tables import Table, Workload
 
@@ -22,13 +23,37 @@ MAX_SLICES = 4
 """Of one table on one device."""
 _ROOM = 8
 """How much heavier whole tables are drawn than their shards may be."""
+SHARD_SHARE = 0.2
+"""Of the sets to measure. What ships learned from 16 % of shards, and errs on them by more than on whole tables."""
+_SEED_APART = 10_000
+"""Whole tables and shards are of other draws."""
+
+
+def draw_mixed_sets(
+    tables: Sequence[Table],
+    num_sets: int,
+    seed: int,
+    batch_sizes: Sequence[int] | None = None,
+    max_tables: int = 40,
+    device: str = "cpu",
+    shard_share: float = SHARD_SHARE,
+) -> list[list[Workload]]:
+    """Random groups to measure, as planning meets them: whole tables, and spread evenly among them a share of shards.
+    More sets begin with the same ones; the other arguments as in ``draw_sets``."""
+    if not 0 <= shard_share <= 1:
+        raise TaskError(f"share of shards must be between 0 and 1, got {shard_share}")
+    cut = [int((place + 1) * shard_share) > int(place * shard_share) for place in range(num_sets)]
+    whole = iter(draw_sets(tables, cut.count(False), seed, batch_sizes, max_tables, device=device))
+    other = seed + _SEED_APART
+    shards = iter(draw_shard_sets(tables, cut.count(True), other, batch_sizes, max_tables, device=device))
+    return [next(shards if of_shards else whole) for of_shards in cut]
 
 
 def draw_shard_sets(
     tables: Sequence[Table],
     num_sets: int,
     seed: int,
-    batch_sizes: Sequence[int],
+    batch_sizes: Sequence[int] | None = None,
     max_tables: int = 40,
     kinds: Sequence[str] = KINDS,
     max_work: float | None = None,

@@ -17,10 +17,10 @@ from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.placing import SearchBudget, place_proposal
 from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import JointConfig, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search.place import Contender
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.slices import is_torchrecs
 from dreamshard_planner.search_space.towers import pinned_options

@@ -27,7 +27,7 @@ from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
-from dreamshard_planner.search.place import Contender, Placement
+from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import usable_options

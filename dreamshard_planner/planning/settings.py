@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dreamshard_planner.checkpoints.checkpoint import RECIPES
+from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.planning.context import COST_SOURCES
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, TW
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.statistics import TableStatistics
 
 
@@ -61,12 +61,12 @@ class PlannerSettings:
     @property
     def search(self) -> SearchConfig | None:
         """Of moves and swaps; None for one policy roll-out and nothing else, as published."""
-        return DEFAULT_SEARCH if self.recipe == "default" else None
+        return RECIPES[self.recipe].search
 
     @property
     def allowed_types(self) -> Sequence[str] | None:
         """Sharding types to use; None for all."""
-        return (TW,) if self.sharding_types is None and self.recipe == "paper" else self.sharding_types
+        return self.sharding_types or RECIPES[self.recipe].sharding_types
 
     @property
     def measuring_seconds(self) -> float:

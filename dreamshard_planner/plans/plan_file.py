@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,10 +29,11 @@ from typing import Any, ClassVar
 import torch
 
 from dreamshard_planner.errors import FileError, PlanError
-from dreamshard_planner.plans.predicted import STRICT, Predicted
+from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report, TableEntry
 from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import ranks_in_words
 
@@ -253,13 +254,7 @@ class SavedPlan:
             PlanError: missing, truncated, foreign, of a newer version, or damaged; names the file, the entry and what
                 is wrong with it.
         """
-        from pydantic import TypeAdapter, ValidationError  # half a second, for those who load plans
-
-        document = _document(Path(path))
-        try:
-            return TypeAdapter(cls).validate_json(json.dumps({**document, "name": Path(path).name}))
-        except ValidationError as error:
-            raise PlanError(f"{path}: {_first(error.errors())}") from error
+        return parsed(cls, {**_document(Path(path)), "name": Path(path).name}, path, PlanError)
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -278,15 +273,6 @@ def _document(path: Path) -> dict[str, Any]:
         notes = document["predicted"].get("notes", [])
         document["predicted"]["notes"] = [{"code": "saved", "text": text} for text in notes]
     return document
-
-
-def _first(errors: list[Mapping[str, Any]]) -> str:
-    """The first of pydantic's errors in words, and how many more there are."""
-    first = errors[0]
-    where = ".".join(str(part) for part in first["loc"])
-    reason = first["msg"].removeprefix("Value error, ")
-    shown = f"{where}: {reason}" if where else reason
-    return shown if len(errors) == 1 else f"{shown} (and {len(errors) - 1} more)"
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:

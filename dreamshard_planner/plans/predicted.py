@@ -8,9 +8,7 @@ from typing import ClassVar
 
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
-
-STRICT = {"extra": "forbid", "strict": True}
-"""Pydantic's settings: nothing unknown, and no text for a number."""
+from dreamshard_planner.support.documents import STRICT
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
 from dreamshard_planner.cost.sharding import Sharding, ShardingCost
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.verdict import verdict
-from dreamshard_planner.search.place import Contender, Placement
+from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 

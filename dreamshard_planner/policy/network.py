@@ -10,14 +10,13 @@ O observation channels, R representation channels, F features.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import PlacementCost
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
-from dreamshard_planner.research.paper_policy import PaperPolicy
-from dreamshard_planner.research.recurrent_policy import RecurrentPolicy
 from dreamshard_planner.workload.features import DESCRIPTORS, Scaler, columns
 
 LOGIT_STEP = 1e-3
@@ -37,6 +36,31 @@ class PolicyConfig:
         for name, value in asdict(self).items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+class AnyPolicy(Protocol):
+    """A policy network: scores the devices for one shard from what an episode has placed so far."""
+
+    config: Any
+
+    def initialize(self, features_SF: Tensor) -> None:
+        """Fit the feature scaler to the shards of the training tables, [S, F]."""
+        ...
+
+    def represent(self, features_XF: Tensor) -> Tensor:
+        """Representations of shards, [..., R]; what lies on a device is the sum of them."""
+        ...
+
+    def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
+        """Scores of devices, [..., D], minus infinity where illegal.
+
+        Args:
+            channels_XDO: observation channels.
+            legal_XD: devices that may take the shard.
+            load_XDR: sum of the representations of the shards on each device, times D over S.
+            shard_XR: representation of the shard to place.
+        """
+        ...
 
 
 class Policy(nn.Module):
@@ -66,25 +90,18 @@ class Policy(nn.Module):
         self.eval()
 
     def initialize(self, features_SF: Tensor) -> None:
-        """Fit the feature scaler to the shards of the training tables, [S, F]."""
+        """See :meth:`AnyPolicy.initialize`."""
         scaler = Scaler.fit(features_SF[:, columns(DESCRIPTORS)])
         self.descriptor_mean.copy_(scaler.mean_F)
         self.descriptor_scale.copy_(scaler.scale_F)
 
     def represent(self, features_XF: Tensor) -> Tensor:
-        """Representations of shards, [..., R]."""
+        """See :meth:`AnyPolicy.represent`."""
         scaled = (features_XF[..., columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
         return self.table(scaled.clamp(-5, 5))
 
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
-        """Scores of devices, [..., D], minus infinity where illegal.
-
-        Args:
-            channels_XDO: observation channels.
-            legal_XD: devices that may take the shard.
-            load_XDR: sum of the representations of the shards on each device, times D over S.
-            shard_XR: representation of the shard to place.
-        """
+        """See :meth:`AnyPolicy.logits`."""
         hidden_XDV = torch.relu(_with_shared(self.device, torch.cat([channels_XDO, load_XDR], dim=-1), shard_XR))
         weight_XD = legal_XD / legal_XD.sum(-1, keepdim=True)
         mean_XV = torch.einsum("...d,...dv->...v", weight_XD, hidden_XDV)
@@ -99,9 +116,6 @@ def _with_shared(layer: nn.Linear, own_XDI: Tensor, shared_XJ: Tensor) -> Tensor
     own_weight, shared_weight = layer.weight.split((own_XDI.shape[-1], shared_XJ.shape[-1]), dim=1)
     shared_XV = nn.functional.linear(shared_XJ, shared_weight, layer.bias)
     return nn.functional.linear(own_XDI, own_weight) + shared_XV[..., None, :]
-
-
-AnyPolicy = Policy | PaperPolicy | RecurrentPolicy
 
 
 @dataclass(frozen=True)

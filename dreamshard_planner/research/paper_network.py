@@ -69,6 +69,10 @@ class PaperFitConfig:
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
 
+    def steps(self, sets: int) -> int:
+        """Updates, whatever the number of training sets."""
+        return self.updates
+
 
 class PaperCostNetwork(nn.Module):
     """A :class:`~dreamshard_planner.cost.model.ComputeCost` with a learned overall head beside it."""

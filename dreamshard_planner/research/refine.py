@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost, PlacementCosts, Preload
 from dreamshard_planner.cost.sharding import extra_ms
+from dreamshard_planner.policy.place import RefineResult
 from dreamshard_planner.research.evidence import ErrorModel, Evidence, Measurements, shares
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 
@@ -62,25 +63,6 @@ class RefineConfig:
     """Of each search, and"""
     patience: int = 4
     """as in :class:`~dreamshard_planner.search.local_search.SearchConfig`: errors are drawn anew for the next one."""
-
-
-@dataclass(frozen=True)
-class RefineResult:
-    """The plan that measurement chose."""
-
-    assignment_S: Tensor
-    measured: PlacementCosts | None
-    """Compute by all evidence, collectives as modelled; None where the time did not suffice for one plan."""
-    first: PlacementCosts | None
-    """The same of the first start, measured beside it."""
-    plans: int
-    """Plans measured."""
-    sets: int
-    """Different fused groups measured."""
-    wanted_sets: int
-    """Of the first start, that could be measured."""
-    seconds: float
-    """Taken."""
 
 
 @dataclass(frozen=True)

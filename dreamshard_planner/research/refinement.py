@@ -26,9 +26,9 @@ from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.planning.collective import CALL_SECONDS, Together
-from dreamshard_planner.research.refine import Laid, MeasuredCosts, RefineConfig, RefineResult, ShardSet, refine
+from dreamshard_planner.policy.place import Contender, Placement, RefineResult
+from dreamshard_planner.research.refine import Laid, MeasuredCosts, RefineConfig, ShardSet, refine
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search.place import Contender, Placement
 from dreamshard_planner.workload.tables import Workload
 
 SHARE_OF_MEMORY = 0.5

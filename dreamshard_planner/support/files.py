@@ -12,6 +12,7 @@ import reprlib
 import secrets
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,7 +157,7 @@ def read_json(path: str | os.PathLike, error: type[DreamShardError]) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Raises ValueError, whatever is wrong with the text."""
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
         raise ValueError(f"nests deeper than {MAX_NESTING} levels") from error
     containers = [[document]]
@@ -166,6 +167,15 @@ def parse_json(text: str | bytes) -> Any:
         if not containers:
             return document
     raise ValueError(f"nests deeper than {MAX_NESTING} levels")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; ValueError where it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {brief(twice)} twice")
+    return found
 
 
 def brief(value: object) -> str:

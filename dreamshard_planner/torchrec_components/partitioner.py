@@ -20,7 +20,7 @@ from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.placing import NO_CAP, Outcome, SearchBudget, place_proposal, wide_units_laid_down
-from dreamshard_planner.research.refinement import Refinement
+from dreamshard_planner.policy.place import REFINEMENTS
 from dreamshard_planner.search.heuristics import RULES, place_by_rule
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
@@ -43,7 +43,7 @@ class DreamShardPartitioner(Partitioner):
         seed: of the sampled roll-outs and the search.
         budget: of time, on top of the count of candidates.
         refine_seconds: time for measuring plans on this machine's devices, see
-            :func:`~dreamshard_planner.research.refine.refine`; 0 for none. Spent once, on the first plan.
+            :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
         together: the ranks that measure; by default this one.
         context: shared by the components of one planner; made from the other arguments by default.
 
@@ -68,8 +68,9 @@ class DreamShardPartitioner(Partitioner):
         self._search = search
         self._seed = checked_seed(seed)
         self._budget = budget
-        search_of_refinement = search or DEFAULT_SEARCH
-        self._refinement = Refinement(refine_seconds, seed, search_of_refinement, together) if refine_seconds else None
+        self._refinement = None
+        if refine_seconds:
+            self._refinement = REFINEMENTS["measure"](refine_seconds, seed, search or DEFAULT_SEARCH, together)
         self._context = context
         self.placed: list[Outcome] = []
 

@@ -5,14 +5,13 @@ The only part that needs hardware is the collection; everything after it works o
 """
 
 from dreamshard_planner.training.calibration import calibrate
-from dreamshard_planner.training.config import PAPER_REINFORCE, QUICK, WITH_ROOM, TrainingConfig, pool_tables
+from dreamshard_planner.training.config import QUICK, WITH_ROOM, TrainingConfig, pool_tables
 from dreamshard_planner.training.measuring import MAX_SETS_PER_SECOND
 from dreamshard_planner.training.policies import PricedTask, priced_tasks, proposed_sets, rated_ms, validate_policy
 from dreamshard_planner.training.rounds import learn, train, train_on_roofline
 
 __all__ = [
     "MAX_SETS_PER_SECOND",
-    "PAPER_REINFORCE",
     "QUICK",
     "WITH_ROOM",
     "PricedTask",

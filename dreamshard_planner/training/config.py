@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dreamshard_planner.checkpoints.checkpoint import RECIPES
-from dreamshard_planner.cost.fit import FitConfig
-from dreamshard_planner.cost.network import CostNetworkConfig
-from dreamshard_planner.measure.collect import draw_sets
-from dreamshard_planner.policy.network import PolicyConfig
-from dreamshard_planner.policy.reinforce import ReinforceConfig
+from dreamshard_planner.checkpoints.default_recipe import DEFAULT
+from dreamshard_planner.checkpoints.recipes import Recipe
+from dreamshard_planner.measure.shards import SHARD_SHARE, draw_mixed_sets
 from dreamshard_planner.policy.tasks import TaskConfig
-from dreamshard_planner.research.paper_network import PaperFitConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
 
@@ -23,11 +19,6 @@ SPLIT_SEED = 0
 
 WITH_ROOM = TaskConfig(heaviest=0.6)
 """Tasks in which placing decides: in random ones one table alone is mostly the bottleneck."""
-
-PAPER_REINFORCE = ReinforceConfig(
-    updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001, looks=0
-)
-"""Ten iterations of ten updates of ten episodes of one task, as published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +43,8 @@ class TrainingConfig:
     """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
     max_set_tables: int = 100
     """Tables of the largest random set."""
+    shard_share: float = SHARD_SHARE
+    """Share of the random sets that are shards, as TorchRec fuses them where it splits tables."""
     arena_bytes: int | None = None
     """Memory for the weights of measured kernels; larger tables are folded into it. Default: that of ``Arena``."""
     num_tasks: int = 200
@@ -59,27 +52,23 @@ class TrainingConfig:
     validation_tasks: int = 60
     """Tasks of held-out tables that it is judged on."""
     tasks: TaskConfig = WITH_ROOM
-    network: CostNetworkConfig = field(default_factory=CostNetworkConfig)
-    fit: FitConfig = field(default_factory=FitConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
-    recipe: str = "default"
-    """``default``, or ``paper`` for the networks and hyper-parameters as published."""
-    paper_fit: PaperFitConfig = field(default_factory=PaperFitConfig)
-    paper_reinforce: ReinforceConfig = field(default_factory=lambda: PAPER_REINFORCE)
+    recipe: Recipe = DEFAULT
+    """Networks, and how they are trained; ``RECIPES["paper"]`` for those as published."""
     collectives: dict[str, Any] | None = None
     """What ``python -m dreamshard_planner.measure.collectives`` measured; kept in the checkpoint."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
         if not self.seconds > 0 or self.rounds < 1 or not 0 < self.test_share < 1:
-            raise ValueError(f"seconds, rounds and test_share must be positive, got {asdict(self)}")
+            raise ValueError(
+                "seconds and rounds must be positive, test_share between 0 and 1, got "
+                f"{self.seconds}, {self.rounds} and {self.test_share}"
+            )
 
     def draw_sets(self, tables: Sequence[Table], num_sets: int, seed: int) -> list[list[Workload]]:
         """Random sets to measure."""
-        return draw_sets(tables, num_sets, seed, self.batch_sizes, self.max_set_tables, device=self.device)
+        sizes, most = self.batch_sizes, self.max_set_tables
+        return draw_mixed_sets(tables, num_sets, seed, sizes, most, self.device, self.shard_share)
 
 
 QUICK = TrainingConfig(
@@ -92,9 +81,7 @@ QUICK = TrainingConfig(
     num_tasks=8,
     validation_tasks=4,
     tasks=replace(WITH_ROOM, max_tables=12),
-    fit=FitConfig(epochs=10),
-    reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
-    paper_fit=PaperFitConfig(updates=20),
+    recipe=DEFAULT.quick(),
 )
 """Runs through all of it in seconds; nothing that it makes is worth planning with."""
 

@@ -3,36 +3,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dreamshard_planner.cost.fit import LabelledSets, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.checkpoints.recipes import Recipe
+from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.model import ComputeCost
-from dreamshard_planner.cost.network import CostNetwork
-from dreamshard_planner.research.linear_cost import LinearCost
-from dreamshard_planner.research.paper_network import PaperCostNetwork, fit_paper_network
 from dreamshard_planner.support.progress import progress_bar
-from dreamshard_planner.training.config import TrainingConfig
+from dreamshard_planner.support.registry import Registry
+
+BASELINES: Registry[Callable[[LabelledSets], ComputeCost]] = Registry(
+    linear="dreamshard_planner.research.linear_cost:LinearCost.fit"
+)
+"""Costs that a network has to predict better than, fitted to the same sets."""
 
 
-def fit(config: TrainingConfig, train_sets: LabelledSets, progress: bool) -> CostNetwork | PaperCostNetwork:
+def fit(recipe: Recipe, train_sets: LabelledSets, progress: bool) -> ComputeCost:
     """Fit the recipe's cost network."""
-    total = config.paper_fit.updates if config.recipe == "paper" else config.fit.passes(len(train_sets))
-    with progress_bar("fitting", total, progress) as advance:
-
-        def on_step(_: int, loss: float) -> None:
-            advance(f"loss {loss:.4f}")
-
-        if config.recipe == "paper":
-            return fit_paper_network(train_sets, config.paper_fit, on_step)
-        return fit_cost_network(train_sets, config.network, config.fit, on_step)
+    with progress_bar("fitting", recipe.fit_config.steps(len(train_sets)), progress) as advance:
+        return recipe.fit(train_sets, recipe.fit_config, lambda _, loss: advance(f"loss {loss:.4f}"))
 
 
 def validate_cost(network: ComputeCost, train_sets: LabelledSets, test_sets: LabelledSets) -> dict[str, Any]:
-    """Mean absolute percentage errors on sets of held-out tables, beside the linear baseline's."""
-    labels = test_sets.labels_ms_X2
-    network_2 = mape_2(predict_ms(network, test_sets), labels)
-    linear_2 = mape_2(predict_ms(LinearCost.fit(train_sets), test_sets), labels)
+    """Mean absolute percentage errors on sets of held-out tables, beside those of the baselines."""
+    fitted = {"network": network, **{name: baseline(train_sets) for name, baseline in BASELINES.items()}}
     return {
-        "network_mape": [round(value, 4) for value in network_2.tolist()],
-        "linear_mape": [round(value, 4) for value in linear_2.tolist()],
+        f"{name}_mape": [
+            round(value, 4) for value in mape_2(predict_ms(cost, test_sets), test_sets.labels_ms_X2).tolist()
+        ]
+        for name, cost in fitted.items()
     }

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dreamshard_planner.checkpoints.checkpoint import RECIPES
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.model import ComputeCost, PlacementCost
 from dreamshard_planner.measure.collect import MAX_SET_WORK, set_work
@@ -33,15 +32,14 @@ def improve(
     config: TrainingConfig, compute: ComputeCost, tables: Sequence[Table], progress: bool
 ) -> tuple[AnyPolicy, list[UpdateStatistics], list[PricedTask]]:
     """Train a policy by REINFORCE on the estimated MDP of ``compute``."""
-    make_policy, policy_config, *_ = RECIPES[config.recipe]
-    policy = make_policy(config.policy if config.recipe == "default" else policy_config(), seed=config.seed)
-    reinforce = config.paper_reinforce if config.recipe == "paper" else config.reinforce
+    recipe = config.recipe
+    policy = recipe.policy(recipe.policy_config(), seed=config.seed)
     tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
     costs = [task.cost for task in tasks]
     policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
-    with progress_bar("improving the policy", reinforce.updates, progress) as advance:
+    with progress_bar("improving the policy", recipe.reinforce.updates, progress) as advance:
         statistics = train_policy(
-            policy, costs, reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
+            policy, costs, recipe.reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
         )
     return policy, statistics, tasks
 

@@ -86,10 +86,10 @@ def learn(
     """
     train_tables, test_tables = pool_tables(config.pools)
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
-    network = fit(config, train_sets, progress)
+    network = fit(config.recipe, train_sets, progress)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
-        "recipe": config.recipe,
+        "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": train_data.hardware,
         "hardware_name": hardware_name(train_data.hardware),
@@ -118,7 +118,7 @@ def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = 
     roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device=config.device))
     policy, statistics, _ = improve(config, roofline, train_tables, progress)
     metadata = {
-        "recipe": config.recipe,
+        "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {},
         "hardware_name": "nothing: roofline model",

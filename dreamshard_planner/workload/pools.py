@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.support.files import brief, check_readable, read_json, write_whole
+from dreamshard_planner.support.documents import parsed
+from dreamshard_planner.support.files import check_readable, read_json, write_whole
 from dreamshard_planner.workload.reuse import TOP_COUNT, bin_mean_reuse, default_reuse, reuse_histogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
@@ -217,7 +218,6 @@ def scale_rows(tables: Sequence[Table], max_rows: int) -> list[Table]:
 
 MAX_ROWS = 2**53
 """Of a table in a file."""
-_TABLE_FIELDS = {"name": str, "rows": int, "dim": int, "weight_bytes": int, "pooled": bool, "weighted": bool}
 
 
 def save_tables(path: str | Path, tables: Sequence[Table]) -> None:
@@ -231,20 +231,10 @@ def load_tables(path: str | Path) -> list[Table]:
     document = read_json(path, TaskError)
     if not isinstance(document, dict) or document.get("schema") != TABLES_SCHEMA:
         raise TaskError(f"{path}: not a file of tables of schema {TABLES_SCHEMA!r}")
-    if not isinstance(document.get("tables"), list):
-        raise TaskError(f"{path}: 'tables' must be a list")
-    tables = []
-    for index, entry in enumerate(document["tables"]):
-        try:
-            features = tuple(FeatureStatistics(**feature) for feature in entry["features"])
-            table = Table(**{**entry, "features": features})
-            for name, kind in _TABLE_FIELDS.items():
-                value = getattr(table, name)
-                if type(value) is not kind or (kind is int and value > MAX_ROWS):
-                    raise TypeError(f"{name} must be of type {kind.__name__} and up to {MAX_ROWS}, got {brief(value)}")
-            tables.append(table)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise TaskError(f"{path}: table {index}: {brief(error)}") from error
+    tables = parsed(dict[str, list[Table]], {"tables": document.get("tables")}, path, TaskError)["tables"]
+    for table in tables:
+        if max(table.rows, table.dim, table.weight_bytes) > MAX_ROWS:
+            raise TaskError(f"{path}: table {table.name!r}: rows, dim and weight_bytes must be up to {MAX_ROWS}")
     if len({table.name for table in tables}) < len(tables):
         raise TaskError(f"{path}: table names must differ")
     return tables

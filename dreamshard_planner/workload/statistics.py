@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dreamshard_planner.errors import StatisticsError
-from dreamshard_planner.support.files import brief, read_json, write_whole
+from dreamshard_planner.support.documents import STRICT, parsed
+from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.torch_state import neutral
@@ -199,34 +200,17 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
     def from_json(cls, path: str | Path) -> TableStatistics:
         """Read a file; StatisticsError names the file, the feature and the reason."""
         document = read_json(path, StatisticsError)
-        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise StatisticsError(f"{path}: not a statistics file of schema {SCHEMA!r}")
-        entries = document.get("features")
-        if not isinstance(entries, dict):
-            raise StatisticsError(f"{path}: 'features' must map feature names to statistics")
-        features = {}
-        for name, entry in entries.items():
-            if not isinstance(entry, dict) or not entry.keys() >= {"pooling_factor", "reuse_histogram", "batch_size"}:
-                raise StatisticsError(
-                    f"{path}: feature {brief(name)} needs pooling_factor, reuse_histogram and batch_size, "
-                    f"got {brief(entry)}"
-                )
-            if type(entry["batch_size"]) is not int:
-                raise StatisticsError(
-                    f"{path}: feature {brief(name)}: batch_size must be whole, got {brief(entry['batch_size'])}"
-                )
-            try:
-                features[name] = FeatureStatistics(
-                    pooling_factor=entry["pooling_factor"],
-                    reuse_histogram=entry["reuse_histogram"],
-                    batch_size=entry["batch_size"],
-                    distinct_rows=entry.get("distinct_rows"),
-                    ids=entry.get("ids"),
-                    batches=entry.get("batches", 1),
-                )
-            except (TypeError, ValueError) as error:
-                raise StatisticsError(f"{path}: feature {brief(name)}: {brief(error)}") from error
-        return cls(features)
+        return cls(parsed(_Document, document, path, StatisticsError).features)
+
+
+@dataclass
+class _Document:
+    """Of a file."""
+
+    __pydantic_config__: ClassVar = STRICT
+    features: dict[str, FeatureStatistics]
 
 
 def _each(elements: Iterable[Any], advance: Callable[[str], None]) -> Iterator[KeyedJaggedTensor]:

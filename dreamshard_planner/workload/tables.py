@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError, TaskError
+from dreamshard_planner.support.documents import STRICT
 from dreamshard_planner.support.files import brief
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
@@ -41,6 +43,7 @@ MAX_BATCH_SIZE = 2**40
 class FeatureStatistics:
     """How one sparse feature reads its table, averaged over batches of ``batch_size`` samples."""
 
+    __pydantic_config__: ClassVar = STRICT
     pooling_factor: float
     """Lookups per sample. Zero is legal: a feature that is always empty."""
 
@@ -111,6 +114,7 @@ class FeatureStatistics:
 class Table:
     """One embedding table as a model declares it, with what is known of its data."""
 
+    __pydantic_config__: ClassVar = STRICT
     name: str
     rows: int
     dim: int

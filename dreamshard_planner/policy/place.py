@@ -6,7 +6,7 @@ Shapes: S shards, B placements, D devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
-from dreamshard_planner.research.refine import RefineResult
 from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.search.packing import PACKING_SECONDS, pack
+from dreamshard_planner.support.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,25 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class RefineResult:
+    """The plan that measurement chose."""
+
+    assignment_S: Tensor
+    measured: PlacementCosts | None
+    """Compute by all evidence, collectives as modelled; None where the time did not suffice for one plan."""
+    first: PlacementCosts | None
+    """The same of the first start, measured beside it."""
+    plans: int
+    """Plans measured."""
+    sets: int
+    """Different fused groups measured."""
+    wanted_sets: int
+    """Of the first start, that could be measured."""
+    seconds: float
+    """Taken."""
+
+
+@dataclass(frozen=True)
 class Placement:
     """The chosen placement, and all that it was chosen from."""
 
@@ -61,6 +80,12 @@ class Placement:
         ordered = [self.chosen, *sorted(feasible, key=lambda rival: rival.total_ms)]
         return list({tuple(c.assignment_S.tolist()): c.assignment_S for c in ordered}.values())
 
+
+REFINEMENTS: Registry[Callable[..., Callable[..., Placement]]] = Registry(
+    measure="dreamshard_planner.research.refinement:Refinement"
+)
+"""What chooses by more than predictions: made from seconds, seed, settings of the search and the ranks that take part;
+called with cost, what was chosen to be placed, its placement, the workloads of all parts, device and threads."""
 
 MAX_ROLLOUT_DEVICES = 128
 """Roll-outs x devices played side by side; more take longer than the search and find nothing that it does not."""

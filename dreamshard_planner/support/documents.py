@@ -1,0 +1,63 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""JSON documents as instances of dataclasses, or refused with the place of the mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.support.files import brief
+from dreamshard_planner.support.formatting import nearest
+
+T = TypeVar("T")
+adapter = cache(TypeAdapter)
+
+STRICT = {"extra": "forbid"}
+"""Pydantic's settings, as ``__pydantic_config__`` of a dataclass: nothing unknown."""
+
+UNKNOWN = "unexpected_keyword_argument"
+"""What pydantic calls a key that a dataclass lacks."""
+
+
+def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:
+    """What a document holds, with no text taken for a number.
+
+    Args:
+        kind: a dataclass, or any type that pydantic knows.
+        document: as ``json.loads`` has it.
+        where: file, and entry in it, for messages.
+        error: raised where the document is none; names ``where``, the key, what is wrong with it, and what is there.
+    """
+    try:
+        return adapter(kind).validate_json(json.dumps(document), strict=True)
+    except ValidationError as reason:
+        # A name that nothing has first: what is missing may be meant by it.
+        mistake, *others = sorted(reason.errors(include_url=False), key=lambda found: found["type"] != UNKNOWN)
+        more = f" (and {len(others)} more)" if others else ""
+        raise error(f"{where}: {_in_words(kind, document, mistake)}{more}") from reason
+
+
+def _in_words(kind: type, document: Any, mistake: Mapping[str, Any]) -> str:
+    """One of pydantic's mistakes: its place, what it is, and what is there."""
+    place, key = "", str(mistake["loc"][-1]) if mistake["loc"] else ""
+    for part in mistake["loc"]:
+        try:
+            document = document[part]
+        except (LookupError, TypeError):
+            continue  # a key that is missing, or the name of an alternative
+        place += f".{part}" if place else str(part)
+    if mistake["type"] == UNKNOWN:
+        known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else []
+        return f"unknown key {brief(place)}{nearest(key, known)}"
+    prefix = f"{place}: " if place else ""
+    if mistake["type"] == "missing":
+        return f"{prefix}lacks {key!r}"
+    if mistake["type"] == "value_error":
+        return prefix + brief(mistake["ctx"]["error"])
+    return f"{prefix}{mistake['msg'].replace('Input should', 'must')}, got {brief(mistake['input'])}"
