@@ -23,7 +23,8 @@ from rich.progress import track
 
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out
@@ -56,9 +57,9 @@ def episodes_per_second(
     for task in range(tasks):
         chosen = [pool[(17 * task + index) % len(pool)] for index in range(tables)]
         problem = problem_of(workloads_of(chosen, 512), devices)
-        costs.append(PlacementCost(problem, compute, CollectiveModel(devices, 1e7)))
+        costs.append(Cost(problem.over(CollectiveModel(devices, 1e7)), compute))
     policy, generator = Policy(PolicyConfig()), torch.Generator().manual_seed(0)
-    policy.initialize(costs[0].problem.features_SF)
+    policy.initialize(costs[0].problem.features_PF)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
     config = ReinforceConfig(tasks_per_update=tasks, episodes_per_task=episodes)
     rule_ms_T, times_s = torch.tensor([best_rule_ms(cost) for cost in costs]), []
@@ -72,7 +73,7 @@ def episodes_per_second(
 
 
 @torch.no_grad()
-def held_out_ratio(policy: Policy, costs: list[PlacementCost], rules_ms: list[float]) -> float:
+def held_out_ratio(policy: Policy, costs: list[Cost], rules_ms: list[float]) -> float:
     """Geometric mean of one greedy roll-out's cost over the best rule's, on tasks that both place."""
     logs = []
     for cost, rule_ms in zip(costs, rules_ms, strict=True):
@@ -95,7 +96,7 @@ def learning_curve(compute: ComputeCost) -> tuple[float, list[UpdateStatistics],
     )
     rules_ms = [best_rule_ms(cost) for cost in held_out]
     policy = Policy(config.policy, seed=config.seed)
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in training]))
+    policy.initialize(torch.cat([cost.problem.features_PF for cost in training]))
     ratios = {0: held_out_ratio(policy, held_out, rules_ms)}
     looked_s = 0.0
 

@@ -35,7 +35,7 @@ def place_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
     _, held_out = pool_tables(config.pools)
     for task in priced_tasks(checkpoint.cost, held_out, 3, config.tasks, seed=7):
         problem = task.cost.problem
-        print(f"\n{problem.num_shards} unseen tables on {problem.num_devices} devices, predicted ms")
+        print(f"\n{problem.num_parts} unseen tables on {problem.num_ranks} devices, predicted ms")
         plans = {rule: place_by_rule(problem, rule) for rule in RULES}
         plans["policy, one roll-out"] = greedy_plan(checkpoint.policy, task.cost)
         plans["policy and search"] = place(task.cost, checkpoint.policy, DEFAULT_SEARCH).chosen.assignment_S

@@ -9,28 +9,25 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost
 
-from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementCost, Preload
+from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
 
 
-def brute_force_ms(cost: PlacementCost, assignment: list[int]) -> float:
+def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
     """The formula, spelled out with loops."""
     problem, device_ms = cost.problem, []
-    for device in range(problem.num_devices):
+    for device in range(problem.num_ranks):
         total = 0.0
         for group in range(problem.num_groups):
-            here = [
-                s for s in range(problem.num_shards) if assignment[s] == device and int(problem.group_S[s]) == group
-            ]
+            here = [s for s in range(problem.num_parts) if assignment[s] == device and int(problem.group_P[s]) == group]
             if here:
-                latents = ROOFLINE.encode(problem.features_SF[here])
+                latents = ROOFLINE.encode(problem.features_PF[here])
                 total += float(latents[:, 1:].sum()) + ROOFLINE.forward_launch_ms + ROOFLINE.backward_launch_ms
         device_ms.append(total)
-    sent = [0.0] * problem.num_devices
+    sent = [0.0] * problem.num_ranks
     for shard, device in enumerate(assignment):
-        sent[device] += float(problem.output_bytes_S[shard])
-    world = problem.num_devices
+        sent[device] += float(problem.bytes_PC[shard])
+    world = problem.num_ranks
     slowest = max(max(b * (world - 1), sum(sent) - b) for b in sent)
     collective = 0.0 if world == 1 or slowest == 0 else 0.02 + slowest / 1e6
     return max(device_ms) + 2 * collective
@@ -49,13 +46,13 @@ def test_a_preload_costs_what_its_shards_would() -> None:
     whole = make_cost(9, 3, groups=2)
     assignment_S = torch.tensor([0, 1, 2, 0, 1, 1, 2, 0, 0])
     problem, laid = whole.problem, torch.arange(9) < 4
-    latent_DGH = torch.zeros(3, 2, whole.latent_SH.shape[1], dtype=torch.float64)
-    latent_DGH.index_put_((assignment_S[laid], problem.group_S[laid]), whole.latent_SH[laid], accumulate=True)
+    latent_DGH = torch.zeros(3, 2, whole.latent_PH.shape[1], dtype=torch.float64)
+    latent_DGH.index_put_((assignment_S[laid], problem.group_P[laid]), whole.latent_PH[laid], accumulate=True)
     rest = replace(
         problem,
-        **{name: getattr(problem, name)[~laid] for name in ("features_SF", "group_S", "output_bytes_S", "storage_SM")},
+        **{name: getattr(problem, name)[~laid] for name in ("features_PF", "group_P", "bytes_PC", "storage_PM")},
     )
-    cost = PlacementCost(rest, ROOFLINE, CollectiveModel(3, 1e6), Preload(latent_DGH, 0.0, 0.0))
+    cost = Cost(rest, ROOFLINE, preload=Preload(latent_DGH, torch.zeros(1, 3)))
     expected_D = whole.rate(assignment_S[None]).device_ms_BD[0]
     assert torch.allclose(cost.rate(assignment_S[None, ~laid]).device_ms_BD[0], expected_D)
     environment = EstimatedMDP(TaskBatch.collate([cost]), 1)

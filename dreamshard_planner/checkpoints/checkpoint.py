@@ -27,7 +27,7 @@ from dreamshard_planner.checkpoints.file import (
     network_of,
     opened,
 )
-from dreamshard_planner.cost.model import ComputeCost, CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError

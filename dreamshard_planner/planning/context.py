@@ -21,9 +21,9 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, fits_of
-from dreamshard_planner.cost.model import ComputeCost, CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
-from dreamshard_planner.cost.sharding import GivenCost, ShardingCost, WithExtras
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.planning.training_notes import costed_optimizers
 from dreamshard_planner.plans.notes import Note, noted
@@ -151,19 +151,19 @@ class PlanningContext:
         """The sharding problem of some options; ``topology`` is what the storage reservation left."""
         return self.reader.read(options, topology or self.topology, self.links, with_storage)
 
-    def cost(self, read: ReadProblem) -> ShardingCost:
+    def cost(self, read: ReadProblem) -> Cost:
         """The cost of its shardings."""
         problem = read.problem
         if self.cost_source == "torchrec":
-            return ShardingCost(problem, self.compute, estimates(read))
+            return Cost(problem, self.compute, estimates(read))
         if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
-            return ShardingCost(problem, self.compute)
+            return Cost(problem, self.compute)
         dense_ms_P = dense_ms(read.dense_elements_P, self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
         ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
         with_extras = WithExtras(self.compute)
         extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P], -1)
-        return ShardingCost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
+        return Cost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
 
 
 def estimates(read: ReadProblem) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
-from dreamshard_planner.cost.model import MEMORY_KINDS, has_room
-from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding, has_room
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
@@ -104,7 +103,7 @@ class _Here:
     @classmethod
     def of(cls, rated: Rated, rank: int) -> _Here:
         cost, problem, sharding = rated.cost, rated.read.problem, rated.sharding
-        latent_GH = cost.group_latents(*cost.laid(sharding))[rank]
+        latent_GH = cost.group_latents(*problem.laid(sharding))[rank]
         parts: dict[int, list[int]] = {}
         for table, (option, positions) in enumerate(zip(sharding.options, sharding.positions, strict=True)):
             for unit, position in zip(problem.tables[table][option].units, positions, strict=True):
@@ -259,7 +258,8 @@ def _remedy(tables: dict[str, TableCost], name: str) -> str:
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:
-    used_DM, limit_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding)), rated.read.problem.capacity_DM
+    problem = rated.read.problem
+    used_DM, limit_DM = problem.used_bytes(*problem.laid(rated.sharding)), problem.capacity_DM
     total_DM = available_bytes(topology)
     return tuple(
         RankMemory(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
 from dreamshard_planner.research.paper_policy import PaperPolicy
 from dreamshard_planner.research.recurrent_policy import RecurrentPolicy
@@ -156,7 +156,7 @@ def roll_out(
     return Rollout(environment, torch.stack(channels) if record else None, torch.stack(legal) if record else None)
 
 
-def greedy_plan(policy: AnyPolicy, cost: PlacementCost) -> Tensor | None:
+def greedy_plan(policy: AnyPolicy, cost: Cost) -> Tensor | None:
     """One greedy roll-out, [S]; None where it dead-ends."""
     environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
     return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out, score_rollout
 from dreamshard_planner.search.heuristics import RULES, place_by_rule
@@ -81,7 +81,7 @@ def advantages(cost_E: Tensor, episodes_per_task: int, infeasible_factor: float)
 
 def train_policy(
     policy: AnyPolicy,
-    costs: Sequence[PlacementCost],
+    costs: Sequence[Cost],
     config: ReinforceConfig,
     on_update: Callable[[int, UpdateStatistics], None] | None = None,
 ) -> list[UpdateStatistics]:
@@ -94,7 +94,7 @@ def train_policy(
     statistics = []
     rule_ms_T = torch.tensor([best_rule_ms(cost) for cost in costs])
     # Tasks of similar size share an update, so that padding stays cheap.
-    by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_shards)
+    by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_parts)
     tasks_per_update = min(config.tasks_per_update, len(costs))
     every = -(-config.updates // config.looks) if config.looks else config.updates + 1
     looked_at = [costs[task] for task in by_size[:: -(-len(costs) // config.look_tasks)]]
@@ -124,20 +124,20 @@ def _copied(policy: AnyPolicy) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def greedy_standing(policy: AnyPolicy, costs: Sequence[PlacementCost]) -> tuple[int, float]:
+def greedy_standing(policy: AnyPolicy, costs: Sequence[Cost]) -> tuple[int, float]:
     """Infeasible tasks, and the mean logarithm of the cost of greedy roll-outs over ideally balanced compute elsewhere:
     less is better."""
     logs = []
     for cost in costs:
         plan = greedy_plan(policy, cost)
-        ideal_ms = float(cost.single_ms_S.sum()) / cost.problem.num_devices
+        ideal_ms = float(cost.single_ms_P.sum()) / cost.problem.num_ranks
         logs.append(math.inf if plan is None else math.log(float(cost.reward_ms(plan[None])) / ideal_ms))
     feasible = [value for value in logs if math.isfinite(value)]
     return len(logs) - len(feasible), sum(feasible) / max(1, len(feasible))
 
 
 @torch.no_grad()
-def best_rule_ms(cost: PlacementCost) -> float:
+def best_rule_ms(cost: Cost) -> float:
     """Predicted overall cost of the cheapest greedy rule; infinite where all dead-end."""
     plans = [plan for rule in RULES if (plan := place_by_rule(cost.problem, rule)) is not None]
     return float(cost.reward_ms(torch.stack(plans)).min()) if plans else float("inf")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 
@@ -36,7 +36,7 @@ dim x pooling factor, and that times the logarithm of the rows."""
 
 
 def greedy_by_score(
-    problem: PlacementProblem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
+    problem: Problem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
 ) -> Tensor | None:
     """Shards in descending order of score, each to the device with the smallest sum that can store it.
 
@@ -51,11 +51,11 @@ def greedy_by_score(
         lowest index.
     """
     free_DM = problem.capacity_DM.tolist()
-    storage_SM, scores = problem.storage_SM.tolist(), score_S.tolist()
-    loads = [0.0] * problem.num_devices if load_D is None else load_D.tolist()
+    storage_SM, scores = problem.storage_PM.tolist(), score_S.tolist()
+    loads = [0.0] * problem.num_ranks if load_D is None else load_D.tolist()
     heap = [(load, device) for device, load in enumerate(loads)]
     heapq.heapify(heap)
-    assignment = [0] * problem.num_shards
+    assignment = [0] * problem.num_parts
     for shard in (torch.argsort(-score_S, stable=True) if order_S is None else order_S).tolist():
         full, need_M = [], storage_SM[shard]
         while heap:
@@ -72,8 +72,8 @@ def greedy_by_score(
     return torch.tensor(assignment, dtype=torch.int64)
 
 
-def place_by_rule(problem: PlacementProblem, rule: str) -> Tensor | None:
+def place_by_rule(problem: Problem, rule: str) -> Tensor | None:
     """Placement [S] by a rule of :data:`RULES`, None where it dead-ends."""
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
-    return greedy_by_score(problem, RULES[rule](problem.features_SF))
+    return greedy_by_score(problem, RULES[rule](problem.features_PF))

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.joint_packing import packed_start
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
@@ -76,7 +77,7 @@ class JointResult:
 
 @torch.no_grad()
 def joint_search(
-    cost: ShardingCost,
+    cost: Cost,
     starts: Iterable[Sharding],
     config: JointConfig,
     search: SearchConfig,
@@ -127,7 +128,7 @@ class _Descents:
 
     def __init__(
         self,
-        cost: ShardingCost,
+        cost: Cost,
         best: Sharding,
         config: JointConfig,
         search: SearchConfig,
@@ -166,12 +167,12 @@ class _Descents:
         unit, state = self._unit, self._state(start)
         end = self.limit if turn is None else min(self.limit, self._reshards + turn)
         while self.left():
-            before = in_steps(state.overall_ms(), unit)
+            before = in_steps(float(state.overall_ms()), unit)
             self._reshards += state.improve(end - self._reshards, self.left)
             state = self._state(self._moved(state.sharding))
-            after = in_steps(state.overall_ms(), unit)
+            after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
-                self._best, self.best_ms = state.sharding, state.overall_ms()
+                self._best, self.best_ms = state.sharding, float(state.overall_ms())
             if after >= before:
                 break
             if self._reshards >= end:

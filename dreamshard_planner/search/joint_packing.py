@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem
+from dreamshard_planner.cost.problem import Option, Problem, Sharding
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Laid:
     positions: tuple[int, ...]
 
 
-def packed_start(problem: ShardingProblem) -> Sharding | None:
+def packed_start(problem: Problem) -> Sharding | None:
     """Tables one after the other, those whose smallest possible largest part is largest first, each as the option and
     where it leaves memory least and most evenly used. None where one finds no room."""
     capacity_DM = problem.capacity_DM.double()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
+from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.research.refine import RefineResult
@@ -76,7 +76,7 @@ class InfeasibleError(Exception):
 
 @torch.inference_mode()
 def place(
-    cost: PlacementCost,
+    cost: Cost,
     policy: AnyPolicy,
     config: SearchConfig | None,
     *,
@@ -104,15 +104,15 @@ def place(
         InfeasibleError: where no method, exact packing included, fits the shards into memory.
     """
     problem = cost.problem
-    if not problem.num_shards:
+    if not problem.num_parts:
         return Placement(_contender(cost, "chosen", torch.zeros(0, dtype=torch.int64)), (), 0, False)
     generator = torch.Generator().manual_seed(seed)
-    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_devices)
+    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_ranks)
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
     for rule in RULES:
         starts[rule] = place_by_rule(problem, rule)
-    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S, cost.preload_ms_D)
+    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_P, cost.preload_ms_D)
     rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
     feasible = [rival for rival in rivals if rival.assignment_S is not None]
     if config is None and rivals[0].assignment_S is not None:
@@ -137,7 +137,7 @@ def sampled_rollouts(wanted: int, devices: int) -> int:
     return 0 if devices == 1 else min(wanted, max(0, MAX_ROLLOUT_DEVICES // devices - 1))
 
 
-def _contender(cost: PlacementCost, name: str, assignment_S: Tensor | None) -> Contender:
+def _contender(cost: Cost, name: str, assignment_S: Tensor | None) -> Contender:
     """Rate a placement alone, so that equal placements get equal figures whatever they are rated beside."""
     return Contender(name, assignment_S, None if assignment_S is None else cost.rate(assignment_S[None]))
 
@@ -147,7 +147,7 @@ def _round_significant(values_B: Tensor) -> Tensor:
 
 
 def _rollouts(
-    cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator
+    cost: Cost, policy: AnyPolicy, samples: int, generator: torch.Generator
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The greedy roll-out, None where it dead-ends, and the sampled ones that do not; all played side by side."""
     source = generator if samples else None

@@ -17,17 +17,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
-from dreamshard_planner.search.states import DIGITS, in_steps, ordered
+from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Sharding, has_room, summed
+from dreamshard_planner.search.states import DIGITS, State, in_steps, ordered
 from dreamshard_planner.search.wide_swaps import rated_swaps
 
 REFRESH = 100
 """Re-shards after which sums are taken afresh: differences add up rounding errors."""
 
 
-class ShardingState:
-    """One sharding, with the sums that make a re-shard cheap.
+class ShardingState(State):
+    """One sharding, re-sharded table by table.
 
     Args:
         cost: the problem and its cost.
@@ -38,35 +39,18 @@ class ShardingState:
     """
 
     def __init__(
-        self, cost: ShardingCost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
+        self, cost: Cost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
     ) -> None:
-        self.cost, self.problem, self._unit = cost, cost.problem, unit
-        self._tables_per_step, self._rated_exactly = tables_per_step, rated_exactly
-        self.sharding = sharding
-        self._refresh()
-
-    def _refresh(self) -> None:
-        laid = self.cost.laid(self.sharding)
-        self.latent_DGH = self.cost.group_latents(*laid)
-        self.group_ms_DG = self.cost.compute.group_cost_ms(self.latent_DGH).sum(-1)
-        self.bytes_CD = self.cost.bytes_sent(*laid)
-        self.free_DM = self.problem.capacity_DM - self.cost.used_bytes(*laid)
-        self._changes = 0
-
-    @property
-    def device_ms_D(self) -> Tensor:
-        return self.group_ms_DG.sum(-1)
-
-    def overall_ms(self) -> float:
-        forward, backward = self.problem.collectives.ms(self.bytes_CD)
-        return float(self.device_ms_D.max() + forward + backward)
+        super().__init__(cost, *cost.problem.laid(sharding))
+        self._unit, self._tables_per_step, self._rated_exactly = unit, tables_per_step, rated_exactly
+        self.sharding, self._changes = sharding, 0
 
     def _change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
         """Shard one table another way."""
         after = self.sharding.changed(table, option, positions)
         ranks = []
         for sharding, sign in ((self.sharding, -1), (after, 1)):
-            rank_X, part_X = self.cost.laid_by(sharding, [table])
+            rank_X, part_X = self.problem.laid(sharding, [table])
             group = self.problem.group_of(table, sharding.options[table])
             self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
             self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
@@ -75,7 +59,8 @@ class ShardingState:
         self.sharding = after
         self._changes += 1
         if self._changes >= REFRESH:
-            self._refresh()
+            super().__init__(self.cost, *self.problem.laid(after))
+            self._changes = 0
             return
         touched_X = torch.cat(ranks).unique()
         # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
@@ -83,7 +68,7 @@ class ShardingState:
 
     def force(self, table: int, option: int) -> None:
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
-        tried = self._try([table], [(0, table, option)], self.cost.compute.glance_ms)
+        tried = self._try([table], [(0, table, option)], self.cost.compute.approximate_ms)
         if math.isfinite(float(tried.key_Q[0])):
             self._change(table, option, tried.positions[0])
 
@@ -122,14 +107,12 @@ class ShardingState:
         ]
         if not queries:
             return False, 0
-        compute = self.cost.compute
-        tried = self._try(tables, queries, compute.glance_ms)
-        if compute.glance_channels is not None or isinstance(compute, WithExtras):  # a glance says less than the cost
+        compute, queries_rated = self.cost.compute, queries
+        tried = self._try(tables, queries, compute.approximate_ms)
+        if compute.approximates:
             order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
             queries_rated = [queries[index] for index in order]
             tried = self._try(tables, queries_rated, compute.group_cost_ms)
-        else:
-            queries_rated = queries
         index = int(tried.key_Q.argmin())
         if not self._betters(tried.overall_Q[index], tried.square_Q[index]):
             return False, len(queries)
@@ -155,7 +138,7 @@ class ShardingState:
 
     def _betters(self, overall: Tensor, square: Tensor) -> bool:
         """Whether a cost, rounded, is lower than now; or as low with a lower sum of squares of the ranks' costs."""
-        before, before_square = in_steps(self.overall_ms(), self._unit), float(self.device_ms_D.square().sum())
+        before, before_square = in_steps(float(self.overall_ms()), self._unit), float(self.device_ms_D.square().sum())
         balances = float(square) < before_square * (1 - 10.0**-DIGITS)
         return float(overall) < before or (float(overall) == before and balances)
 
@@ -216,8 +199,8 @@ class ShardingState:
                 part_XL = torch.tensor([options[query].units[step].parts for query in some])
                 parts = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
                 trials.lay(some, *parts, group_cost)
-        forward_Q, backward_Q = problem.collectives.ms(trials.bytes_QCD)
-        overall_Q = in_steps(trials.device_ms_QD.amax(-1) + forward_Q + backward_Q, self._unit)
+        collective_ms = problem.collectives.ms(trials.bytes_QCD)
+        overall_Q = in_steps(overall_ms(trials.device_ms_QD.amax(-1), collective_ms), self._unit)
         square_Q = trials.device_ms_QD.square().sum(-1)
         return Tried(
             ordered(overall_Q, square_Q).masked_fill(~trials.fits_Q, torch.inf),
@@ -253,17 +236,15 @@ class ShardingState:
 
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
-        ranks = self.problem.num_ranks
-        rows = [self.cost.laid_by(self.sharding, [table]) for table in tables]
+        problem, ranks = self.problem, self.problem.num_ranks
+        rows = [problem.laid(self.sharding, [table]) for table in tables]
         row_X = torch.cat([rank_Y + slot * ranks for slot, (rank_Y, _) in enumerate(rows)])
         part_X = torch.cat([part_Y for _, part_Y in rows])
-
-        def summed(values_PY: Tensor) -> Tensor:
-            sums = torch.zeros(len(tables) * ranks, values_PY.shape[1], dtype=values_PY.dtype)
-            return sums.index_add_(0, row_X, values_PY[part_X]).view(len(tables), ranks, -1)
-
-        bytes_KDC = summed(self.problem.bytes_PC)
-        return summed(self.cost.latent_PH), bytes_KDC.transpose(1, 2), summed(self.problem.storage_PM)
+        latent_KDH, bytes_KDC, used_KDM = (
+            summed(values_PY[part_X], row_X, len(tables) * ranks).unflatten(0, (-1, ranks))
+            for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.storage_PM)
+        )
+        return latent_KDH, bytes_KDC.transpose(1, 2), used_KDM
 
 
 @dataclass

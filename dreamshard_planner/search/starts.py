@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding, has_room
 from dreamshard_planner.search.heuristics import greedy_by_score
 from dreamshard_planner.search.packing import best_fit, largest_first
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -43,7 +43,7 @@ class JointOptions:
     from. Tables with fewer options than others are padded with ones that cost infinitely much.
     """
 
-    def __init__(self, cost: ShardingCost) -> None:
+    def __init__(self, cost: Cost) -> None:
         problem = cost.problem
         single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + problem.exchange_ms_P).numpy()
         storage_PM = problem.storage_PM.double().numpy()
@@ -114,7 +114,7 @@ def level_choice(
     return choose(high)
 
 
-def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
+def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
     """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
     each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
     problem, single = cost.problem, cost.single_ms_P
@@ -156,7 +156,7 @@ def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
     return Sharding(tuple(options), tuple(tuple(places) for places in positions))
 
 
-def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
+def lay(cost: Cost, options: Sequence[int]) -> Sharding | None:
     """Positions for chosen options: wide units first, then those of span 1 from heavy to light, or from large to small
     where that dead-ends, or packed by size alone. None where memory allows none of that."""
     sharding = lay_wide(cost, options)
@@ -166,7 +166,7 @@ def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
     if not len(chosen.assignment_S):
         return sharding
     rank_problem = chosen.cost.problem
-    single_S, load_D = chosen.cost.single_ms_S, chosen.cost.preload_ms_D
+    single_S, load_D = chosen.cost.single_ms_P, chosen.cost.preload_ms_D
     assignment_S = greedy_by_score(rank_problem, single_S, load_D)
     if assignment_S is None:
         assignment_S = greedy_by_score(rank_problem, single_S, load_D, largest_first(rank_problem))
@@ -175,7 +175,7 @@ def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
     return None if assignment_S is None else chosen.placed(assignment_S)
 
 
-def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
+def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
     """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
     used costs kernels and collectives of its own."""
     problem = cost.problem
@@ -203,7 +203,7 @@ def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
     return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
 
 
-def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
+def evened(cost: Cost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
     """The same with some tables in smaller parts: where n equal parts do not divide among the ranks (24 on 16), the
     rest of that division costs a whole part more than level, and no change of a single table helps. Tables are spread
     in the order of what that adds in all per millisecond of part that it takes away, one, two, ... and ever more."""
@@ -229,7 +229,7 @@ def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[
     return variants
 
 
-def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
+def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     capacity_M = asked.capacity_M
     price_M = np.zeros(len(capacity_M))
@@ -254,7 +254,7 @@ class _Start:
     sharding: Sharding
     faster_T: np.ndarray
 
-    def filled(self, cost: ShardingCost, asked: JointOptions) -> Sharding:
+    def filled(self, cost: Cost, asked: JointOptions) -> Sharding:
         """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
         treats like tables alike."""
         slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))

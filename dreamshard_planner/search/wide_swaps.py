@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Unit
+from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.problem import Unit, has_room
 from dreamshard_planner.search.states import in_steps, ordered
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def _rated(state: ShardingState, pairs: list[tuple[WideUnit, WideUnit]], unit: f
         room_E2LM = state.free_DM[rank_E2L] + problem.storage_PM[part_E2L]
         fits_E = has_room(problem.storage_PM[arriving_E2L], room_E2LM).all(-1).all(-1)
 
-        forward_E, backward_E = problem.collectives.ms(bytes_EDC.transpose(1, 2))
-        overall_ms_E = device_ED.amax(-1) + forward_E + backward_E
+        overall_ms_E = overall_ms(device_ED.amax(-1), problem.collectives.ms(bytes_EDC.transpose(1, 2)))
         overall_E[some] = in_steps(overall_ms_E, unit).masked_fill(~fits_E, torch.inf)
         square_E[some] = device_ED.square().sum(-1)
     return RatedSwaps(pairs, overall_E, square_E)

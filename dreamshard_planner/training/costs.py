@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import LabelledSets, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperCostNetwork, fit_paper_network

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dreamshard_planner.checkpoints.checkpoint import RECIPES
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import MAX_SET_WORK, set_work
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
@@ -38,7 +39,7 @@ def improve(
     reinforce = config.paper_reinforce if config.recipe == "paper" else config.reinforce
     tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
     costs = [task.cost for task in tasks]
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
     with progress_bar("improving the policy", reinforce.updates, progress) as advance:
         statistics = train_policy(
             policy, costs, reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
@@ -51,7 +52,7 @@ class PricedTask:
     """A task of the policy's training with its cost."""
 
     workloads: tuple[Workload, ...]
-    cost: PlacementCost
+    cost: Cost
 
 
 @torch.no_grad()
@@ -61,14 +62,14 @@ def priced_tasks(
     """Random tasks over ``tables``, for that kind of device, with their costs."""
 
     def single_ms(workloads: Sequence[Workload]) -> Tensor:
-        return PlacementCost(problem_of(workloads, 1), compute, CollectiveModel(1, BANDWIDTHS[0])).single_ms_S
+        return Cost(problem_of(workloads, 1), compute).single_ms_P
 
     low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
     share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
     priced = []
     for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms, device), share_T, strict=True):
-        collectives = CollectiveModel(task.problem.num_devices, math.exp(low + (high - low) * share))
-        priced.append(PricedTask(task.workloads, PlacementCost(task.problem, compute, collectives)))
+        link = CollectiveModel(task.problem.num_ranks, math.exp(low + (high - low) * share))
+        priced.append(PricedTask(task.workloads, Cost(task.problem.over(link), compute)))
     return priced
 
 
@@ -83,7 +84,7 @@ def proposed_sets(
     for task in tasks:
         environment = roll_out(policy, TaskBatch.collate([task.cost]), samples, generator).environment
         assignment_ES = environment.assignments(0)[environment.alive_E]
-        device_E = torch.randint(task.cost.problem.num_devices, (len(assignment_ES),), generator=generator)
+        device_E = torch.randint(task.cost.problem.num_ranks, (len(assignment_ES),), generator=generator)
         for chosen_S in (assignment_ES == device_E[:, None]).tolist():
             sets.append([workload for workload, chosen in zip(task.workloads, chosen_S, strict=True) if chosen])
     order = torch.randperm(len(sets), generator=generator).tolist()
@@ -119,6 +120,6 @@ def validate_policy(
     }
 
 
-def rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
+def rated_ms(cost: Cost, assignment_S: Tensor | None) -> float:
     """Predicted overall cost of one placement; infinite where there is none."""
     return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])
