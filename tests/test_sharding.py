@@ -18,9 +18,10 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
 from dreamshard_planner.search.joint import JointConfig, _Descents, joint_search
 from dreamshard_planner.search.joint_packing import packed_start
+from dreamshard_planner.search.laying import lay
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search.starts import JointOptions, lay, level_choice, level_starts
+from dreamshard_planner.search.starts import JointOptions, level_choice, level_starts
 from dreamshard_planner.search.states import in_steps
 from dreamshard_planner.search.wide_swaps import rated_swaps
 

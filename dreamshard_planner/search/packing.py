@@ -48,8 +48,7 @@ def largest_first(problem: Problem) -> Tensor:
 
 def best_fit(problem: Problem) -> Tensor | None:
     """Largest shards first, each where the least is left over."""
-    free_DM = problem.capacity_DM.clone()
-    need_SM = problem.storage_PM
+    free_DM, need_SM = problem.capacity_DM.clone(), problem.storage_PM
     unit_M = need_SM.sum(0).clamp_min(1).double()
     assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
     for shard in largest_first(problem).tolist():

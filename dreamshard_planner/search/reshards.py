@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dreamshard_planner.cost.compute import overall_ms
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Sharding, has_room, summed
+from dreamshard_planner.cost.problem import Option, Sharding, summed
+from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.states import DIGITS, State, in_steps, ordered
 from dreamshard_planner.search.wide_swaps import rated_swaps
 
@@ -278,9 +279,8 @@ class _Trials:
 
         after_XNL = group_cost(by_position(self.latent_QDH) + latent_XLH[:, None]).sum(-1).double()
         peak_XNL = by_position(self.device_ms_QD) + after_XNL - by_position(self.group_ms_QD)
-        fits_XN = has_room(need_XLM[:, None], by_position(self.free_QDM)).all(-1)
-        self.fits_Q[query_X] &= fits_XN.any(-1)
-        position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
+        position_X, found_X = best_position(peak_XNL.amax(-1), need_XLM, by_position(self.free_QDM))
+        self.fits_Q[query_X] &= found_X
         for query, position in zip(some, position_X.tolist(), strict=True):
             self.positions[query].append(position)
         each, ranks = torch.arange(len(some)), (query_X[:, None], position_X[:, None] * span + torch.arange(span))
