@@ -23,7 +23,7 @@ from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.starts import JointOptions, level_choice, level_starts
 from dreamshard_planner.search.states import in_steps
-from dreamshard_planner.search.wide_swaps import rated_swaps
+from dreamshard_planner.search.wide_swaps import wide_swaps
 
 RANKS, HOST = 4, 2
 SEARCH = SearchConfig(samples=0, candidates=2000)
@@ -211,14 +211,14 @@ def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
     if tight:  # the fuller host may only get less
         cost.problem.capacity_DM.fill_(int(cost.problem.used_bytes(*cost.problem.laid(sharding)).max()))
     state = ShardingState(cost, sharding, 1.0)
-    swaps = rated_swaps(state, 0, 1.0)
-    assert len(swaps.pairs) == 16
-    for (here, there), overall in zip(swaps.pairs, swaps.overall_E.tolist(), strict=True):
-        assert (here.position, there.position) == (0, 1)
-        made = sharding.changed(here.table, 0, (1,)).changed(there.table, 0, (0,))
+    swaps, changed_ranks = wide_swaps(state, 0, 1.0)
+    assert len(swaps.changes) == 16 and changed_ranks == 16 * RANKS
+    for (here, there), overall in zip(swaps.changes, swaps.overall_Q.tolist(), strict=True):
+        assert here[1:] == (0, (1,)) and there[1:] == (0, (0,))
+        made = sharding.changed(*here).changed(*there)
         assert math.isinf(overall) != bool(cost.problem.fits(made))
         assert math.isinf(overall) or overall == pytest.approx(in_steps(cost.overall_ms(made), 1.0), abs=1)
-    assert bool(swaps.overall_E.isinf().any()) == tight and swaps.overall_E.isfinite().any()
+    assert bool(swaps.overall_Q.isinf().any()) == tight and swaps.overall_Q.isfinite().any()
 
 
 def test_where_hosts_are_full_two_tables_change_places() -> None:

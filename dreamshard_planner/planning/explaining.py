@@ -181,7 +181,7 @@ class _Changes:
         index = int(tried.key_Q.argmin())
         if not math.isfinite(float(tried.key_Q[index])):
             return None
-        return self._change(self._sharding.changed(table, options[index], tried.positions[index]), table)
+        return self._change(self._sharding.changed(*tried.changes[index][0]), table)
 
     def _leaving(self, table: int) -> Change | None:
         """Every unit of the table that is on the rank, where the peak is lowest elsewhere."""

@@ -21,8 +21,8 @@ from dreamshard_planner.cost.compute import overall_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Option, Sharding, summed
 from dreamshard_planner.search.laying import best_position
-from dreamshard_planner.search.states import DIGITS, State, in_steps, ordered
-from dreamshard_planner.search.wide_swaps import rated_swaps
+from dreamshard_planner.search.states import DIGITS, State, Tried, in_steps
+from dreamshard_planner.search.wide_swaps import wide_swaps
 
 REFRESH = 100
 """Re-shards after which sums are taken afresh: differences add up rounding errors."""
@@ -36,7 +36,7 @@ class ShardingState(State):
         sharding: to start from.
         unit: milliseconds in which costs are compared, after rounding.
         tables_per_step: of the bottleneck rank, the heaviest that may change.
-        rated_exactly: of one step, the most promising at a glance.
+        rated_exactly: of one step, the most promising by the approximate cost.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ShardingState(State):
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
         tried = self._try([table], [(0, table, option)], self.cost.compute.approximate_ms)
         if math.isfinite(float(tried.key_Q[0])):
-            self._change(table, option, tried.positions[0])
+            self._change(*tried.changes[0][0])
 
     def tried(self, table: int, options: Sequence[int]) -> Tried:
         """Some options of one table laid down, each where it leaves the lowest peak; changes nothing."""
@@ -108,40 +108,32 @@ class ShardingState(State):
         ]
         if not queries:
             return False, 0
-        compute, queries_rated = self.cost.compute, queries
+        compute = self.cost.compute
         tried = self._try(tables, queries, compute.approximate_ms)
         if compute.approximates:
             order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
-            queries_rated = [queries[index] for index in order]
-            tried = self._try(tables, queries_rated, compute.group_cost_ms)
-        index = int(tried.key_Q.argmin())
-        if not self._betters(tried.overall_Q[index], tried.square_Q[index]):
-            return False, len(queries)
-        _, table, option = queries_rated[index]
-        self._change(table, option, tried.positions[index])
-        return True, len(queries)
+            tried = self._try(tables, [queries[index] for index in order], compute.group_cost_ms)
+        return self._taken(tried), len(queries)
 
     def _swap(self) -> tuple[bool, int]:
-        """Apply the best swap of a wide unit on the bottleneck rank, by the same rule; says the same, in re-shards that
-        would take as long: those are tried on all ranks, a swap on those of two places."""
-        swaps = rated_swaps(self, self._bottleneck, self._unit)
+        """The same with swaps of wide units on the bottleneck rank; counts re-shards that would take as long, which are
+        tried on all ranks, a swap on those of two places."""
+        swaps = wide_swaps(self, self._bottleneck, self._unit)
         if swaps is None:
             return False, 0
-        index = int(swaps.key_E.argmin())
-        here, there = swaps.pairs[index]
-        tried = math.ceil(len(swaps.pairs) * 2 * here.unit.span / self.problem.num_ranks)
-        if not self._betters(swaps.overall_E[index], swaps.square_E[index]):
-            return False, tried
-        for unit, position in ((here, there.position), (there, here.position)):
-            moved = self.sharding.moved(unit.table, unit.index, position)
-            self._change(unit.table, moved.options[unit.table], moved.positions[unit.table])
-        return True, tried
+        return self._taken(swaps[0]), math.ceil(swaps[1] / self.problem.num_ranks)
 
-    def _betters(self, overall: Tensor, square: Tensor) -> bool:
-        """Whether a cost, rounded, is lower than now; or as low with a lower sum of squares of the ranks' costs."""
-        before, before_square = in_steps(float(self.overall_ms()), self._unit), float(self.device_ms_D.square().sum())
-        balances = float(square) < before_square * (1 - 10.0**-DIGITS)
-        return float(overall) < before or (float(overall) == before and balances)
+    def _taken(self, tried: Tried) -> bool:
+        """Apply the best of some trials, if its cost, rounded, is lower than now; or as low with a lower sum of squares
+        of the ranks' costs. Says whether it did."""
+        index = int(tried.key_Q.argmin())
+        after, now = float(tried.overall_Q[index]), in_steps(float(self.overall_ms()), self._unit)
+        least_square = float(self.device_ms_D.square().sum()) * (1 - 10.0**-DIGITS)
+        if after > now or (after == now and float(tried.square_Q[index]) >= least_square):
+            return False
+        for change in tried.changes[index]:
+            self._change(*change)
+        return True
 
     @property
     def _bottleneck(self) -> int:
@@ -156,33 +148,28 @@ class ShardingState(State):
     def _tables_that_exchange(self) -> list[int]:
         """Tables that may change, those with the longest exchanges first."""
         exchange_P = self.problem.exchange_ms_P
-        if not bool(exchange_P.any()):
-            return []
-        exchange, burden = exchange_P.tolist(), {}
-        for table, option in enumerate(self.sharding.options):
-            if self._changeable(table):
-                burden[table] = sum(exchange[part] for part in self.problem.tables[table][option].parts)
+        return self._heaviest(exchange_P.tolist(), None) if bool(exchange_P.any()) else []
+
+    def _tables_on_bottleneck(self) -> list[int]:
+        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
+        return self._heaviest(self.cost.single_ms_P.tolist(), self._bottleneck)
+
+    def _heaviest(self, burden_P: Sequence[float], rank: int | None) -> list[int]:
+        """Of the tables that may change, those whose parts burden most, all together or on one rank."""
+        burden: dict[int, float] = {}
+        for table, (index, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
+            if not self._changeable(table):
+                continue
+            option = self.problem.tables[table][index]
+            placed = [(unit, unit.ranks(at)) for unit, at in zip(option.units, positions, strict=True)]
+            here = [unit.parts[rank - ranks.start] for unit, ranks in placed if rank in ranks]
+            if parts := option.parts if rank is None else here:
+                burden[table] = sum(burden_P[part] for part in parts)
         return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
 
     def _changeable(self, table: int) -> bool:
         options = self.problem.tables[table]
         return len(options) > 1 or self._movable(options[0])
-
-    def _tables_on_bottleneck(self) -> list[int]:
-        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
-        rank = self._bottleneck
-        single, burden = self.cost.single_ms_P, {}
-        for table, (option, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
-            if not self._changeable(table):
-                continue
-            here = [
-                float(single[unit.parts[ranks.index(rank)]])
-                for unit, position in zip(self.problem.tables[table][option].units, positions, strict=True)
-                if rank in (ranks := unit.ranks(position))
-            ]
-            if here:
-                burden[table] = sum(here)
-        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
 
     def _try(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
@@ -202,13 +189,12 @@ class ShardingState(State):
                 trials.lay(some, *parts, group_cost)
         collective_ms = problem.collectives.ms(trials.bytes_QCD)
         overall_Q = in_steps(overall_ms(trials.device_ms_QD.amax(-1), collective_ms), self._unit)
+        changes = [
+            [(table, option, tuple(places))]
+            for (_, table, option), places in zip(queries, trials.positions, strict=True)
+        ]
         square_Q = trials.device_ms_QD.square().sum(-1)
-        return Tried(
-            ordered(overall_Q, square_Q).masked_fill(~trials.fits_Q, torch.inf),
-            overall_Q.masked_fill(~trials.fits_Q, torch.inf),
-            square_Q,
-            [tuple(places) for places in trials.positions],
-        )
+        return Tried(changes, overall_Q.masked_fill(~trials.fits_Q, torch.inf), square_Q)
 
     def _started(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
@@ -289,14 +275,3 @@ class _Trials:
         self.latent_QDH[ranks] += latent_XLH
         self.free_QDM[ranks] -= need_XLM
         self.bytes_QCD.transpose(1, 2).index_put_(ranks, bytes_XLC, accumulate=True)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Queries laid down."""
-
-    key_Q: Tensor
-    """Overall cost, rounded, and less than one for the sum of squares; infinite where memory does not allow it."""
-    overall_Q: Tensor
-    square_Q: Tensor
-    positions: list[tuple[int, ...]]

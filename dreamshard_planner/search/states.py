@@ -1,12 +1,13 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans of one problem with the sums per rank that make a change of one cheap, and how their costs are compared.
 
-Shapes: B placements side by side (free leading dimensions of the sums), X ranks of some of them, P parts, D ranks,
-G fused groups, C collectives, H latent channels, M kinds of memory.
+Shapes: B placements side by side (free leading dimensions of the sums), X ranks of some of them, Q trials, P parts,
+D ranks, G fused groups, C collectives, H latent channels, M kinds of memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -33,9 +34,25 @@ def rounded(cost_ms: Tensor, unit: float) -> Tensor:
     return in_steps(cost_ms, unit) / 10**DIGITS
 
 
-def ordered(overall_X: Tensor, square_X: Tensor) -> Tensor:
-    """What orders changes: the cost after them in whole steps, and among equals the sum of squares of the ranks'."""
-    return overall_X + square_X / (square_X.max() * 2).clamp_min(1e-30)
+Change = tuple[int, int, tuple[int, ...]]
+"""A table, the option that it takes, and the positions of that option's units."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the cost of a sharding would be after some changes."""
+
+    changes: list[list[Change]]
+    """Of each trial, all that belong together."""
+    overall_Q: Tensor
+    """Cost in whole steps; infinite where memory does not allow it."""
+    square_Q: Tensor
+    """Sum of squares of the ranks' milliseconds."""
+
+    @cached_property
+    def key_Q(self) -> Tensor:
+        """What orders trials: the cost, and among equals the sum of squares."""
+        return self.overall_Q + self.square_Q / (self.square_Q.max() * 2).clamp_min(1e-30)
 
 
 class State:
