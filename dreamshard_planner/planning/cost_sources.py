@@ -20,6 +20,7 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.planning.training_notes import costed_optimizers
+from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
@@ -59,12 +60,13 @@ class NetworkCosts:
         extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P], -1)
         return Cost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
 
-    def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[str, ...]:
+    def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""
+        measured = not self.takes_estimates and _measured(self.topology, self.checkpoint, "all_to_all") is not None
         return (
-            *checkpoint_notes(self.checkpoint, self.topology, uses_network=self.uses_network),
-            *default_notes(self.topology, _measured(self.topology, self.checkpoint, "all_to_all") is not None),
-            *costed_optimizers(plan, reader, self.topology),
+            *noted("assumption", default_notes(self.topology, links_measured=measured)),
+            *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=self.uses_network)),
+            *noted("optimizer", () if self.takes_estimates else costed_optimizers(plan, reader, self.topology)),
         )
 
 
@@ -98,13 +100,6 @@ class TorchRecCosts(NetworkCosts):
         backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
         latents = [[1.0, perf.total - later, later] for perf, later in zip(perfs, backward, strict=True)]
         return Cost(read.problem, compute, torch.tensor(latents, dtype=torch.float64).view(-1, 3))
-
-    def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[str, ...]:
-        """Of the checkpoint and the topology's defaults."""
-        return (
-            *checkpoint_notes(self.checkpoint, self.topology, uses_network=False),
-            *default_notes(self.topology, links_measured=False),
-        )
 
 
 COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}
