@@ -46,7 +46,7 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig, refine
-from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW
 from output import named, wide_console
@@ -57,7 +57,7 @@ from split_contests import SplitContest, draw_split_contests
 from split_placers import SplitField
 from split_referee import play_splits, print_split_summary
 
-STARTS = ("dreamshard", "policy", "torchrec", *RULES)
+STARTS = ("dreamshard", "policy", "torchrec", *HEURISTICS)
 """What the planner itself refines by measurement: rivals' plans are none of its business."""
 
 

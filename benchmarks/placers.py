@@ -37,7 +37,7 @@ from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.policy.tasks import Task
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.search.exact import solve
-from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.search.place import InfeasibleError, place
 from dreamshard_planner.workload.tables import Table
@@ -108,7 +108,7 @@ def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
 
 def rule_starts(cost: Cost) -> list[Tensor]:
     """What the rules and greedy by single-table cost find, [S] each, the cheapest first: starts without a policy."""
-    plans = [place_by_rule(cost.problem, rule) for rule in RULES]
+    plans = [place_by_heuristic(cost.problem, rule) for rule in HEURISTICS]
     plans = [plan for plan in (*plans, greedy_by_score(cost.problem, cost.single_ms_P)) if plan is not None]
     if not plans:
         return []
@@ -127,7 +127,7 @@ class Field:
         bare = replace(DEFAULT_SEARCH, samples=0)
         self.placers: dict[str, Placer] = {
             "random": self._random,
-            **{rule: partial(self._rule, rule) for rule in RULES},
+            **{rule: partial(self._rule, rule) for rule in HEURISTICS},
             "torchrec": partial(self._torchrec, "greedy", True),
             "torchrec_default": partial(self._torchrec, "greedy", False),
             "torchrec_memory_balanced": partial(self._torchrec, "memory_balanced", True),
@@ -213,7 +213,7 @@ class Field:
         return torch.tensor(chosen)
 
     def _rule(self, rule: str, contest: Contest) -> Tensor | None:
-        return place_by_rule(contest.task.problem, rule)
+        return place_by_heuristic(contest.task.problem, rule)
 
     def _linear_greedy(self, contest: Contest) -> Tensor | None:
         return greedy_by_score(contest.task.problem, self.cost(contest, self.linear).single_ms_P)

@@ -16,7 +16,7 @@ from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.search.exact import RELATIVE_GAP, solve
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.packing import pack
 from dreamshard_planner.search.place import InfeasibleError, place
@@ -44,7 +44,7 @@ def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
         cost = make_cost(shards, devices)
         problem = storage_problem(sizes.tolist(), [capacity] * devices)
         cost = Cost(problem, cost.compute)
-        dead_ends += all(place_by_rule(problem, rule) is None for rule in RULES)
+        dead_ends += all(place_by_heuristic(problem, rule) is None for rule in HEURISTICS)
         exact = solve(problem, 5.0)
         if math.isinf(exact.bound_ms):  # proven, not a matter of time
             hopeless += 1

@@ -9,7 +9,7 @@ from placement_tasks import SEARCH, make_cost, storage_problem
 
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.place import place, sampled_rollouts
 
@@ -23,7 +23,7 @@ def test_rules_place_as_by_hand() -> None:
     assert greedy_by_score(tight, scores).tolist() == [0, 1, 1, 0, 1]
     assert greedy_by_score(storage_problem([1] * 5, [2, 2]), scores) is None
     with pytest.raises(ValueError, match="size_greedy"):
-        place_by_rule(problem, "sizegreedy")
+        place_by_heuristic(problem, "sizegreedy")
 
 
 @pytest.mark.parametrize("make", [lambda: Policy(PolicyConfig()), lambda: PaperPolicy(PaperPolicyConfig())])
@@ -45,7 +45,7 @@ def test_every_placer_keeps_the_contract(make, config, count: int, devices: int,
     assert torch.equal(place(cost, policy, config, seed=3).chosen.assignment_S, assignment_S)
     if config is not None:
         assert all(result.chosen.total_ms <= rival.total_ms * (1 + 1e-5) for rival in result.rivals)
-        assert {rival.name for rival in result.rivals} >= {"policy", "cost_greedy", *RULES}
+        assert {rival.name for rival in result.rivals} >= {"policy", "cost_greedy", *HEURISTICS}
     assert torch.equal(cost.latent_PH, before[0]) and torch.equal(cost.problem.capacity_DM, before[1])
 
 

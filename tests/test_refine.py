@@ -19,7 +19,7 @@ from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.research.evidence import ErrorModel, Evidence, Measurements, shares
 from dreamshard_planner.research.refine import Laid, MeasuredCosts, RefineConfig, ShardSet, refine
-from dreamshard_planner.search.heuristics import place_by_rule
+from dreamshard_planner.search.heuristics import place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, local_search
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of
@@ -159,7 +159,7 @@ def test_factors_of_shards_are_learned(cost: Cost) -> None:
 def test_measuring_finds_a_better_plan_than_predicting(cost: Cost) -> None:
     cost = Cost(replace(cost.problem, num_ranks=2, capacity_DM=cost.problem.capacity_DM[:2]), ROOFLINE)
     machine = TrueMachine(cost)
-    rule = place_by_rule(cost.problem, "size_lookup_greedy")
+    rule = place_by_heuristic(cost.problem, "size_lookup_greedy")
     predicted = local_search(cost, [rule], DEFAULT_SEARCH, torch.Generator().manual_seed(0)).assignment_S
     config = RefineConfig(rounds=5)
     result = refine(MeasuredCosts(cost, machine, config), [predicted, rule], 1e6, search=DEFAULT_SEARCH, config=config)
@@ -174,7 +174,7 @@ def test_luck_is_not_taken_for_a_gain(cost: Cost) -> None:
     plans by a last measurement of each would be up to 5 % worse."""
     two = replace(cost.problem, num_ranks=2, capacity_DM=cost.problem.capacity_DM[:2])
     cost = Cost(two, ROOFLINE)
-    rule = place_by_rule(cost.problem, "size_lookup_greedy")
+    rule = place_by_heuristic(cost.problem, "size_lookup_greedy")
     predicted = local_search(cost, [rule], DEFAULT_SEARCH, torch.Generator().manual_seed(0)).assignment_S
     config, lost = RefineConfig(rounds=3), []
     for seed in range(3):
@@ -193,7 +193,7 @@ def test_without_time_the_plan_stays_and_that_is_said(cost: Cost) -> None:
         times_X2[2:] = math.nan
         return times_X2
 
-    starts = [place_by_rule(cost.problem, rule) for rule in ("size_lookup_greedy", "dim_greedy")]
+    starts = [place_by_heuristic(cost.problem, rule) for rule in ("size_lookup_greedy", "dim_greedy")]
     result = refine(MeasuredCosts(cost, measure, CONFIG), starts, 1e-9, search=DEFAULT_SEARCH)
     assert torch.equal(result.assignment_S, starts[0]) and result.measured is None
     assert (result.plans, result.sets, result.wanted_sets) == (0, 2, 4)

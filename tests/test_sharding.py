@@ -185,7 +185,7 @@ def test_a_start_is_never_lost() -> None:
 
 
 def test_reshards_keep_their_sums() -> None:
-    """Sums kept through many changes are those taken afresh, and what was glanced at is what was got."""
+    """Sums kept through many changes are those taken afresh, and what was tried is what was got."""
     cost = problem_of(12, 2)
     everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
     state = ShardingState(cost, everything_on_one, 1.0)

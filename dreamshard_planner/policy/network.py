@@ -43,7 +43,7 @@ class Policy(nn.Module):
     """Scores devices from the sum of their shards' representations and their predicted costs.
 
     The score sees each device beside the mean over the legal devices, so the number of devices is free. A linear
-    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy rule on
+    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy heuristic on
     predicted cost; REINFORCE improves on that.
     """
 

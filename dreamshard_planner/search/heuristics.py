@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The greedy rules that practice uses: sort by a score, give each table to the least loaded device.
+"""The greedy heuristics that practice uses: sort by a score, give each table to the least loaded rank.
 
 Shapes: S shards, D devices, M kinds of memory, F features.
 """
@@ -25,7 +25,7 @@ def _size_lookup(features_SF: Tensor) -> Tensor:
     return lookup * _column(features_SF, "rows").clamp_min(1).log10()
 
 
-RULES: dict[str, Callable[[Tensor], Tensor]] = {
+HEURISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "size_greedy": lambda features_SF: _column(features_SF, "size"),
     "dim_greedy": lambda features_SF: _column(features_SF, "dim"),
     "lookup_greedy": lambda features_SF: _column(features_SF, "dim") * _column(features_SF, "pooling_factor"),
@@ -72,8 +72,8 @@ def greedy_by_score(
     return torch.tensor(assignment, dtype=torch.int64)
 
 
-def place_by_rule(problem: Problem, rule: str) -> Tensor | None:
-    """Placement [S] by a rule of :data:`RULES`, None where it dead-ends."""
-    if rule not in RULES:
-        raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
-    return greedy_by_score(problem, RULES[rule](problem.features_PF))
+def place_by_heuristic(problem: Problem, name: str) -> Tensor | None:
+    """Placement [S] by one of :data:`HEURISTICS`, None where it dead-ends."""
+    if name not in HEURISTICS:
+        raise ValueError(f"unknown heuristic {name!r}; known are {', '.join(HEURISTICS)}")
+    return greedy_by_score(problem, HEURISTICS[name](problem.features_PF))

@@ -29,7 +29,7 @@ from dreamshard_planner.search.starts import JointOptions, evened, level_starts
 from dreamshard_planner.search.states import in_steps
 
 WORTH = 1e-3
-"""Share of the cost that a kick has to bring."""
+"""Share of the cost by which a perturbation has to lower it to count as a gain."""
 TURNS = 0.5
 """Share of the budget in which all starts, and their evened variants, have one turn each."""
 CONTINUED = 2
@@ -41,21 +41,21 @@ class JointConfig:
     """How long and how widely to search."""
 
     starts: int = 4
-    """Best starting shardings from which to descend."""
+    """Starting shardings to descend from: the cheapest."""
     reshards: int = 20_000
-    """Re-shards to try in all, and"""
+    """Re-shards that the whole search may try, besides :attr:`reshards_per_table`."""
     reshards_per_table: int = 30
-    """as many more for each table."""
+    """Re-shards that it may try more for each table of the model."""
     tables_per_step: int = 24
-    """Of the bottleneck rank, the heaviest."""
+    """Tables of the bottleneck rank that one step tries to re-shard: the heaviest."""
     rated_exactly: int = 8
-    """Of one step, the most promising at a glance."""
+    """Re-shards of one step that are rated exactly: the most promising by the approximate cost."""
     candidates: int = 6_000
     """Moves and swaps of one descent between re-shards."""
-    kicks: int = 8
-    """Kicked copies of the best in a row that bring little, after which the search ends."""
-    kick_tables: int = 3
-    """Tables that a kick shards another way at random."""
+    patience: int = 8
+    """Perturbations without a gain worth having, one after the other, at which the search ends."""
+    perturbed_tables: int = 3
+    """Tables that a perturbation shards another way at random."""
 
 
 DEFAULT_JOINT = JointConfig()
@@ -84,15 +84,15 @@ def joint_search(
     seed: int = 0,
     seconds: float | None = None,
 ) -> JointResult | None:
-    """Descend from the cheapest of some feasible shardings, then from kicked copies of the best; never worse than the
-    best start. None where there is no start.
+    """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
+    than the best start. None where there is no start.
 
     Args:
         cost: the problem and its cost.
         starts: feasible shardings; further ones are made by :func:`level_starts`.
         config: of the re-shards.
         search: of the moves and swaps.
-        seed: of kicks.
+        seed: of perturbations.
         seconds: cap on the search, on top of its budget of candidates.
     """
     asked = JointOptions(cost)
@@ -116,9 +116,9 @@ def joint_search(
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
         descents.descend(sharding)
     fruitless = 0
-    while descents.left() and fruitless < config.kicks:
+    while descents.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
-        descents.descend(descents.kicked())
+        descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
     return descents.result()
 
@@ -139,7 +139,7 @@ class _Descents:
         self._best, self.best_ms = best, cost.overall_ms(best)
         self._unit = max(1e-9, self.best_ms)
         self._generator = torch.Generator().manual_seed(seed)
-        self._quiet = replace(search, starts=1, candidates=config.candidates, kicks=0)
+        self._quiet = replace(search, starts=1, candidates=config.candidates, perturbed=0)
         self._reshards = self._candidates = 0
         self.limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
         self._deadline = math.inf if seconds is None else time.monotonic() + seconds
@@ -188,12 +188,12 @@ class _Descents:
         self._candidates += result.candidates
         return chosen.placed(result.assignment_S)
 
-    def kicked(self) -> Sharding:
+    def perturbed(self) -> Sharding:
         """The best with a few random tables sharded another way, each where it leaves the lowest peak."""
         state = self._state(self._best)
         tables = self._cost.problem.tables
         changeable = [table for table in range(len(tables)) if len(tables[table]) > 1]
-        for _ in range(min(len(changeable), self._config.kick_tables)):
+        for _ in range(min(len(changeable), self._config.perturbed_tables)):
             table = changeable[self._draw(len(changeable))]
             state.force(table, self._draw(len(tables[table])))
         return state.sharding

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Fitting shards into memory where policy and rules dead-end: best fit, then an exact packing.
+"""Fitting shards into memory where policy and heuristics dead-end: best fit, then an exact packing.
 
 Shapes: S shards, D devices, M kinds of memory.
 """

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""From a problem to a placement: policy roll-outs and greedy rules as starts, then search.
+"""From a problem to a placement: policy roll-outs and greedy heuristics as starts, then search.
 
 Shapes: S shards, B placements, D devices.
 """
@@ -16,7 +16,7 @@ from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.research.refine import RefineResult
-from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.search.packing import PACKING_SECONDS, pack
 
@@ -47,7 +47,7 @@ class Placement:
 
     chosen: Contender
     rivals: tuple[Contender, ...]
-    """Policy, greedy rules and whatever else was given, feasible or not."""
+    """Policy, greedy heuristics and whatever else was given, feasible or not."""
     candidates: int
     cut_short: bool
     refined: RefineResult | None = None
@@ -92,7 +92,7 @@ def place(
         policy: the policy network.
         config: search settings; None means one greedy policy roll-out and nothing else (the paper's
             procedure), with other placements only where the roll-out dead-ends on memory.
-        seed: of the sampled roll-outs and the kicks of the search.
+        seed: of the sampled roll-outs and the perturbations of the search.
         given: further placements [S] to start from, by name; None where one does not fit.
         seconds: cap on the search, on top of its budget of candidates.
         packing_seconds: limit of the exact packing, where all else finds no room; 0 for none.
@@ -110,8 +110,8 @@ def place(
     samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_ranks)
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
-    for rule in RULES:
-        starts[rule] = place_by_rule(problem, rule)
+    for name in HEURISTICS:
+        starts[name] = place_by_heuristic(problem, name)
     starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_P, cost.preload_ms_D)
     rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
     feasible = [rival for rival in rivals if rival.assignment_S is not None]

@@ -20,7 +20,7 @@ from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
 from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.training.config import TrainingConfig
 from dreamshard_planner.workload.tables import Table, Workload
@@ -42,7 +42,7 @@ def improve(
     policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
     with progress_bar("improving the policy", reinforce.updates, progress) as advance:
         statistics = train_policy(
-            policy, costs, reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
+            policy, costs, reinforce, lambda _, update: advance(f"{update.over_best_heuristic:.3f} x the best rule")
         )
     return policy, statistics, tasks
 
@@ -100,12 +100,12 @@ def validate_policy(
     """
     tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
     costs = [task.cost for task in tasks]
-    policy_ms, rule_ms = [], {rule: [] for rule in RULES}
+    policy_ms, rule_ms = [], {rule: [] for rule in HEURISTICS}
     with torch.no_grad():
         for cost in costs:
             policy_ms.append(rated_ms(cost, greedy_plan(policy, cost)))
-            for rule in RULES:
-                rule_ms[rule].append(rated_ms(cost, place_by_rule(cost.problem, rule)))
+            for rule in HEURISTICS:
+                rule_ms[rule].append(rated_ms(cost, place_by_heuristic(cost.problem, rule)))
     ours = torch.tensor(policy_ms)
     ratios = {}
     for rule, values in rule_ms.items():
