@@ -72,7 +72,7 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in every]).unbind(-1)
     candidates = changes.Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
     rated = changes._rate(states, bottlenecks, candidates)
-    overall_BC, _ = changes._scores(states, bottlenecks, device_BC, leaving_BC, arrival_BC, *rated, 1.0)
+    overall_BC, _ = changes._scores(states, bottlenecks, candidates, rated, 1.0)
     for index, row in enumerate(row_B.tolist()):
         for candidate in range(count):
             changed_S = assignment_BS[row].clone()

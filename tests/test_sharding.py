@@ -240,9 +240,9 @@ def test_every_start_has_its_turn() -> None:
     tried: dict[Sharding, int] = {}
 
     def descend(self: _Descents, start: Sharding, turn: int | None = None) -> None:
-        before = self._reshards
+        before = self.budget.used
         original(self, start, turn)
-        tried[start] = self._reshards - before
+        tried[start] = self.budget.used - before
 
     original = _Descents.descend
     with pytest.MonkeyPatch.context() as patch:

@@ -49,13 +49,14 @@ class Bottlenecks:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Changes of two devices each: what leaves the bottleneck, where to, and what comes back from there."""
+    """Changes of two ranks each: what leaves the bottleneck, where to, and what comes back from there, all [B, ...], or
+    of shapes that broadcast to that."""
 
-    leaving_BC: Tensor
-    device_BC: Tensor
-    arrival_BC: Tensor
+    leaving_BX: Tensor
+    device_BX: Tensor
+    arrival_BX: Tensor
     """-1 for a move."""
-    fits_BC: Tensor
+    fits_BX: Tensor
     """Whether memory allows it; what does not fit only fills up the rows."""
     counted: int = 0
     """All moves, and the swaps among these."""
@@ -70,16 +71,8 @@ def improve(
     if not bottlenecks.here_BP.any():
         return torch.zeros(len(row_B), dtype=torch.bool), 0
     candidates = _most_promising(states, bottlenecks, rated_exactly, unit)
-    overall_BC, square_BC = _scores(
-        states,
-        bottlenecks,
-        candidates.device_BC,
-        candidates.leaving_BC,
-        candidates.arrival_BC,
-        *_rate(states, bottlenecks, candidates),
-        unit,
-    )
-    overall_BC = overall_BC.masked_fill(~candidates.fits_BC, torch.inf)
+    overall_BC, square_BC = _scores(states, bottlenecks, candidates, _rate(states, bottlenecks, candidates), unit)
+    overall_BC = overall_BC.masked_fill(~candidates.fits_BX, torch.inf)
     least_B = overall_BC.amin(-1)
     choice_B1 = torch.where(overall_BC == least_B[:, None], square_BC, torch.inf).argmin(-1, keepdim=True)
     before_B = rounded(states.overall_ms()[row_B], unit)
@@ -90,7 +83,7 @@ def improve(
         row_X, from_X = row_B[improved_B], bottleneck_B[improved_B]
         leaving_X, device_X, arrival_X = (
             values_BC.gather(1, choice_B1)[improved_B, 0]
-            for values_BC in (candidates.leaving_BC, candidates.device_BC, candidates.arrival_BC)
+            for values_BC in (candidates.leaving_BX, candidates.device_BX, candidates.arrival_BX)
         )
         states.assignment_BP[row_X, leaving_X] = device_X
         swapped_X = arrival_X >= 0
@@ -111,27 +104,16 @@ def _most_promising(states: PlacementState, bottlenecks: Bottlenecks, rated_exac
 
     fits_BNA = _fits(states, bottlenecks, leaving_BN, device_BA, arrival_A)
     fits_BNA &= here_BP.gather(1, leaving_BN)[..., None] & (device_BA != bottlenecks.device_B[:, None])[:, None]
-    overall_BNA, square_BNA = _scores(
-        states,
-        bottlenecks,
-        device_BA[:, None].expand_as(fits_BNA),
-        leaving_BN[..., None],
-        arrival_A,
-        *_approximate(states, bottlenecks, leaving_BN),
-        unit,
-    )
+    every = Candidates(leaving_BN[..., None], device_BA[:, None].expand_as(fits_BNA), arrival_A, fits_BNA)
+    after_ms = _approximate(states, bottlenecks, leaving_BN)
+    overall_BNA, square_BNA = _scores(states, bottlenecks, every, after_ms, unit)
     tie_break_BNA = 10.0 ** -(DIGITS + 1) * square_BNA / (1 + square_BNA.abs())
     key_BX = (overall_BNA + tie_break_BNA).masked_fill(~fits_BNA, torch.inf).flatten(1)
     best_BC = key_BX.topk(min(rated_exactly, key_BX.shape[1]), largest=False).indices.sort().values
     fits_BC, arrival_BC = key_BX.gather(1, best_BC).isfinite(), arrival_A[best_BC % num_arrivals]
     moves, swaps = fits_BNA[..., : problem.num_ranks].sum(), (fits_BC & (arrival_BC >= 0)).sum()
-    return Candidates(
-        leaving_BC=leaving_BN.gather(1, best_BC // num_arrivals),
-        device_BC=device_BA.gather(1, best_BC % num_arrivals),
-        arrival_BC=arrival_BC,
-        fits_BC=fits_BC,
-        counted=int(moves + swaps),
-    )
+    leaving_BC, device_BC = leaving_BN.gather(1, best_BC // num_arrivals), device_BA.gather(1, best_BC % num_arrivals)
+    return Candidates(leaving_BC, device_BC, arrival_BC, fits_BC, int(moves + swaps))
 
 
 def _fits(
@@ -185,7 +167,7 @@ def _approximate(states: PlacementState, bottlenecks: Bottlenecks, leaving_BN: T
 
 def _rate(states: PlacementState, bottlenecks: Bottlenecks, candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Exact cost of the bottleneck device and of the other one after each candidate, both [B, C]."""
-    leaving_BC, device_BC, arrival_BC = candidates.leaving_BC, candidates.device_BC, candidates.arrival_BC
+    leaving_BC, device_BC, arrival_BC = candidates.leaving_BX, candidates.device_BX, candidates.arrival_BX
     row_BC, here_BC = (values_B[:, None].expand_as(device_BC) for values_B in (bottlenecks.row_B, bottlenecks.device_B))
     latent_PH, group_P = states.cost.latent_PH, states.problem.group_P
     group_BC, arrival_group_BC = group_P[leaving_BC], group_P[arrival_BC]
@@ -212,27 +194,18 @@ def _rate(states: PlacementState, bottlenecks: Bottlenecks, candidates: Candidat
 def _scores(
     states: PlacementState,
     bottlenecks: Bottlenecks,
-    device_BX: Tensor,
-    leaving_BX: Tensor,
-    arrival_BX: Tensor,
-    here_ms_BX: Tensor,
-    device_ms_BX: Tensor,
+    candidates: Candidates,
+    after_ms: tuple[Tensor, Tensor],
     unit: float,
 ) -> tuple[Tensor, Tensor]:
-    """Overall cost of each candidate, rounded, and its change of the two devices' sum of squares, both [B, ...].
-
-    Args:
-        device_BX: the device that is not the bottleneck.
-        leaving_BX: the shard that goes there.
-        arrival_BX: the shard that comes back; -1 for a move.
-        here_ms_BX: cost of the bottleneck device afterwards.
-        device_ms_BX: cost of the other one afterwards.
-    """
+    """Overall cost of each candidate, rounded, and its change of the two ranks' sum of squares, both [B, ...];
+    ``after_ms`` [B, ...] is what the bottleneck and the other rank cost afterwards."""
+    device_BX, (here_ms_BX, device_ms_BX) = candidates.device_BX, after_ms
     own = (slice(None), *[None] * (device_BX.dim() - 1))
     before_BD, here_B1 = bottlenecks.device_ms_BD, bottlenecks.device_B[:, None]
     rest_ms_BX = _largest_other(before_BD, here_B1, device_BX)
     compute_BX = torch.maximum(rest_ms_BX, torch.maximum(here_ms_BX, device_ms_BX))
-    collective_ms = _collectives_after(states, bottlenecks, device_BX, leaving_BX, arrival_BX)
+    collective_ms = _collectives_after(states, bottlenecks, candidates)
     squared_BD = before_BD**2
     before_BX = squared_BD.gather(1, here_B1)[:, 0][own] + squared_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
     square_BX = here_ms_BX**2 + device_ms_BX**2 - before_BX
@@ -240,10 +213,11 @@ def _scores(
 
 
 def _collectives_after(
-    states: PlacementState, bottlenecks: Bottlenecks, device_BX: Tensor, leaving_BX: Tensor, arrival_BX: Tensor
+    states: PlacementState, bottlenecks: Bottlenecks, candidates: Candidates
 ) -> tuple[Tensor, Tensor]:
     """Forward and backward milliseconds of all collectives after each candidate, both [B, ...]. Only those change in
     which some part sends."""
+    leaving_BX, device_BX, arrival_BX = candidates.leaving_BX, candidates.device_BX, candidates.arrival_BX
     collectives, bytes_PC = states.problem.collectives, states.problem.bytes_PC
     own = (slice(None), *[None] * (device_BX.dim() - 1))
     each_ms = collectives.each_ms(bottlenecks.bytes_BCD)

@@ -12,8 +12,6 @@ so the same inputs give the same sharding.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -22,7 +20,7 @@ import torch
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.joint_packing import packed_start
-from dreamshard_planner.search.local_search import SearchConfig, local_search
+from dreamshard_planner.search.local_search import Budget, SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.settling import settled
 from dreamshard_planner.search.starts import JointOptions, evened, level_starts
@@ -107,16 +105,16 @@ def joint_search(
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
     # What a start costs says little of where it leads: each has its turn before the best may use up the budget.
-    turn = int(TURNS * descents.limit / (2 * config.starts))
+    turn = int(TURNS * descents.budget.limit / (2 * config.starts))
     for start in order[: config.starts]:
         descents.descend(start, turn)
-        variants = evened(cost, asked, start) if descents.left() else []
+        variants = evened(cost, asked, start) if descents.budget.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
         descents.descend(sharding)
     fruitless = 0
-    while descents.left() and fruitless < config.patience:
+    while descents.budget.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
@@ -127,36 +125,22 @@ class _Descents:
     """Descents one after the other, and the best that they came to."""
 
     def __init__(
-        self,
-        cost: Cost,
-        best: Sharding,
-        config: JointConfig,
-        search: SearchConfig,
-        seed: int,
-        seconds: float | None,
+        self, cost: Cost, best: Sharding, config: JointConfig, search: SearchConfig, seed: int, seconds: float | None
     ) -> None:
         self._cost, self._config = cost, config
         self._best, self.best_ms = best, cost.overall_ms(best)
         self._unit = max(1e-9, self.best_ms)
         self._generator = torch.Generator().manual_seed(seed)
         self._quiet = replace(search, starts=1, candidates=config.candidates, perturbed=0)
-        self._reshards = self._candidates = 0
-        self.limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
-        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
-        self._cut_short = False
+        self._candidates = 0
+        self.budget = Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, seconds)
         self.unfinished: list[Sharding] = []
         """Where descents were when their turn ended, while they still gained."""
 
-    def left(self) -> bool:
-        """Whether budget and time are left."""
-        if time.monotonic() > self._deadline:
-            self._cut_short = True
-        return self._reshards < self.limit and not self._cut_short
-
     def result(self) -> JointResult:
         """The best, in the cheapest kernels that there is room for."""
-        best = settled(self._cost, self._best)
-        return JointResult(best, self._cost.overall_ms(best), self._reshards, self._candidates, self._cut_short)
+        best, budget = settled(self._cost, self._best), self.budget
+        return JointResult(best, self._cost.overall_ms(best), budget.used, self._candidates, budget.cut_short)
 
     def _state(self, sharding: Sharding) -> ShardingState:
         config = self._config
@@ -165,17 +149,18 @@ class _Descents:
     def descend(self, start: Sharding, turn: int | None = None) -> None:
         """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried."""
         unit, state = self._unit, self._state(start)
-        end = self.limit if turn is None else min(self.limit, self._reshards + turn)
-        while self.left():
+        budget = self.budget
+        end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
+        while budget.left():
             before = in_steps(float(state.overall_ms()), unit)
-            self._reshards += state.improve(end - self._reshards, self.left)
+            budget.spend(state.improve(end - budget.used, budget.left))
             state = self._state(self._moved(state.sharding))
             after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
                 self._best, self.best_ms = state.sharding, float(state.overall_ms())
             if after >= before:
                 break
-            if self._reshards >= end:
+            if budget.used >= end:
                 self.unfinished.append(state.sharding)
                 break
 
