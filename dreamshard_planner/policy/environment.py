@@ -62,8 +62,8 @@ class TaskBatch:
     storage_TSM: Tensor
     capacity_TDM: Tensor
     device_mask_TD: Tensor
-    preload_TDGH: Tensor | None
-    """Latents of what lies on the devices before the first step; None where all are empty."""
+    preload_TDGH: Tensor
+    """Latents of what lies on the devices before the first step."""
     num_groups: int
     rule_kinds: int = 0
     """See :class:`~dreamshard_planner.cost.problem.Problem`."""
@@ -105,16 +105,13 @@ class TaskBatch:
         return self.order_TS >= 0
 
 
-def _preloads(costs: Sequence[Cost], num_groups: int, seen: int | None) -> Tensor | None:
+def _preloads(costs: Sequence[Cost], num_groups: int, seen: int | None) -> Tensor:
     """Latents of preloads as approximate costs read them, padded."""
-    if all(cost.preload is None for cost in costs):
-        return None
     num_devices = max(cost.problem.num_ranks for cost in costs)
     preload_TDGH = torch.zeros(len(costs), num_devices, num_groups, costs[0].latent_PH[:, :seen].shape[1])
-    for task, cost in enumerate(costs):
+    for preload_DGH, cost in zip(preload_TDGH, costs, strict=True):
         if cost.preload is not None:
-            latent_DGH = cost.preload.latent_DGH[..., :seen]
-            preload_TDGH[task, : latent_DGH.shape[0], : latent_DGH.shape[1]] = latent_DGH.float()
+            preload_DGH[: cost.problem.num_ranks, : cost.problem.num_groups] = cost.preload.latent_DGH[..., :seen]
     return preload_TDGH
 
 
@@ -135,11 +132,7 @@ class EstimatedMDP:
         num_tasks, num_devices = tasks.device_mask_TD.shape
         self.num_episodes = num_tasks * episodes_per_task
         self.task_E = torch.arange(num_tasks).repeat_interleave(episodes_per_task)
-        latents = tasks.latent_TSH.shape[-1]
-        episodes, groups = self.num_episodes, tasks.num_groups
-        self.latent_EDGH = torch.zeros(episodes, num_devices, groups, latents)
-        self.group_ms_EDG2 = torch.zeros(episodes, num_devices, groups, 2)
-        self.device_ms_ED2 = torch.zeros(episodes, num_devices, 2)
+        episodes = self.num_episodes
         self.bytes_ED = torch.zeros(episodes, num_devices)
         self.free_EDM = tasks.capacity_TDM[self.task_E].clone()
         self.alive_E = torch.ones(episodes, dtype=torch.bool)
@@ -148,9 +141,7 @@ class EstimatedMDP:
         self.step_index = 0
         self._by_step: dict[str, tuple[Tensor, ...]] = {}
         self._device_mask_ED = tasks.device_mask_TD[self.task_E]
-        self._common_E12 = torch.zeros(episodes, 1, 2)
-        if tasks.preload_TDGH is not None:
-            self._lay(tasks.preload_TDGH)
+        self._start_from(tasks.preload_TDGH)
         self._devices_E = self._device_mask_ED.sum(-1).float()
         self._total_ms_E = tasks.single_ms_TS.sum(-1)[self.task_E].clamp_min(1e-9)
         self._ideal_ms_E = self._total_ms_E / self._devices_E
@@ -161,8 +152,8 @@ class EstimatedMDP:
         needed_TM[:, needed_TM.shape[1] - tasks.rule_kinds :] = False
         self._needed_EDM = needed_TM[self.task_E][:, None]
 
-    def _lay(self, preload_TDGH: Tensor) -> None:
-        """Start from a preload. What every device has of it is no difference between them: the policy, trained on
+    def _start_from(self, preload_TDGH: Tensor) -> None:
+        """Lay the preload down. What every device has of it is no difference between them: the policy, trained on
         devices that start empty, sees loads above that of the least loaded device."""
         group_ms_TDG2 = self.tasks.costs[0].compute.approximate_ms(preload_TDGH)
         device_ms_TD2 = group_ms_TDG2.sum(2)
