@@ -9,8 +9,13 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost
 
+from dreamshard_planner.cost.compute import WithExtras
 from dreamshard_planner.cost.model import Cost, Preload
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
+from dreamshard_planner.research.linear_cost import LinearCost
+from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
+from dreamshard_planner.workload.features import WORK
 
 
 def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
@@ -65,3 +70,32 @@ def test_a_preload_costs_what_its_shards_would() -> None:
 def test_empty_devices_cost_nothing() -> None:
     costs = make_cost(4, 3).rate(torch.zeros(1, 4, dtype=torch.int64))
     assert costs.device_ms_BD[0, 1:].tolist() == [0.0, 0.0]
+
+
+COMPUTE = {
+    "roofline": ROOFLINE,
+    "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),
+    "paper": PaperCostNetwork(PaperCostConfig()),
+    "linear": LinearCost(torch.ones(len(WORK), 2).double() * 1e-6, torch.ones(2).double(), "by hand"),
+    "extras": WithExtras(ROOFLINE),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", COMPUTE)
+def test_every_compute_cost_keeps_the_contract(name: str) -> None:
+    """Latents count shards, nothing costs nothing, and approximate costs and rewards are of the same shape."""
+    compute, problem = COMPUTE[name], make_cost(6, 2).problem
+    cost = Cost(problem, compute)
+    latent_BDGH = cost.group_latents(torch.tensor([[0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1]]))
+    assert latent_BDGH[..., 0, 0].tolist() == [[6, 0], [3, 3]]
+    cost_BDG2 = compute.group_cost_ms(latent_BDGH)
+    approximate_BDG2 = compute.approximate_ms(latent_BDGH[..., : compute.approximate_channels])
+    for ms_BDG2 in (cost_BDG2, approximate_BDG2):
+        assert ms_BDG2.shape == (2, 2, 1, 2) and (ms_BDG2[0, 1] == 0).all() and (ms_BDG2[1] > 0).all()
+    assert compute.approximates or torch.equal(cost_BDG2, approximate_BDG2)
+    assert (compute.extra_ms(latent_BDGH) == 0).all() and str(compute.source)
+    collective_ms = torch.zeros(2), torch.ones(2)
+    if name != "paper":  # whose overall head has learned something else
+        expected_B = cost_BDG2.sum((-1, -2)).amax(-1) + 1
+        assert torch.allclose(compute.reward_ms(latent_BDGH, collective_ms), expected_B)

@@ -19,7 +19,7 @@ from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
 from dreamshard_planner.search.joint import JointConfig, _Descents, joint_search
 from dreamshard_planner.search.joint_packing import packed_start
 from dreamshard_planner.search.laying import lay
-from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.starts import JointOptions, level_choice, level_starts
 from dreamshard_planner.search.states import in_steps
@@ -149,6 +149,22 @@ def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
         moved = torch.randint(RANKS, chosen.assignment_S.shape, generator=torch.Generator().manual_seed(1))
         rated = float(chosen.cost.rate(moved[None]).overall_ms_B)
         assert rated == pytest.approx(cost.overall_ms(chosen.placed(moved)), rel=1e-9)
+
+
+def test_a_part_that_sends_in_several_collectives_counts_in_each() -> None:
+    """Whole tables that send between all ranks, inside hosts, across them and in the backward alone: search finds a
+    better placement, and says of it what the formula does."""
+    cost = problem_of(8, 4, latency_ms=0.05)
+    whole_P = [options[0].parts[0] for options in cost.problem.tables]
+    for column, share in ((3, 20.0), (4, 0.5), (5, 2.0)):
+        cost.problem.bytes_PC[whole_P, column] = share * cost.problem.bytes_PC[whole_P, 0]
+    chosen = cost.chosen(Sharding((0,) * 8, ((0,),) * 8))
+    result = local_search(chosen.cost, [chosen.assignment_S], SEARCH, torch.Generator().manual_seed(0))
+    found = chosen.placed(result.assignment_S)
+    assert result.overall_ms == pytest.approx(formula_ms(cost, found), rel=1e-9)
+    assert result.overall_ms < 0.6 * formula_ms(cost, chosen.sharding)
+    for table, rank in itertools.product(range(8), range(RANKS)):  # no move is left that helps
+        assert formula_ms(cost, found.moved(table, 0, rank)) >= result.overall_ms * (1 - 1e-4)
 
 
 @pytest.mark.parametrize("seed", range(2))
