@@ -218,16 +218,12 @@ def _collectives_after(
     """Forward and backward milliseconds of all collectives after each candidate, both [B, ...]. Only those change in
     which some part sends."""
     leaving_BX, device_BX, arrival_BX = candidates.leaving_BX, candidates.device_BX, candidates.arrival_BX
-    collectives, bytes_PC = states.problem.collectives, states.problem.bytes_PC
-    own = (slice(None), *[None] * (device_BX.dim() - 1))
-    each_ms = collectives.each_ms(bottlenecks.bytes_BCD)
-    forward_BX, backward_BX = (ms_BC[:, ~states.sends_C].sum(-1)[own] for ms_BC in each_ms)
-    for column in states.sends_C.nonzero()[:, 0].tolist():
+    bytes_PC, (forward_BX, backward_BX) = states.problem.bytes_PC, states.other_collectives_ms
+    for column, members in states.exchanges:
         gained_BX = bytes_PC[leaving_BX, column] - torch.where(arrival_BX >= 0, bytes_PC[arrival_BX, column], 0.0)
         changed = bottlenecks.bytes_BCD[:, column], bottlenecks.device_B[:, None], device_BX, gained_BX
-        members = collectives.groups(column, states.problem.num_ranks)
         exchanges = [_exchange_after(*changed, member_D) for member_D in members]
-        one = collectives.collectives[column]
+        one = states.problem.collectives.collectives[column]
         forward_ms_BX = 0.0 if one.forward is None else _slowest(one.forward, exchanges)
         if one.backward == one.forward:
             backward_ms_BX = forward_ms_BX

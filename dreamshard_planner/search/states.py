@@ -98,6 +98,18 @@ class PlacementState(State):
         """Collectives that some part sends in, bool: the others stay as they are wherever the parts lie."""
         return self.problem.bytes_PC.any(0)
 
+    @cached_property
+    def other_collectives_ms(self) -> list[Tensor]:
+        """Forward and backward milliseconds of these others."""
+        each_ms = self.problem.collectives.each_ms(self.bytes_CD[0])
+        return [ms_C[~self.sends_C].sum() for ms_C in each_ms]
+
+    @cached_property
+    def exchanges(self) -> list[tuple[int, Tensor]]:
+        """The collectives that some part sends in, each with the ranks that exchange with each other."""
+        problem, columns = self.problem, self.sends_C.nonzero()[:, 0].tolist()
+        return [(column, problem.collectives.groups(column, problem.num_ranks)) for column in columns]
+
     def replace(self, row_X: Tensor, assignment_XP: Tensor) -> None:
         """Let other placements take the place of some."""
         others = PlacementState(self.cost, assignment_XP)
