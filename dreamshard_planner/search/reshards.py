@@ -161,9 +161,12 @@ class ShardingState(State):
             if not self._changeable(table):
                 continue
             option = self.problem.tables[table][index]
-            placed = [(unit, unit.ranks(at)) for unit, at in zip(option.units, positions, strict=True)]
-            here = [unit.parts[rank - ranks.start] for unit, ranks in placed if rank in ranks]
-            if parts := option.parts if rank is None else here:
+            placed = zip(option.units, positions, strict=True)
+            if rank is None:
+                parts = option.parts
+            else:
+                parts = [unit.parts[rank - at * unit.span] for unit, at in placed if rank in unit.ranks(at)]
+            if parts:
                 burden[table] = sum(burden_P[part] for part in parts)
         return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
 
