@@ -30,7 +30,7 @@ from torchrec.distributed.planner import Topology
 
 from bootstrap import mean_interval
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
@@ -49,7 +49,7 @@ SAMPLES = 15
 
 
 @torch.no_grad()
-def methods_ms(cost: PlacementCost, policy: AnyPolicy, seed: int) -> dict[str, float]:
+def methods_ms(cost: Cost, policy: AnyPolicy, seed: int) -> dict[str, float]:
     """Predicted overall cost under each method; NaN where it finds no placement."""
     rules = rule_starts(cost)
     if not rules:
@@ -69,7 +69,7 @@ def methods_ms(cost: PlacementCost, policy: AnyPolicy, seed: int) -> dict[str, f
     return values
 
 
-def _searched_ms(cost: PlacementCost, starts: Sequence[torch.Tensor], config: SearchConfig, seed: int) -> float:
+def _searched_ms(cost: Cost, starts: Sequence[torch.Tensor], config: SearchConfig, seed: int) -> float:
     return local_search(cost, starts[: config.starts], config, torch.Generator().manual_seed(seed)).overall_ms
 
 

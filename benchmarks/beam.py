@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Sharding, has_room
 
 Piece = tuple[int, int]
 """Table, and step of its ladder."""
@@ -61,7 +61,7 @@ class Placed:
 
 
 @torch.no_grad()
-def beam_sharding(cost: ShardingCost, config: BeamConfig | None = None) -> Sharding | None:
+def beam_sharding(cost: Cost, config: BeamConfig | None = None) -> Sharding | None:
     """The cheapest sharding that the beam meets, of options with equal slices; None where none fits."""
     beam = Beam(cost, config or BeamConfig())
     best, _ = beam.search()
@@ -80,7 +80,7 @@ class Beam:
         ValueError: a table has no such option.
     """
 
-    def __init__(self, cost: ShardingCost, config: BeamConfig) -> None:
+    def __init__(self, cost: Cost, config: BeamConfig) -> None:
         self._cost, self._config = cost, config
         problem = cost.problem
         self._ladders = [_ladder(options) for options in problem.tables]
@@ -166,7 +166,7 @@ def _ladder(options: Sequence[Option]) -> list[int]:
     return [first[count] for count in sorted(first)]
 
 
-def capped_greedy(cost: ShardingCost, parts: Sequence[Tensor], caps_K: Tensor) -> list[tuple[float, tuple[int, ...]]]:
+def capped_greedy(cost: Cost, parts: Sequence[Tensor], caps_K: Tensor) -> list[tuple[float, tuple[int, ...]]]:
     """The best greedy placement under any cap of each choice of parts of span 1: overall milliseconds, infinite where
     none fits, and the rank of each part."""
     problem, compute, (ranks, caps) = cost.problem, cost.compute, (cost.problem.num_ranks, len(caps_K))

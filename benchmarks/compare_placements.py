@@ -46,7 +46,7 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig, refine
-from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW
 from output import named, wide_console
@@ -57,7 +57,7 @@ from split_contests import SplitContest, draw_split_contests
 from split_placers import SplitField
 from split_referee import play_splits, print_split_summary
 
-STARTS = ("dreamshard", "policy", "torchrec", *RULES)
+STARTS = ("dreamshard", "policy", "torchrec", *HEURISTICS)
 """What the planner itself refines by measurement: rivals' plans are none of its business."""
 
 
@@ -87,7 +87,7 @@ def search_measured(
             returning = int(there[torch.randint(len(there), (1,), generator=generator)])
             changed_S[leaving], changed_S[returning] = best_S[returning], slowest
         else:
-            changed_S[leaving] = int(torch.randint(problem.num_devices, (1,), generator=generator))
+            changed_S[leaving] = int(torch.randint(problem.num_ranks, (1,), generator=generator))
         if not bool(problem.fits(changed_S[None])[0]):
             continue
         measured.time([changed_S], repeats)
@@ -133,14 +133,14 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     final.time(list(known.values()), args.rounds)
     rated = {name: final.rate(plan) for name, plan in known.items()}
     predicted = {name: cost.rate(plan[None]) for name, plan in known.items()}
-    heaviest_ms = float(clock([(int(cost.single_ms_S.argmax()),)], args.rounds)[0].sum())
+    heaviest_ms = float(clock([(int(cost.single_ms_P.argmax()),)], args.rounds)[0].sum())
     best_ms = min((float(costs.device_ms_BD.max()) for costs in rated.values()), default=math.nan)
     return {
         "task": contest.name,
         "commit": commit(),
         "pool": contest.pool,
         "tables": len(contest.tables),
-        "devices": contest.task.problem.num_devices,
+        "devices": contest.task.problem.num_ranks,
         "tight": contest.tight,
         "compute_ms": {name: float(costs.device_ms_BD.max()) for name, costs in rated.items()},
         "overall_ms": {name: float(costs.overall_ms_B[0]) for name, costs in rated.items()},

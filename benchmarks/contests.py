@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.policy.tasks import Task, problem_of
 from dreamshard_planner.search.exact import solve
 from dreamshard_planner.training import TrainingConfig, pool_tables
@@ -75,9 +75,9 @@ def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
     return contests
 
 
-def least_capacity_bytes(problem: PlacementProblem) -> float:
+def least_capacity_bytes(problem: Problem) -> float:
     """Of a device so that the tables fill 95 % of all memory, or more where whole tables do not pack that well."""
-    sizes_S = problem.storage_SM[:, 0].double()
+    sizes_S = problem.storage_PM[:, 0].double()
     roomy = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, int(sizes_S.sum())))
     packed = solve(roomy, EXACT_SECONDS, sizes_S)  # its "milliseconds" are bytes here
-    return max(packed.cost_ms * 1.001, float(sizes_S.sum()) / problem.num_devices / FILLED)
+    return max(packed.cost_ms * 1.001, float(sizes_S.sum()) / problem.num_ranks / FILLED)

@@ -11,7 +11,7 @@ import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm import SIZES
-from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 SKEWED = "skewed_"
@@ -73,7 +73,7 @@ class Config:
             raise ValueError(f"sharding types must be some of {', '.join(SHARDING_TYPES)}; got {self.sharding_types!r}")
         if self.size not in ("", *SIZES):
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
-        known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *RULES)
+        known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *HEURISTICS)
         chosen = self.names[: len(self.names) - self.skewed]
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):
             raise ValueError(f"planners must be some of {', '.join(known)}, each once; got {self.planners!r}")

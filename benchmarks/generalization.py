@@ -28,7 +28,7 @@ from torch import Tensor
 from torchrec.distributed.planner import Topology
 
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.cost.model import ComputeCost
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned
@@ -81,7 +81,7 @@ def train_at(size: Size, tasks: Sequence[PricedTask], seed: int) -> Policy:
 def untrained(tasks: Sequence[PricedTask], seed: int) -> Policy:
     """A policy that knows the scale of these tasks' features and nothing else."""
     policy = Policy(PolicyConfig(), seed=seed)
-    policy.initialize(torch.cat([task.cost.problem.features_SF for task in tasks]))
+    policy.initialize(torch.cat([task.cost.problem.features_PF for task in tasks]))
     return policy
 
 
@@ -126,7 +126,7 @@ def one_table_is_the_bottleneck(task: PricedTask, plan: Tensor | None) -> bool:
     """Whether the heaviest table alone takes, by prediction, over 95 % of what the slowest device does."""
     if plan is None:
         return False
-    return float(task.cost.single_ms_S.max()) > 0.95 * float(task.cost.rate(plan[None]).device_ms_BD.max())
+    return float(task.cost.single_ms_P.max()) > 0.95 * float(task.cost.rate(plan[None]).device_ms_BD.max())
 
 
 def spot_check(

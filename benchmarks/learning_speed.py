@@ -23,14 +23,15 @@ from rich.progress import track
 
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out
 from dreamshard_planner.policy.reinforce import (
     ReinforceConfig,
     UpdateStatistics,
-    best_rule_ms,
+    best_heuristic_ms,
     reinforce_update,
     train_policy,
 )
@@ -56,23 +57,23 @@ def episodes_per_second(
     for task in range(tasks):
         chosen = [pool[(17 * task + index) % len(pool)] for index in range(tables)]
         problem = problem_of(workloads_of(chosen, 512), devices)
-        costs.append(PlacementCost(problem, compute, CollectiveModel(devices, 1e7)))
+        costs.append(Cost(problem.over(CollectiveModel(devices, 1e7)), compute))
     policy, generator = Policy(PolicyConfig()), torch.Generator().manual_seed(0)
-    policy.initialize(costs[0].problem.features_SF)
+    policy.initialize(costs[0].problem.features_PF)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
     config = ReinforceConfig(tasks_per_update=tasks, episodes_per_task=episodes)
-    rule_ms_T, times_s = torch.tensor([best_rule_ms(cost) for cost in costs]), []
+    heuristic_ms_T, times_s = torch.tensor([best_heuristic_ms(cost) for cost in costs]), []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         reinforce_update(
-            policy, optimizer, TaskBatch.collate(costs), config, config.entropy_weight, generator, rule_ms_T
+            policy, optimizer, TaskBatch.collate(costs), config, config.entropy_weight, generator, heuristic_ms_T
         )
         times_s.append(time.perf_counter() - start)
     return tasks * episodes / statistics.median(times_s[1:])  # the first one warms up
 
 
 @torch.no_grad()
-def held_out_ratio(policy: Policy, costs: list[PlacementCost], rules_ms: list[float]) -> float:
+def held_out_ratio(policy: Policy, costs: list[Cost], rules_ms: list[float]) -> float:
     """Geometric mean of one greedy roll-out's cost over the best rule's, on tasks that both place."""
     logs = []
     for cost, rule_ms in zip(costs, rules_ms, strict=True):
@@ -93,9 +94,9 @@ def learning_curve(compute: ComputeCost) -> tuple[float, list[UpdateStatistics],
             (test_tables, config.validation_tasks, config.seed + 7),
         )
     )
-    rules_ms = [best_rule_ms(cost) for cost in held_out]
+    rules_ms = [best_heuristic_ms(cost) for cost in held_out]
     policy = Policy(PolicyConfig(), seed=config.seed)
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in training]))
+    policy.initialize(torch.cat([cost.problem.features_PF for cost in training]))
     ratios = {0: held_out_ratio(policy, held_out, rules_ms)}
     looked_s = 0.0
 
@@ -119,7 +120,7 @@ def draw_figure(told: list[UpdateStatistics], ratios: dict[int, float], path: Pa
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
-    axes[0].plot([entry.over_best_rule for entry in told], color="0.75", label="sampled, training tables")
+    axes[0].plot([entry.over_best_heuristic for entry in told], color="0.75", label="sampled, training tables")
     axes[0].plot(list(ratios), list(ratios.values()), "o-", color="tab:red", label="greedy, held-out tables")
     axes[0].axhline(1.0, color="0.3", linewidth=0.8)
     axes[0].set_ylabel("predicted cost / best rule's")

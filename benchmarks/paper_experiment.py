@@ -39,7 +39,7 @@ from torch import Tensor
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
-from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.support.progress import progress_bar
 from paper_experiment_models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
 from paper_experiment_results import held_out_errors, held_out_journal, held_out_placements, print_results
@@ -54,7 +54,7 @@ SEEDS = ("measured_seeds", "away_seeds", "converged_seeds", "ablation_seeds")
 """Parts of the scale that the command line names."""
 SHIPPED = {"dreamshard": "default_shipped", "paper": "published_shipped"}
 """The referee's names of placers with checkpoints that ship, and theirs here."""
-BASELINES = ("random", *RULES, "torchrec")
+BASELINES = ("random", *HEURISTICS, "torchrec")
 QUICK = {
     "settings": "6x2,8x2", "home": "6x2", "seeds": 2, "tasks": 1, "oracle_tasks": 1, "oracle_seconds": 0.5,
     "batch_size": 32, "rounds": 1, "held_out": 2, "measured_seeds": 1, "away_seeds": 1,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from contests import BYTES_PER_MS
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network
-from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan

@@ -25,7 +25,7 @@ from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.research.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
-from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.heuristics import HEURISTICS
 from paper_experiment_models import FITS, Models
 from paper_experiment_setting import Half, Setting
 from paper_experiment_training import labelled_placements, named_placement
@@ -154,7 +154,7 @@ def by_kind(records: Sequence[dict], setting: str, key: str = "overall_ms") -> d
 
 def strongest_rule(kinds: dict[str, np.ndarray]) -> str:
     """The greedy rule with the least mean."""
-    return min(RULES, key=lambda rule: float(np.nanmean(kinds[rule])))
+    return min(HEURISTICS, key=lambda rule: float(np.nanmean(kinds[rule])))
 
 
 def compared(kinds: dict[str, np.ndarray], kind: str, base: str) -> tuple[float, np.ndarray]:
@@ -200,7 +200,7 @@ def print_results(
         ("over the task's strongest rule (by mean), 95 % interval over tasks", _ratio_cell),
     ):
         _print(title, tables, cell, console)
-    for kind in dict.fromkeys(kind for kinds in tables.values() for kind in kinds if kind not in RULES):
+    for kind in dict.fromkeys(kind for kinds in tables.values() for kind in kinds if kind not in HEURISTICS):
         ratio, (low, high) = pooled(tables, kind)
         console.print(f"{kind} over the strongest rule, all settings that have it: {ratio:.3f} ({low:.3f}-{high:.3f})")
     for kind, base in PAIRS:

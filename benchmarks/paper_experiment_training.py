@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.journal import Journal
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena
@@ -119,7 +120,7 @@ def train_published(
     With placements that another training ``measured``, nothing is collected, and only the networks are trained anew.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    devices = tasks[0].task.problem.num_devices
+    devices = tasks[0].task.problem.num_ranks
     fit_config = PaperFitConfig(
         updates=config.iterations * config.fit_updates,
         devices=devices,
@@ -214,11 +215,11 @@ def train_on_measured_rewards(
             on_look(update + 1, {"placements": measured, "minutes": (time.monotonic() - start) / 60})
 
 
-class MeasuredReward(PlacementCost):
+class MeasuredReward(Cost):
     """A cost whose rewards are measured; what the state shows stays predicted."""
 
-    def __init__(self, cost: PlacementCost, clock: SetClock) -> None:
-        super().__init__(cost.problem, cost.compute, cost.collectives)
+    def __init__(self, cost: Cost, clock: SetClock) -> None:
+        super().__init__(cost.problem, cost.compute)
         self._measured = MeasuredCosts(cost, clock, RefineConfig())
 
     def reward_ms(self, assignment_BS: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class MeasuredReward(PlacementCost):
 def improve_once(
     policy: AnyPolicy,
     optimizer: torch.optim.Optimizer,
-    cost: PlacementCost,
+    cost: Cost,
     config: ReinforceConfig,
     generator: torch.Generator,
 ) -> None:
@@ -241,10 +242,10 @@ def improve_once(
     reinforce_update(policy, optimizer, batch, config, config.entropy_weight, generator, unknown_T)
 
 
-def cost_of(task: Contest, compute: ComputeCost) -> PlacementCost:
+def cost_of(task: Contest, compute: ComputeCost) -> Cost:
     """What placements of a task cost."""
     with torch.no_grad():
-        return PlacementCost(task.task.problem, compute, task.collectives)
+        return Cost(task.task.problem.over(task.collectives), compute)
 
 
 @torch.no_grad()
@@ -260,7 +261,7 @@ def sampled_placement(
 
 def named_placement(task: Contest, assignment_S: Tensor) -> list[list[str]]:
     """Names of the tables of each device."""
-    groups: list[list[str]] = [[] for _ in range(task.task.problem.num_devices)]
+    groups: list[list[str]] = [[] for _ in range(task.task.problem.num_ranks)]
     for table, device in zip(task.tables, assignment_S.tolist(), strict=True):
         groups[device].append(table.name)
     return groups

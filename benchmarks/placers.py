@@ -27,9 +27,10 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Sto
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
-from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
@@ -37,7 +38,7 @@ from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.tasks import Task
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.search.exact import solve
-from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.workload.tables import Table
 from meta_model import meta_collection
@@ -62,7 +63,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class ScaledCost:
+class ScaledCost(ComputeCost):
     """Another compute cost, forward and backward each times a constant."""
 
     inner: ComputeCost
@@ -74,9 +75,14 @@ class ScaledCost:
         return self.inner.source
 
     @property
-    def glance_channels(self) -> int | None:
+    def approximate_channels(self) -> int | None:
         """The other's."""
-        return self.inner.glance_channels
+        return self.inner.approximate_channels
+
+    @property
+    def approximates(self) -> bool:
+        """The other's."""
+        return self.inner.approximates
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """The other's."""
@@ -86,9 +92,9 @@ class ScaledCost:
         """The other's, scaled."""
         return self.inner.group_cost_ms(latent_XH) * self.scale_2
 
-    def glance_ms(self, latent_XH: Tensor) -> Tensor:
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """The other's, scaled."""
-        return self.inner.glance_ms(latent_XH) * self.scale_2
+        return self.inner.approximate_ms(latent_XH) * self.scale_2
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """The other's."""
@@ -100,10 +106,10 @@ def best_scale(predicted_X2: Tensor, label_X2: Tensor) -> Tensor:
     return (label_X2 / predicted_X2).median(0).values
 
 
-def rule_starts(cost: PlacementCost) -> list[Tensor]:
+def rule_starts(cost: Cost) -> list[Tensor]:
     """What the rules and greedy by single-table cost find, [S] each, the cheapest first: starts without a policy."""
-    plans = [place_by_rule(cost.problem, rule) for rule in RULES]
-    plans = [plan for plan in (*plans, greedy_by_score(cost.problem, cost.single_ms_S)) if plan is not None]
+    plans = [place_by_heuristic(cost.problem, rule) for rule in HEURISTICS]
+    plans = [plan for plan in (*plans, greedy_by_score(cost.problem, cost.single_ms_P)) if plan is not None]
     if not plans:
         return []
     order = cost.rate(torch.stack(plans)).overall_ms_B.argsort(stable=True).tolist()
@@ -121,7 +127,7 @@ class Field:
         bare = replace(DEFAULT_SEARCH, samples=0)
         self.placers: dict[str, Placer] = {
             "random": self._random,
-            **{rule: partial(self._rule, rule) for rule in RULES},
+            **{rule: partial(self._rule, rule) for rule in HEURISTICS},
             "torchrec": partial(self._torchrec, "greedy", True),
             "torchrec_default": partial(self._torchrec, "greedy", False),
             "torchrec_memory_balanced": partial(self._torchrec, "memory_balanced", True),
@@ -189,16 +195,16 @@ class Field:
     def _torchrec_cost(self, contest: Contest) -> ComputeCost:
         return ScaledCost(TorchRecCost(contest.task.workloads, self._device), self._torchrec_scale_2)
 
-    def cost(self, contest: Contest, compute: ComputeCost | None = None) -> PlacementCost:
+    def cost(self, contest: Contest, compute: ComputeCost | None = None) -> Cost:
         """Of the contest's placements; by the network, if nothing else is given."""
-        return PlacementCost(contest.task.problem, compute or self.network, contest.collectives)
+        return Cost(contest.task.problem.over(contest.collectives), compute or self.network)
 
     def _random(self, contest: Contest) -> Tensor | None:
         """Any device that has room, table by table."""
         problem = contest.task.problem
         generator = torch.Generator().manual_seed(self._seed)
         free_DM, chosen = problem.capacity_DM.clone(), []
-        for need_M in problem.storage_SM:
+        for need_M in problem.storage_PM:
             room = (free_DM >= need_M).all(-1).nonzero()[:, 0]
             if len(room) == 0:
                 return None
@@ -207,15 +213,15 @@ class Field:
         return torch.tensor(chosen)
 
     def _rule(self, rule: str, contest: Contest) -> Tensor | None:
-        return place_by_rule(contest.task.problem, rule)
+        return place_by_heuristic(contest.task.problem, rule)
 
     def _linear_greedy(self, contest: Contest) -> Tensor | None:
-        return greedy_by_score(contest.task.problem, self.cost(contest, self.linear).single_ms_S)
+        return greedy_by_score(contest.task.problem, self.cost(contest, self.linear).single_ms_P)
 
     def _linear_exact(self, contest: Contest) -> Tensor | None:
         """The additive optimum up to the solver's gap."""
         problem = contest.task.problem
-        return solve(problem, EXACT_SECONDS, self.linear.shard_ms(problem.features_SF)).assignment_S
+        return solve(problem, EXACT_SECONDS, self.linear.shard_ms(problem.features_PF)).assignment_S
 
     def _search(self, contest: Contest, compute: ComputeCost, config: SearchConfig) -> Tensor | None:
         """Search without a policy, from what the rules and single-table costs give."""
@@ -227,7 +233,7 @@ class Field:
         return local_search(cost, starts[: config.starts], config, generator).assignment_S
 
     def _learned(self, contest: Contest, checkpoint: Checkpoint, config: SearchConfig | None) -> Tensor | None:
-        topology = Topology(world_size=contest.task.problem.num_devices, compute_device=self._device)
+        topology = Topology(world_size=contest.task.problem.num_ranks, compute_device=self._device)
         return self._place(self.cost(contest, checkpoint.compute_cost(topology)), checkpoint.policy, config)
 
     @torch.no_grad()
@@ -239,7 +245,7 @@ class Field:
         plans = environment.assignments(0)[environment.alive_E]
         return plans[int(cost.rate(plans).overall_ms_B.argmin())] if len(plans) else None
 
-    def _place(self, cost: PlacementCost, policy: AnyPolicy, config: SearchConfig | None) -> Tensor | None:
+    def _place(self, cost: Cost, policy: AnyPolicy, config: SearchConfig | None) -> Tensor | None:
         try:
             return place(cost, policy, config, seed=self._seed).chosen.assignment_S
         except InfeasibleError:
@@ -250,32 +256,32 @@ class Field:
         """The table-wise part of NeuroShard (arXiv 2305.01868, section 4): greedy on the predicted multi-table cost
         under a cap on the dims of a device, for 11 caps from the mean to one and a half times the mean."""
         cost, problem = self.cost(contest), contest.task.problem
-        dim_S = problem.output_bytes_S
-        order = cost.single_ms_S.argsort(descending=True, stable=True).tolist()
+        dim_S = problem.bytes_PC[:, 0]
+        order = cost.single_ms_P.argsort(descending=True, stable=True).tolist()
         plans = []
         for cap in torch.linspace(1.0, 1.5, 11).tolist():
-            plan = self._capped_greedy(cost, order, cap * float(dim_S.sum()) / problem.num_devices)
+            plan = self._capped_greedy(cost, order, cap * float(dim_S.sum()) / problem.num_ranks)
             if plan is not None:
                 plans.append(plan)
         return plans[int(cost.rate(torch.stack(plans)).overall_ms_B.argmin())] if plans else None
 
-    def _capped_greedy(self, cost: PlacementCost, order: Sequence[int], cap_bytes: float) -> Tensor | None:
+    def _capped_greedy(self, cost: Cost, order: Sequence[int], cap_bytes: float) -> Tensor | None:
         problem = cost.problem
-        latent_DGH = torch.zeros(problem.num_devices, problem.num_groups, cost.latent_SH.shape[1]).double()
-        bytes_D, free_DM = torch.zeros(problem.num_devices).double(), problem.capacity_DM.clone()
-        assignment_S = torch.zeros(problem.num_shards, dtype=torch.int64)
+        latent_DGH = torch.zeros(problem.num_ranks, problem.num_groups, cost.latent_PH.shape[1]).double()
+        bytes_D, free_DM = torch.zeros(problem.num_ranks).double(), problem.capacity_DM.clone()
+        assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
         for shard in order:
-            fits_D = (free_DM >= problem.storage_SM[shard]).all(-1)
-            fits_D &= bytes_D + problem.output_bytes_S[shard] <= cap_bytes
+            fits_D = (free_DM >= problem.storage_PM[shard]).all(-1)
+            fits_D &= bytes_D + problem.bytes_PC[shard, 0] <= cap_bytes
             if not fits_D.any():
                 return None
             with_DGH = latent_DGH.clone()
-            with_DGH[:, problem.group_S[shard]] += cost.latent_SH[shard]
+            with_DGH[:, problem.group_P[shard]] += cost.latent_PH[shard]
             device_ms_D = cost.compute.group_cost_ms(with_DGH).sum((-1, -2))
             device = int(device_ms_D.masked_fill(~fits_D, torch.inf).argmin())
             assignment_S[shard], latent_DGH[device] = device, with_DGH[device]
-            bytes_D[device] += problem.output_bytes_S[shard]
-            free_DM[device] -= problem.storage_SM[shard]
+            bytes_D[device] += problem.bytes_PC[shard, 0]
+            free_DM[device] -= problem.storage_PM[shard]
         return assignment_S
 
     def _torchrec(self, method: str, informed: bool, contest: Contest) -> Tensor | None:
@@ -293,9 +299,9 @@ class Field:
         }
         device = "cuda" if method == "dynamic" else self._device  # that proposer knows no memory but HBM
         memory = {"hbm_cap" if device == "cuda" else "ddr_cap": int(problem.capacity_DM[0, 0])}
-        topology = Topology(problem.num_devices, device, local_world_size=problem.num_devices, **memory)
-        storage = dict(zip(names, problem.storage_SM[:, 0].tolist(), strict=True))
-        batch_size = max(1, contest.batch_size // problem.num_devices)
+        topology = Topology(problem.num_ranks, device, local_world_size=problem.num_ranks, **memory)
+        storage = dict(zip(names, problem.storage_PM[:, 0].tolist(), strict=True))
+        batch_size = max(1, contest.batch_size // problem.num_ranks)
         planner = EmbeddingShardingPlanner(
             topology=topology,
             batch_size=batch_size,

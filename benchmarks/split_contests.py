@@ -27,8 +27,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from contests import draw_contests, least_capacity_bytes
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.model import ComputeCost
-from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -233,7 +233,7 @@ class SplitTask:
         whole = [self.storages[_key(option)][0] for option in options if option.sharding_type == TW]
         sizes_SM = torch.tensor([[storage.ddr + storage.hbm] for storage in whole])
         problem = problem_of(workloads_of(contest.tables, contest.batch_size), contest.ranks)
-        least = least_capacity_bytes(replace(problem, storage_SM=sizes_SM))
+        least = least_capacity_bytes(replace(problem, storage_PM=sizes_SM))
         return int(least * (1.0 if contest.tight else ROOMY))
 
     def constraints_with(self, sharding_types: Sequence[str], known: bool) -> dict[str, ParameterConstraints]:
@@ -331,7 +331,7 @@ def draw_split_contests(
     for index, base in enumerate(draw_contests(count, seed, batch_size)):
         generator = torch.Generator().manual_seed(1000 * seed + index)
         min_partition = (8, 16)[int(torch.randint(2, (1,), generator=generator))]
-        ranks, tables, hot = base.task.problem.num_devices, base.tables, ()
+        ranks, tables, hot = base.task.problem.num_ranks, base.tables, ()
         if (index + index // 6) % 2:
             ranks = max(ranks, HOT_RANKS)
             tables, hot = heat(tables, ranks, batch_size, 2 * min_partition, linear, network, generator)

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError
 
 from beam import beam_sharding
-from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.joint import DEFAULT_JOINT, joint_search

@@ -21,8 +21,8 @@ from rich.console import Console
 from torch import Tensor
 
 from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.cost.roofline import dense_ms
-from dreamshard_planner.cost.sharding import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.search_space.sharding_types import TW
@@ -50,7 +50,7 @@ class MeasuredShardings:
         """Fused kernels of each rank."""
         problem = self._task.read.problem
         kernels: dict[tuple[int, int], list[int]] = {}
-        for rank, part in zip(*(rows_X.tolist() for rows_X in self._task.cost.laid(sharding)), strict=True):
+        for rank, part in zip(*(rows_X.tolist() for rows_X in self._task.cost.problem.laid(sharding)), strict=True):
             kernels.setdefault((rank, int(problem.group_P[part])), []).append(part)
         ranks: list[list[PartSet]] = [[] for _ in range(problem.num_ranks)]
         for (rank, _), parts in sorted(kernels.items()):
@@ -71,7 +71,7 @@ class MeasuredShardings:
             for kernel in kernels:
                 cost_D2[rank] += self.set_ms[kernel]
                 cost_D2[rank, 1] += self._extra_ms_P[list(kernel)].sum()
-        bytes_CD = self._task.cost.bytes_sent(*self._task.cost.laid(sharding))
+        bytes_CD = self._task.cost.bytes_sent(*self._task.cost.problem.laid(sharding))
         return PlacementCosts(
             cost_D2[None, :, 0], cost_D2[None, :, 1], *self._task.read.problem.collectives.ms(bytes_CD[None])
         )
@@ -95,7 +95,7 @@ class SplitSearch:
         measured.time([best], repeats)
         while time.monotonic() < deadline:
             changed = self._changed(best)
-            if changed is None or changed == best or not self._task.cost.fits(changed):
+            if changed is None or changed == best or not self._task.cost.problem.fits(changed):
                 continue
             measured.time([changed], repeats)
             if measured.compute_ms(changed) < measured.compute_ms(best):
@@ -166,7 +166,7 @@ def play_splits(
         plan = field.placers[name](task)
         seconds[name] = time.perf_counter() - start
         # TorchRec undercounts the row-wise optimizer state of column slices, and may plan more than there is room for.
-        plans[name] = plan if plan is not None and task.cost.fits(plan) else None
+        plans[name] = plan if plan is not None and task.cost.problem.fits(plan) else None
     known = {name: plan for name, plan in plans.items() if plan is not None}
     clock = SetClock(task.workload_P, args.device, arena, seed=args.seed)
     if known and args.oracle_seconds:

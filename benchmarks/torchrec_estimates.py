@@ -16,7 +16,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -36,11 +36,8 @@ def torchrec_table_ms(sets: Sequence[Sequence[Workload]], device: str) -> Tensor
     ).double()
 
 
-class TorchRecCost:
-    """TorchRec's estimates of given tables, added up; a :class:`~dreamshard_planner.cost.model.ComputeCost` of any
-    problem over these tables in this order."""
-
-    glance_channels: int | None = None
+class TorchRecCost(ComputeCost):
+    """TorchRec's estimates of given tables, added up, for any problem over these tables in this order."""
 
     def __init__(self, workloads: Sequence[Workload], device: str) -> None:
         self.source = CostSource("torchrec", "its estimator, added up")
@@ -56,14 +53,6 @@ class TorchRecCost:
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """Their sums."""
         return latent_XH[..., 1:]
-
-    def glance_ms(self, latent_XH: Tensor) -> Tensor:
-        """As :meth:`group_cost_ms`."""
-        return self.group_cost_ms(latent_XH)
-
-    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """None."""
-        return ()
 
 
 def _estimate(names: dict[Workload, str], batch_size: int, device: str) -> dict[Workload, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.policy.network import greedy_plan
 from dreamshard_planner.policy.place import place
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.training import QUICK, TrainingConfig, pool_tables, priced_tasks, rated_ms, train
 
@@ -35,8 +35,8 @@ def place_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
     _, held_out = pool_tables(config.pools)
     for task in priced_tasks(checkpoint.cost, held_out, 3, config.tasks, seed=7):
         problem = task.cost.problem
-        print(f"\n{problem.num_shards} unseen tables on {problem.num_devices} devices, predicted ms")
-        plans = {rule: place_by_rule(problem, rule) for rule in RULES}
+        print(f"\n{problem.num_parts} unseen tables on {problem.num_ranks} devices, predicted ms")
+        plans = {rule: place_by_heuristic(problem, rule) for rule in HEURISTICS}
         plans["policy, one roll-out"] = greedy_plan(checkpoint.policy, task.cost)
         plans["policy and search"] = place(task.cost, checkpoint.policy, DEFAULT_SEARCH).chosen.assignment_S
         for name, assignment_S in plans.items():

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.search.local_search import SearchConfig
@@ -28,15 +31,9 @@ def tables(count: int, seed: int = 0) -> list[Table]:
 def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups: int = 1, seed: int = 0):
     workloads = workloads_of(tables(count, seed), 256)
     problem = problem_of(workloads, devices, memory_bytes, [i % groups for i in range(count)])
-    return PlacementCost(problem, ROOFLINE, CollectiveModel(devices, 1e6))
+    return Cost(problem.over(CollectiveModel(devices, 1e6)), ROOFLINE)
 
 
-def storage_problem(sizes: list[int], capacities: list[int]) -> PlacementProblem:
+def storage_problem(sizes: list[int], capacities: list[int]) -> Problem:
     base = make_cost(len(sizes), len(capacities)).problem
-    return PlacementProblem(
-        **{
-            **{name: getattr(base, name) for name in base.__dataclass_fields__},
-            "storage_SM": torch.tensor(sizes)[:, None],
-            "capacity_DM": torch.tensor(capacities)[:, None],
-        }
-    )
+    return replace(base, storage_PM=torch.tensor(sizes)[:, None], capacity_DM=torch.tensor(capacities)[:, None])

@@ -19,7 +19,7 @@ from dreamshard_planner.measure.collect import BATCH_SIZES, REFERENCE_SETS, coll
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.sets import SetClock
-from dreamshard_planner.planning.context import links_of
+from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.policy import tasks
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
 from dreamshard_planner.workload.reuse import reuse_histogram

@@ -115,7 +115,7 @@ def test_reinforce_improves_on_unseen_tasks() -> None:
     policy = Policy(PolicyConfig(), seed=0)
     torch.nn.init.zeros_(policy.greediness)
     costs = [task.cost for task in priced_tasks(roofline, train_tables, 30, config.tasks, seed=0)]
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
     before = validate_policy(policy, roofline, test_tables, config)["policy_over_rule"]["size_greedy"]
     train_policy(policy, costs, ReinforceConfig(updates=80, learning_rate=5e-3, seed=0))
     after = validate_policy(policy, roofline, test_tables, config)["policy_over_rule"]["size_greedy"]

@@ -15,7 +15,8 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Storage
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
 from dreamshard_planner.torchrec_components import DreamShardPartitioner, DreamShardPerfModel
@@ -83,13 +84,14 @@ def test_the_largest_numbers_leave_room_for_sums() -> None:
     devices = [SimpleNamespace(storage=Storage(10**30, -(10**30), 5)) for _ in range(3)]
     capacity_DM = available_bytes(SimpleNamespace(devices=devices))
     assert capacity_DM.tolist() == [[MAX_BYTES, -MAX_BYTES, 5]] * 3
-    problem = PlacementProblem(
-        num_devices=3,
-        features_SF=torch.zeros(2, 1),
-        group_S=torch.zeros(2, dtype=torch.int64),
+    problem = Problem(
+        num_ranks=3,
+        features_PF=torch.zeros(2, 1),
+        group_P=torch.zeros(2, dtype=torch.int64),
         num_groups=1,
-        output_bytes_S=torch.zeros(2),
-        storage_SM=torch.tensor([[MAX_BYTES // 2] * 3] * 2),
+        bytes_PC=torch.zeros(2, 1),
+        collectives=Collectives.all_to_all(CollectiveModel(3, 1e6)),
+        storage_PM=torch.tensor([[MAX_BYTES // 2] * 3] * 2),
         capacity_DM=capacity_DM,
         names=("a", "b"),
     )

@@ -8,7 +8,7 @@ import torch
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.planning.context import links_of
+from dreamshard_planner.planning.cost_sources import links_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, SEARCH, make_cost, storage_problem, tables
 
-from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX, EstimatedMDP, TaskBatch
 from dreamshard_planner.policy.network import Policy, PolicyConfig, roll_out, score_rollout
@@ -28,7 +27,7 @@ def test_environment_matches_the_rating() -> None:
         assignment_ES = environment.assignments(task)
         rated = cost.rate(assignment_ES)
         episodes = slice(3 * task, 3 * task + 3)
-        devices = cost.problem.num_devices
+        devices = cost.problem.num_ranks
         predicted_ED = environment.device_ms_ED2[episodes, :devices].sum(-1)
         torch.testing.assert_close(predicted_ED, rated.device_ms_BD.float(), rtol=1e-4, atol=1e-5)
         assert environment.action_ES[episodes].max() < devices
@@ -38,7 +37,7 @@ def test_environment_matches_the_rating() -> None:
 def test_shards_come_hardest_first() -> None:
     cost = make_cost(8, 2)
     order = TaskBatch.collate([cost]).order_TS[0]
-    placed = cost.single_ms_S[order]
+    placed = cost.single_ms_P[order]
     assert (placed.diff() <= 0).all()
 
 
@@ -52,18 +51,18 @@ def test_memory_that_nobody_needs_binds_nobody() -> None:
     problem = make_cost(4, 2, memory_bytes=10**9).problem
     with_unused = replace(
         problem,
-        storage_SM=torch.cat([torch.zeros_like(problem.storage_SM), problem.storage_SM], dim=-1),
+        storage_PM=torch.cat([torch.zeros_like(problem.storage_PM), problem.storage_PM], dim=-1),
         capacity_DM=torch.cat([torch.zeros_like(problem.capacity_DM), problem.capacity_DM], dim=-1),
     )
     free = []
     for variant in (problem, with_unused):
-        mdp = EstimatedMDP(TaskBatch.collate([PlacementCost(variant, ROOFLINE, CollectiveModel(2, 1e6))]), 1)
+        mdp = EstimatedMDP(TaskBatch.collate([Cost(variant, ROOFLINE)]), 1)
         free.append(mdp.observe().channels_EDO[..., OBSERVATION_INDEX["free_memory"]])
     assert torch.equal(*free) and free[0].min() > 0.9
 
 
 def test_memory_is_masked_when_acting_and_in_the_gradient() -> None:
-    cost = PlacementCost(storage_problem([4, 4, 4, 4], [8, 8]), ROOFLINE, CollectiveModel(2, 1e6))
+    cost = Cost(storage_problem([4, 4, 4, 4], [8, 8]), ROOFLINE)
     policy = Policy(PolicyConfig())
     rollout = roll_out(policy, TaskBatch.collate([cost]), 16, torch.Generator().manual_seed(0), record=True)
     assert cost.problem.fits(rollout.environment.assignments(0)).all()
@@ -74,7 +73,7 @@ def test_memory_is_masked_when_acting_and_in_the_gradient() -> None:
 
 
 def test_dead_ends_are_infeasible_not_crashes() -> None:
-    cost = PlacementCost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE, CollectiveModel(2, 1e6))
+    cost = Cost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE)
     environment = roll_out(Policy(PolicyConfig()), TaskBatch.collate([cost]), 4, torch.Generator()).environment
     assert not environment.alive_E.any()
     assert environment.overall_ms().isinf().all()
@@ -96,14 +95,14 @@ def test_drawn_tasks_leave_room_for_placement() -> None:
     """No table takes more than its share where others can replace it, and what was drawn stays reproducible."""
 
     def single_ms(workloads: Sequence[Workload]) -> torch.Tensor:
-        return PlacementCost(problem_of(workloads, 1), ROOFLINE, CollectiveModel(1, 1e6)).single_ms_S
+        return Cost(problem_of(workloads, 1), ROOFLINE).single_ms_P
 
     config = TaskConfig(min_tables=4, max_tables=40, devices=(2, 4, 8), heaviest=0.6)
     drawn = draw_tasks(tables(400), 30, config, 0, single_ms)
     for task in drawn:
         single_ms_S = single_ms(task.workloads)
-        assert len(task.workloads) >= 2 * task.problem.num_devices
-        assert float(single_ms_S.max()) <= 0.6 * float(single_ms_S.sum()) / task.problem.num_devices
+        assert len(task.workloads) >= 2 * task.problem.num_ranks
+        assert float(single_ms_S.max()) <= 0.6 * float(single_ms_S.sum()) / task.problem.num_ranks
         assert len({workload.name for workload in task.workloads}) == len(task.workloads)
     assert [task.workloads for task in draw_tasks(tables(400), 30, config, 0, single_ms)] == [
         t.workloads for t in drawn

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.default_recipe import DEFAULT
 from dreamshard_planner.checkpoints.recipes import RECIPES
+from dreamshard_planner.cost.compute import CostSource
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import draw_sets
 from dreamshard_planner.training import QUICK, learn, pool_tables

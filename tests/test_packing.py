@@ -11,12 +11,13 @@ import pytest
 import torch
 from placement_tasks import make_cost, storage_problem
 
-from dreamshard_planner.cost.model import PlacementCost, PlacementProblem
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.search.exact import RELATIVE_GAP, solve
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.packing import pack
 
@@ -42,8 +43,8 @@ def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
         capacity = max(int(sizes.sum() / devices / 0.95), int(sizes.max()))
         cost = make_cost(shards, devices)
         problem = storage_problem(sizes.tolist(), [capacity] * devices)
-        cost = PlacementCost(problem, cost.compute, cost.collectives)
-        dead_ends += all(place_by_rule(problem, rule) is None for rule in RULES)
+        cost = Cost(problem, cost.compute)
+        dead_ends += all(place_by_heuristic(problem, rule) is None for rule in HEURISTICS)
         exact = solve(problem, 5.0)
         if math.isinf(exact.bound_ms):  # proven, not a matter of time
             hopeless += 1
@@ -64,11 +65,11 @@ def test_shortage_names_table_and_bytes() -> None:
     assert shortage(in_hbm([6, 6, 6], [10, 10])) == ""
 
 
-def in_hbm(sizes: list[int], capacities: list[int]) -> PlacementProblem:
+def in_hbm(sizes: list[int], capacities: list[int]) -> Problem:
     """A problem with all kinds of memory, of which only the first is asked for."""
     problem = storage_problem(sizes, capacities)
-    storage_SM, capacity_DM = (torch.nn.functional.pad(b, (0, 2)) for b in (problem.storage_SM, problem.capacity_DM))
-    return replace(problem, storage_SM=storage_SM, capacity_DM=capacity_DM)
+    storage_PM, capacity_DM = (torch.nn.functional.pad(b, (0, 2)) for b in (problem.storage_PM, problem.capacity_DM))
+    return replace(problem, storage_PM=storage_PM, capacity_DM=capacity_DM)
 
 
 @pytest.mark.parametrize("spare", [100, 2])

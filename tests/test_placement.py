@@ -10,7 +10,7 @@ from placement_tasks import SEARCH, make_cost, storage_problem
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.place import place, sampled_rollouts
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig
 
 
@@ -23,7 +23,7 @@ def test_rules_place_as_by_hand() -> None:
     assert greedy_by_score(tight, scores).tolist() == [0, 1, 1, 0, 1]
     assert greedy_by_score(storage_problem([1] * 5, [2, 2]), scores) is None
     with pytest.raises(ValueError, match="size_greedy"):
-        place_by_rule(problem, "sizegreedy")
+        place_by_heuristic(problem, "sizegreedy")
 
 
 @pytest.mark.parametrize("make", [lambda: Policy(PolicyConfig()), lambda: PaperPolicy(PaperPolicyConfig())])
@@ -33,10 +33,10 @@ def test_rules_place_as_by_hand() -> None:
 )
 def test_every_placer_keeps_the_contract(make, config, count: int, devices: int, memory: float | None) -> None:
     """Valid ranks, memory kept, the same under the same seed, never worse than a rival, input untouched."""
-    sizes = make_cost(count, devices).problem.storage_SM[:, 0]
+    sizes = make_cost(count, devices).problem.storage_PM[:, 0]
     limit = None if memory is None else int(max(float(sizes.sum()) / devices * memory, float(sizes.max())))
     cost = make_cost(count, devices, limit)
-    before = cost.latent_SH.clone(), cost.problem.capacity_DM.clone()
+    before = cost.latent_PH.clone(), cost.problem.capacity_DM.clone()
     policy = make()
     result = place(cost, policy, config, seed=3)
     assignment_S = result.chosen.assignment_S
@@ -45,8 +45,8 @@ def test_every_placer_keeps_the_contract(make, config, count: int, devices: int,
     assert torch.equal(place(cost, policy, config, seed=3).chosen.assignment_S, assignment_S)
     if config is not None:
         assert all(result.chosen.total_ms <= rival.total_ms * (1 + 1e-5) for rival in result.rivals)
-        assert {rival.name for rival in result.rivals} >= {"policy", "cost_greedy", *RULES}
-    assert torch.equal(cost.latent_SH, before[0]) and torch.equal(cost.problem.capacity_DM, before[1])
+        assert {rival.name for rival in result.rivals} >= {"policy", "cost_greedy", *HEURISTICS}
+    assert torch.equal(cost.latent_PH, before[0]) and torch.equal(cost.problem.capacity_DM, before[1])
 
 
 def test_given_placements_are_never_beaten_by_the_choice() -> None:

@@ -30,8 +30,8 @@ def test_contract(name: str, contest: Contest) -> None:
     if plan is None:
         assert contest.tight  # with loose memory everyone finds something
         return
-    assert plan.shape == (problem.num_shards,) and plan.dtype == torch.int64
-    assert 0 <= plan.min() and plan.max() < problem.num_devices
+    assert plan.shape == (problem.num_parts,) and plan.dtype == torch.int64
+    assert 0 <= plan.min() and plan.max() < problem.num_ranks
     assert bool(problem.fits(plan[None])[0])
     assert torch.equal(plan, FIELD.placers[name](contest))
 

@@ -25,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.research.refine import RefineConfig
-from dreamshard_planner.search.heuristics import RULES
+from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.torchrec_components import RulePartitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -207,7 +207,7 @@ def check_plan(case: Case, planner: DreamShardPlanner, plan, seed: int) -> None:
     if theirs is not None:
         assert planner.predict(theirs).total_ms * (1 + SLACK) + 1e-9 >= report.chosen.total_ms, seed
     if seed % 10 == 0:
-        for rule in RULES:
+        for rule in HEURISTICS:
             ruled = torchrec_plan(
                 case, planner, partitioner=RulePartitioner(rule, planner._constraints, statistics=case.statistics)
             )

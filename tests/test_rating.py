@@ -9,28 +9,30 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost
 
-from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementCost, Preload
+from dreamshard_planner.cost.compute import WithExtras
+from dreamshard_planner.cost.model import Cost, Preload
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
+from dreamshard_planner.research.linear_cost import LinearCost
+from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
+from dreamshard_planner.workload.features import WORK
 
 
-def brute_force_ms(cost: PlacementCost, assignment: list[int]) -> float:
+def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
     """The formula, spelled out with loops."""
     problem, device_ms = cost.problem, []
-    for device in range(problem.num_devices):
+    for device in range(problem.num_ranks):
         total = 0.0
         for group in range(problem.num_groups):
-            here = [
-                s for s in range(problem.num_shards) if assignment[s] == device and int(problem.group_S[s]) == group
-            ]
+            here = [s for s in range(problem.num_parts) if assignment[s] == device and int(problem.group_P[s]) == group]
             if here:
-                latents = ROOFLINE.encode(problem.features_SF[here])
+                latents = ROOFLINE.encode(problem.features_PF[here])
                 total += float(latents[:, 1:].sum()) + ROOFLINE.forward_launch_ms + ROOFLINE.backward_launch_ms
         device_ms.append(total)
-    sent = [0.0] * problem.num_devices
+    sent = [0.0] * problem.num_ranks
     for shard, device in enumerate(assignment):
-        sent[device] += float(problem.output_bytes_S[shard])
-    world = problem.num_devices
+        sent[device] += float(problem.bytes_PC[shard])
+    world = problem.num_ranks
     slowest = max(max(b * (world - 1), sum(sent) - b) for b in sent)
     collective = 0.0 if world == 1 or slowest == 0 else 0.02 + slowest / 1e6
     return max(device_ms) + 2 * collective
@@ -49,13 +51,13 @@ def test_a_preload_costs_what_its_shards_would() -> None:
     whole = make_cost(9, 3, groups=2)
     assignment_S = torch.tensor([0, 1, 2, 0, 1, 1, 2, 0, 0])
     problem, laid = whole.problem, torch.arange(9) < 4
-    latent_DGH = torch.zeros(3, 2, whole.latent_SH.shape[1], dtype=torch.float64)
-    latent_DGH.index_put_((assignment_S[laid], problem.group_S[laid]), whole.latent_SH[laid], accumulate=True)
+    latent_DGH = torch.zeros(3, 2, whole.latent_PH.shape[1], dtype=torch.float64)
+    latent_DGH.index_put_((assignment_S[laid], problem.group_P[laid]), whole.latent_PH[laid], accumulate=True)
     rest = replace(
         problem,
-        **{name: getattr(problem, name)[~laid] for name in ("features_SF", "group_S", "output_bytes_S", "storage_SM")},
+        **{name: getattr(problem, name)[~laid] for name in ("features_PF", "group_P", "bytes_PC", "storage_PM")},
     )
-    cost = PlacementCost(rest, ROOFLINE, CollectiveModel(3, 1e6), Preload(latent_DGH, 0.0, 0.0))
+    cost = Cost(rest, ROOFLINE, preload=Preload(latent_DGH, torch.zeros(1, 3)))
     expected_D = whole.rate(assignment_S[None]).device_ms_BD[0]
     assert torch.allclose(cost.rate(assignment_S[None, ~laid]).device_ms_BD[0], expected_D)
     environment = EstimatedMDP(TaskBatch.collate([cost]), 1)
@@ -68,3 +70,32 @@ def test_a_preload_costs_what_its_shards_would() -> None:
 def test_empty_devices_cost_nothing() -> None:
     costs = make_cost(4, 3).rate(torch.zeros(1, 4, dtype=torch.int64))
     assert costs.device_ms_BD[0, 1:].tolist() == [0.0, 0.0]
+
+
+COMPUTE = {
+    "roofline": ROOFLINE,
+    "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),
+    "paper": PaperCostNetwork(PaperCostConfig()),
+    "linear": LinearCost(torch.ones(len(WORK), 2).double() * 1e-6, torch.ones(2).double(), "by hand"),
+    "extras": WithExtras(ROOFLINE),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", COMPUTE)
+def test_every_compute_cost_keeps_the_contract(name: str) -> None:
+    """Latents count shards, nothing costs nothing, and approximate costs and rewards are of the same shape."""
+    compute, problem = COMPUTE[name], make_cost(6, 2).problem
+    cost = Cost(problem, compute)
+    latent_BDGH = cost.group_latents(torch.tensor([[0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1]]))
+    assert latent_BDGH[..., 0, 0].tolist() == [[6, 0], [3, 3]]
+    cost_BDG2 = compute.group_cost_ms(latent_BDGH)
+    approximate_BDG2 = compute.approximate_ms(latent_BDGH[..., : compute.approximate_channels])
+    for ms_BDG2 in (cost_BDG2, approximate_BDG2):
+        assert ms_BDG2.shape == (2, 2, 1, 2) and (ms_BDG2[0, 1] == 0).all() and (ms_BDG2[1] > 0).all()
+    assert compute.approximates or torch.equal(cost_BDG2, approximate_BDG2)
+    assert (compute.extra_ms(latent_BDGH) == 0).all() and str(compute.source)
+    collective_ms = torch.zeros(2), torch.ones(2)
+    if name != "paper":  # whose overall head has learned something else
+        expected_B = cost_BDG2.sum((-1, -2)).amax(-1) + 1
+        assert torch.allclose(compute.reward_ms(latent_BDGH, collective_ms), expected_B)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.research.evidence import ErrorModel, Evidence, Measurements, shares
 from dreamshard_planner.research.refine import Laid, MeasuredCosts, RefineConfig, ShardSet, refine
-from dreamshard_planner.search.heuristics import place_by_rule
+from dreamshard_planner.search.heuristics import place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, local_search
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of
@@ -28,28 +28,28 @@ ROOFLINE = RooflineCost(1e9, 1e8)
 
 
 @pytest.fixture
-def cost() -> PlacementCost:
+def cost() -> Cost:
     workloads = workloads_of(named_pool("meta_like_2021")[:30], 128)
-    return PlacementCost(problem_of(workloads, 4), ROOFLINE, CollectiveModel(4, 1e7))
+    return Cost(problem_of(workloads, 4).over(CollectiveModel(4, 1e7)), ROOFLINE)
 
 
 class TrueMachine:
     """Measures what the model does not know: each table costs its own factor more. With ``noise``, every measurement
     errs, and every call is in a spell of its own."""
 
-    def __init__(self, cost: PlacementCost, factors: float = 0.4, noise: float = 0.0, seed: int = 3) -> None:
+    def __init__(self, cost: Cost, factors: float = 0.4, noise: float = 0.0, seed: int = 3) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.factor_S = (factors * self._normal(cost.problem.num_shards)).exp()
-        self.single_ms_S = cost.single_ms_S.double()
+        self.factor_S = (factors * self._normal(cost.problem.num_parts)).exp()
+        self.single_ms_P = cost.single_ms_P.double()
         self.cost, self.timed, self.noise = cost, 0, noise
 
     def _normal(self, count: int) -> Tensor:
         return torch.randn(count, generator=self._generator).double()
 
     def true_ms(self, group: ShardSet) -> Tensor:
-        weight_S = self.single_ms_S[list(group)]
+        weight_S = self.single_ms_P[list(group)]
         factor = (weight_S * self.factor_S[list(group)]).sum() / weight_S.sum()
-        latent = self.cost.latent_SH[list(group)].sum(0)
+        latent = self.cost.latent_PH[list(group)].sum(0)
         return self.cost.compute.group_cost_ms(latent[None])[0].double() * factor
 
     def __call__(self, sets: Sequence[ShardSet], repeats: int, seconds: float) -> Tensor:
@@ -69,7 +69,7 @@ EXACT = RefineConfig(errors=ErrorModel(own_share=0.05, run=0.003, measurement=0.
 """For measurements that hardly err."""
 
 
-def test_sets_of_a_plan_by_hand(cost: PlacementCost) -> None:
+def test_sets_of_a_plan_by_hand(cost: Cost) -> None:
     machine = TrueMachine(cost)
     measured = MeasuredCosts(cost, machine, CONFIG)
     assignment_S = torch.zeros(30, dtype=torch.int64)
@@ -81,11 +81,11 @@ def test_sets_of_a_plan_by_hand(cost: PlacementCost) -> None:
     assert rated.device_ms_BD[0, 1] == 0 and rated.device_ms_BD[0, 2] == measured.set_ms[(4, 7)].sum()
 
 
-def test_what_lies_on_devices_is_measured_where_it_is_and_equal_shards_once(cost: PlacementCost) -> None:
+def test_what_lies_on_devices_is_measured_where_it_is_and_equal_shards_once(cost: Cost) -> None:
     """Three row blocks in a group of their own, all alike; shards 0 and 1 are alike as well."""
     problem = replace(cost.problem, num_groups=2)
-    cost = PlacementCost(problem, cost.compute, cost.collectives)
-    laid = Laid(torch.tensor([0, 2, 2]), torch.ones(3, dtype=torch.int64), cost.latent_SH[[5, 5, 5]])
+    cost = Cost(problem, cost.compute)
+    laid = Laid(torch.tensor([0, 2, 2]), torch.ones(3, dtype=torch.int64), cost.latent_PH[[5, 5, 5]])
     asked = []
 
     def measure(sets: Sequence[ShardSet], repeats: int, seconds: float) -> Tensor:
@@ -101,7 +101,7 @@ def test_what_lies_on_devices_is_measured_where_it_is_and_equal_shards_once(cost
     assert measured.sets_of(assignment_S) == [[(0,), (30,)], [rest], [(0,), (30, 30)], [(9,)]]
     measured.time([assignment_S], 1)
     assert sorted(asked) == [(0,), rest, (30,), (30, 30)] and measured.knows(assignment_S)
-    alone_ms = float(cost.single_ms_S[9])  # not measurable: as predicted
+    alone_ms = float(cost.single_ms_P[9])  # not measurable: as predicted
     assert measured.rate(assignment_S).device_ms_BD[0].tolist() == pytest.approx([4.0, 28.0, 5.0, alone_ms])
 
 
@@ -130,7 +130,7 @@ def test_draws_are_from_the_posterior() -> None:
     assert torch.allclose(mean_N, evidence.of_sets(share_NS, seen.set_N), atol=0.01)
 
 
-def test_how_wrong_the_model_is_is_read_off_the_measurements(cost: PlacementCost) -> None:
+def test_how_wrong_the_model_is_is_read_off_the_measurements(cost: Cost) -> None:
     plans = torch.randint(4, (30, 30), generator=torch.Generator().manual_seed(0))
     found = []
     for factors in (0.1, 0.4):
@@ -141,7 +141,7 @@ def test_how_wrong_the_model_is_is_read_off_the_measurements(cost: PlacementCost
     assert found[0] <= 0.1 and found[1] >= 0.2
 
 
-def test_factors_of_shards_are_learned(cost: PlacementCost) -> None:
+def test_factors_of_shards_are_learned(cost: Cost) -> None:
     """Sets never measured are told apart better by what measured ones taught."""
     machine, generator = TrueMachine(cost), torch.Generator().manual_seed(0)
     measured = MeasuredCosts(cost, machine, EXACT)
@@ -156,12 +156,10 @@ def test_factors_of_shards_are_learned(cost: PlacementCost) -> None:
     assert after.std() < 0.5 * before.std()
 
 
-def test_measuring_finds_a_better_plan_than_predicting(cost: PlacementCost) -> None:
-    cost = PlacementCost(
-        replace(cost.problem, num_devices=2, capacity_DM=cost.problem.capacity_DM[:2]), ROOFLINE, cost.collectives
-    )
+def test_measuring_finds_a_better_plan_than_predicting(cost: Cost) -> None:
+    cost = Cost(replace(cost.problem, num_ranks=2, capacity_DM=cost.problem.capacity_DM[:2]), ROOFLINE)
     machine = TrueMachine(cost)
-    rule = place_by_rule(cost.problem, "size_lookup_greedy")
+    rule = place_by_heuristic(cost.problem, "size_lookup_greedy")
     predicted = local_search(cost, [rule], DEFAULT_SEARCH, torch.Generator().manual_seed(0)).assignment_S
     config = RefineConfig(rounds=5)
     result = refine(MeasuredCosts(cost, machine, config), [predicted, rule], 1e6, search=DEFAULT_SEARCH, config=config)
@@ -171,12 +169,12 @@ def test_measuring_finds_a_better_plan_than_predicting(cost: PlacementCost) -> N
     assert result.measured.overall_ms_B <= result.first.overall_ms_B
 
 
-def test_luck_is_not_taken_for_a_gain(cost: PlacementCost) -> None:
+def test_luck_is_not_taken_for_a_gain(cost: Cost) -> None:
     """Where the model is right and measurements err by a tenth, the plan stays as good as it was. The best of so many
     plans by a last measurement of each would be up to 5 % worse."""
-    two = replace(cost.problem, num_devices=2, capacity_DM=cost.problem.capacity_DM[:2])
-    cost = PlacementCost(two, ROOFLINE, cost.collectives)
-    rule = place_by_rule(cost.problem, "size_lookup_greedy")
+    two = replace(cost.problem, num_ranks=2, capacity_DM=cost.problem.capacity_DM[:2])
+    cost = Cost(two, ROOFLINE)
+    rule = place_by_heuristic(cost.problem, "size_lookup_greedy")
     predicted = local_search(cost, [rule], DEFAULT_SEARCH, torch.Generator().manual_seed(0)).assignment_S
     config, lost = RefineConfig(rounds=3), []
     for seed in range(3):
@@ -187,7 +185,7 @@ def test_luck_is_not_taken_for_a_gain(cost: PlacementCost) -> None:
     assert max(lost) < 1.02, lost
 
 
-def test_without_time_the_plan_stays_and_that_is_said(cost: PlacementCost) -> None:
+def test_without_time_the_plan_stays_and_that_is_said(cost: Cost) -> None:
     """Of the four sets of the first plan only two can be measured in time."""
 
     def measure(sets: Sequence[ShardSet], repeats: int, seconds: float) -> Tensor:
@@ -195,7 +193,7 @@ def test_without_time_the_plan_stays_and_that_is_said(cost: PlacementCost) -> No
         times_X2[2:] = math.nan
         return times_X2
 
-    starts = [place_by_rule(cost.problem, rule) for rule in ("size_lookup_greedy", "dim_greedy")]
+    starts = [place_by_heuristic(cost.problem, rule) for rule in ("size_lookup_greedy", "dim_greedy")]
     result = refine(MeasuredCosts(cost, measure, CONFIG), starts, 1e-9, search=DEFAULT_SEARCH)
     assert torch.equal(result.assignment_S, starts[0]) and result.measured is None
     assert (result.plans, result.sets, result.wanted_sets) == (0, 2, 4)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost, storage_problem
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, roll_out, score_rollout
 from dreamshard_planner.policy.reinforce import (
     ReinforceConfig,
     advantages,
-    best_rule_ms,
+    best_heuristic_ms,
     greedy_standing,
     train_policy,
 )
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 
 POLICIES = [(lambda seed=0: Policy(PolicyConfig(), seed), "score")]
 POLICIES += [(lambda seed=0: PaperPolicy(PaperPolicyConfig(), seed), "score")]
@@ -69,14 +69,14 @@ def test_reinforce_lowers_the_cost(make) -> None:
     policy = make()
     if isinstance(policy, Policy):
         torch.nn.init.zeros_(policy.greediness)  # from a uniform policy
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
     config = ReinforceConfig(updates=80, tasks_per_update=4, episodes_per_task=16, learning_rate=5e-3)
     statistics = train_policy(policy, costs, config)
     first = sum(update.relative_cost for update in statistics[:10]) / 10
     last = sum(update.relative_cost for update in statistics[-10:]) / 10
     assert last < 0.97 * first
     assert all(update.infeasible_share == 0 and update.gradient_norm > 0 for update in statistics)
-    assert statistics[-1].over_best_rule < statistics[0].over_best_rule
+    assert statistics[-1].over_best_heuristic < statistics[0].over_best_heuristic
 
 
 def test_the_policy_that_did_best_stays() -> None:
@@ -96,7 +96,7 @@ def test_the_policy_that_did_best_stays() -> None:
 def test_standing_by_hand() -> None:
     cost = make_cost(4, 4)  # a device each: the heaviest table is the bottleneck
     policy = Policy(PolicyConfig())
-    ideal_ms = float(cost.single_ms_S.sum()) / 4
+    ideal_ms = float(cost.single_ms_P.sum()) / 4
     total_ms = float(cost.rate(torch.arange(4)[None]).overall_ms_B[0])
     infeasible, mean_log = greedy_standing(policy, [cost, make_cost(4, 4, memory_bytes=1)])
     assert infeasible == 1 and mean_log == pytest.approx(math.log(total_ms / ideal_ms))
@@ -104,12 +104,12 @@ def test_standing_by_hand() -> None:
 
 def test_gap_to_the_best_rule_by_hand() -> None:
     cost = make_cost(6, 2)
-    rated = [float(cost.rate(place_by_rule(cost.problem, rule)[None]).overall_ms_B[0]) for rule in RULES]
-    assert best_rule_ms(cost) == pytest.approx(min(rated), rel=1e-6)
-    assert best_rule_ms(PlacementCost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE, cost.collectives)) == math.inf
-    only = PlacementCost(storage_problem([3, 3], [6, 1]), ROOFLINE, cost.collectives)  # one placement alone fits
+    rated = [float(cost.rate(place_by_heuristic(cost.problem, rule)[None]).overall_ms_B[0]) for rule in HEURISTICS]
+    assert best_heuristic_ms(cost) == pytest.approx(min(rated), rel=1e-6)
+    assert best_heuristic_ms(Cost(storage_problem([3, 3, 3], [4, 4]), ROOFLINE)) == math.inf
+    only = Cost(storage_problem([3, 3], [6, 1]), ROOFLINE)  # one placement alone fits
     told = train_policy(Policy(PolicyConfig()), [only], ReinforceConfig(updates=1, episodes_per_task=3))
-    assert told[0].over_best_rule == pytest.approx(1.0)
+    assert told[0].over_best_heuristic == pytest.approx(1.0)
 
 
 def test_training_is_deterministic() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from placement_tasks import SEARCH, make_cost
 
-from dreamshard_planner.cost.model import PlacementCost, Preload
+from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
+from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.search import changes
 from dreamshard_planner.search.local_search import local_search
-from dreamshard_planner.search.states import PlacementStates
+from dreamshard_planner.search.states import PlacementState
 
 
 def test_search_finds_the_optimum_of_a_small_task() -> None:
@@ -25,13 +26,26 @@ def test_search_finds_the_optimum_of_a_small_task() -> None:
     assert not result.cut_short
 
 
-def preloaded(cost: PlacementCost, collectives: int) -> PlacementCost:
-    """The same shards, their outputs carried by several all-to-alls, on devices that hold something already."""
-    problem = replace(
-        cost.problem, num_collectives=collectives, collective_S=torch.arange(cost.problem.num_shards) % collectives
-    )
-    latent_DGH = cost.group_latents(torch.arange(problem.num_shards)[None] % 3)[0] / 2
-    return PlacementCost(problem, cost.compute, cost.collectives, Preload(latent_DGH, 0.3, 0.4))
+def preloaded(cost: Cost, collectives: int) -> Cost:
+    """The same shards on two hosts, which send in two of several collectives each, of several kinds, where ranks hold
+    and send something already; and one collective in which only that is sent."""
+    link, slower = CollectiveModel(4, 1e6), CollectiveModel(4, 5e5)
+    host, across = CollectiveModel(2, 2e6), CollectiveModel(2, 3e5, 0.1)
+    kinds = [
+        Collective("all-to-all", "world", link, link),
+        Collective("inside", "host", host, slower),
+        Collective("across", "across", across, across),
+        Collective("gradients", "world", None, slower),
+    ]
+    part_P, sent_P = torch.arange(cost.problem.num_parts), cost.problem.bytes_PC[:, 0]
+    bytes_PC = torch.zeros(len(part_P), collectives + 1, dtype=torch.float64)
+    bytes_PC[part_P, part_P % collectives] = sent_P
+    bytes_PC[part_P, (part_P + 1) % collectives] += sent_P / 2
+    joined = Collectives([*kinds[:collectives], kinds[0]], 2, link)
+    problem = replace(cost.problem, bytes_PC=bytes_PC, collectives=joined)
+    rank_D = torch.arange(4)
+    bytes_CD = torch.cat([torch.zeros(collectives, 4), 1e4 * rank_D[None]]).double()
+    return Cost(problem, cost.compute, preload=Preload(cost.group_latents(part_P % 3) / 2, bytes_CD))
 
 
 @pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4)])
@@ -40,7 +54,7 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     cost = make_cost(12, 4, groups=groups)
     cost = preloaded(cost, collectives) if collectives else cost
     assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
-    states = PlacementStates(cost, assignment_BS)
+    states = PlacementState(cost, assignment_BS)
     row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
     bottlenecks = changes.Bottlenecks.of(states, row_B, bottleneck_B)
     every = [
@@ -58,7 +72,7 @@ def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in every]).unbind(-1)
     candidates = changes.Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
     rated = changes._rate(states, bottlenecks, candidates)
-    overall_BC, _ = changes._scores(states, bottlenecks, device_BC, leaving_BC, arrival_BC, *rated, 1.0)
+    overall_BC, _ = changes._scores(states, bottlenecks, candidates, rated, 1.0)
     for index, row in enumerate(row_B.tolist()):
         for candidate in range(count):
             changed_S = assignment_BS[row].clone()
@@ -79,16 +93,16 @@ def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatc
     assert result.overall_ms < 0.5 * float(cost.rate(start_S[None]).overall_ms_B)
 
 
-@pytest.mark.parametrize("collectives", [0, 2])
+@pytest.mark.parametrize("collectives", [0, 2, 4])
 def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
     cost = make_cost(24, 4, groups=2)
     cost = preloaded(cost, collectives) if collectives else cost
-    states = PlacementStates(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
-    before_B, row_B = states.overall_ms_B(), torch.arange(2)
-    rated = [changes.improve(states, row_B, states.device_ms_BD.argmax(-1), 16, 1.0)[1] for _ in range(5)]
-    afresh = PlacementStates(cost, states.assignment_BS)
-    assert (states.overall_ms_B() < 0.8 * before_B).all() and all(rated)
-    for name in ("latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
+    states = PlacementState(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
+    before_B, row_B = states.overall_ms(), torch.arange(2)
+    rated = [changes.improve(states, row_B, states.device_ms_D.argmax(-1), 16, 1.0)[1] for _ in range(5)]
+    afresh = PlacementState(cost, states.assignment_BP)
+    assert (states.overall_ms() < 0.8 * before_B).all() and all(rated)
+    for name in ("latent_DGH", "group_ms_DG", "approximate_ms_DG", "bytes_CD", "free_DM"):
         assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
             name
         )

@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.model import CostSource
-from dreamshard_planner.cost.sharding import GivenCost, Option, Sharding, ShardingCost, ShardingProblem, Unit
+from dreamshard_planner.cost.compute import CostSource, GivenCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
 from dreamshard_planner.search.settling import settled
 
 DEVICE_MS = (5.0, 1.0, 2.0, 0.5)
 """Of each table in device memory; over the link to the host it takes twice as long."""
 
 
-def problem_of(device_memory: int) -> ShardingCost:
+def problem_of(device_memory: int) -> Cost:
     """Tables of ten bytes, each whole, in device (option 0) or host memory (option 1), on two ranks."""
     world = CollectiveModel(2, 1e3, 0.0)
     ms_P = [ms for one in DEVICE_MS for ms in (one, 2 * one)]
-    problem = ShardingProblem(
+    problem = Problem(
         num_ranks=2,
         tables=tuple(
             (Option((Unit((2 * t,)),), "table_wise"), Option((Unit((2 * t + 1,)),), "table_wise", "fused_uvm"))
@@ -35,7 +36,7 @@ def problem_of(device_memory: int) -> ShardingCost:
         collectives=Collectives([Collective("none", "world", world, world)], 2, world),
     )
     latent_PH = torch.tensor([[1.0, ms / 3, 2 * ms / 3] for ms in ms_P], dtype=torch.float64)
-    return ShardingCost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
+    return Cost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from beam import BeamConfig, beam_sharding
-from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import processor_time
@@ -81,7 +81,7 @@ def test_contract(name: str, tasks: list[SplitTask]) -> None:
         if sharding is None:
             assert task.contest.tight
             continue
-        assert task.cost.fits(sharding) and sharding == SPLIT_FIELD.placers[name](task)
+        assert task.cost.problem.fits(sharding) and sharding == SPLIT_FIELD.placers[name](task)
         if name not in FREER:
             allowed = task.allowed.problem.tables
             assert all(option < len(allowed[table]) for table, option in enumerate(sharding.options))
@@ -91,7 +91,7 @@ def test_beam_splits_the_hot_table_and_stays_within_memory(tasks: list[SplitTask
     cost = SplitTask(replace(tasks[1].contest, tight=False), FIELD.learned).cost
     few = BeamConfig(candidates=2, width=2, levels=2, caps=3, widest_cap=4.0)
     whole, found = beam_sharding(cost, replace(few, levels=0)), beam_sharding(cost, few)
-    assert cost.fits(found) and cost.overall_ms(found) <= cost.overall_ms(whole)
+    assert cost.problem.fits(found) and cost.overall_ms(found) <= cost.overall_ms(whole)
     assert all(len(cost.problem.tables[t][option].units) == 1 for t, option in enumerate(whole.options))
     assert found == beam_sharding(cost, few)
 
@@ -130,7 +130,7 @@ def test_search_by_measurement_is_never_worse(tasks: list[SplitTask]) -> None:
 
     measured = MeasuredShardings(task, clock)
     found = SplitSearch(task, measured, torch.Generator().manual_seed(0)).run(start, 2.0)
-    assert task.cost.fits(found) and measured.compute_ms(found) < measured.compute_ms(start)
+    assert task.cost.problem.fits(found) and measured.compute_ms(found) < measured.compute_ms(start)
 
 
 def test_data_parallel_counts_its_gradient() -> None:

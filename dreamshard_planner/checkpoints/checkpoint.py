@@ -27,7 +27,7 @@ from dreamshard_planner.checkpoints.file import (
     opened,
 )
 from dreamshard_planner.checkpoints.recipes import RECIPES
-from dreamshard_planner.cost.model import ComputeCost, CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.collectives import fits_of
-from dreamshard_planner.cost.model import ComputeCost
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.support.documents import parsed

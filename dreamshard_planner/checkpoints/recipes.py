@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dreamshard_planner.support.registry import Registry
 
 if TYPE_CHECKING:  # the command line asks for names alone, and has no time for torch
+    from dreamshard_planner.cost.compute import ComputeCost
     from dreamshard_planner.cost.fit import LabelledSets
-    from dreamshard_planner.cost.model import ComputeCost
     from dreamshard_planner.policy.network import AnyPolicy
     from dreamshard_planner.policy.reinforce import ReinforceConfig
     from dreamshard_planner.search.local_search import SearchConfig

@@ -169,6 +169,11 @@ class Collectives:
         self._backward = self._alike([collective.backward for collective in self.collectives])
         self._both_alike = self._forward == self._backward
 
+    @classmethod
+    def all_to_all(cls, link: CollectiveModel) -> Collectives:
+        """One all-to-all between all ranks."""
+        return cls([Collective("all-to-all", "world", link, link)], link.world_size, link)
+
     def _alike(self, models: Sequence[CollectiveModel | None]) -> dict[tuple[str, CollectiveModel], list[int]]:
         """Columns that one formula rates, of one pass."""
         alike: dict[tuple[str, CollectiveModel], list[int]] = {}
@@ -214,6 +219,16 @@ class Collectives:
             ms_XK, _ = model.all_to_all_ms(bytes_XKD)
             each_XC[..., columns] = ms_XK if over == "world" else ms_XK.amax(-1)
         return each_XC
+
+    def groups(self, column: int, num_ranks: int) -> Tensor:
+        """Which ranks exchange with each other in one of them, bool [exchanges side by side, D]."""
+        rank_D = torch.arange(num_ranks)
+        group_D = {
+            "world": torch.zeros_like(rank_D),
+            "host": rank_D // self._ranks_per_host,
+            "across": rank_D % self._ranks_per_host,
+        }[self.collectives[column].over]
+        return group_D == group_D.unique()[:, None]
 
     def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds [...] of all of them, from the bytes [..., C, D] that each rank sends to

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns
 
 NAMED_DESCRIPTORS = {
@@ -78,8 +78,10 @@ class StackedMLP(nn.Module):
         return x_EXI
 
 
-class CostNetwork(nn.Module):
-    """An ensemble of cost networks; a :class:`~dreamshard_planner.cost.model.ComputeCost`."""
+class CostNetwork(nn.Module, ComputeCost):
+    """An ensemble of cost networks."""
+
+    approximates = True
 
     def __init__(self, config: CostNetworkConfig, seed: int = 0) -> None:
         super().__init__()
@@ -164,12 +166,12 @@ class CostNetwork(nn.Module):
         """See :meth:`ComputeCost.group_cost_ms`: the geometric mean of the members."""
         return self._mean_cost_ms(latent_XH, self.config.members)
 
-    def glance_ms(self, latent_XH: Tensor) -> Tensor:
-        """See :meth:`ComputeCost.glance_ms`: the first member alone."""
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.approximate_ms`: the first member alone."""
         return self._mean_cost_ms(latent_XH, 1)
 
     @property
-    def glance_channels(self) -> int:
+    def approximate_channels(self) -> int:
         """Those of the work and of the first member."""
         return len(WORK) + 2 + self.config.context
 

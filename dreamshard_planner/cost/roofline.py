@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
@@ -75,8 +75,8 @@ GPU_KERNELS = Kernels(
 
 
 @dataclass(frozen=True)
-class RooflineCost:
-    """A :class:`~dreamshard_planner.cost.model.ComputeCost` from bandwidths in bytes per millisecond."""
+class RooflineCost(ComputeCost):
+    """Costs from bandwidths, in bytes per millisecond."""
 
     memory_bytes_per_ms: float
     uvm_bytes_per_ms: float
@@ -163,9 +163,6 @@ class RooflineCost:
         out_X = (latent_XH[..., 3] - kernels_X2.sum(-1)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
-
-    glance_ms = group_cost_ms
-    glance_channels = None
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""

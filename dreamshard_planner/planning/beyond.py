@@ -103,7 +103,7 @@ class WiderSpace:
             theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec)
             starts = [start]
             if theirs is not None:
-                starts += [sharding for sharding in [read.sharding(theirs.options)] if cost.fits(sharding)]
+                starts += [sharding for sharding in [read.sharding(theirs.options)] if cost.problem.fits(sharding)]
             found = joint_search(cost, starts, QUICK, search, seed)
         types = Counter(
             options[index].sharding_type

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
-from dreamshard_planner.cost.model import MEMORY_KINDS, has_room
-from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
 from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.input_checks import available_bytes
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
@@ -104,7 +104,7 @@ class _Here:
     @classmethod
     def of(cls, rated: Rated, rank: int) -> _Here:
         cost, problem, sharding = rated.cost, rated.read.problem, rated.sharding
-        latent_GH = cost.group_latents(*cost.laid(sharding))[rank]
+        latent_GH = cost.group_latents(*problem.laid(sharding))[rank]
         parts: dict[int, list[int]] = {}
         for table, (option, positions) in enumerate(zip(sharding.options, sharding.positions, strict=True)):
             for unit, position in zip(problem.tables[table][option].units, positions, strict=True):
@@ -181,7 +181,7 @@ class _Changes:
         index = int(tried.key_Q.argmin())
         if not math.isfinite(float(tried.key_Q[index])):
             return None
-        return self._change(self._sharding.changed(table, options[index], tried.positions[index]), table)
+        return self._change(self._sharding.changed(*tried.changes[index][0]), table)
 
     def _leaving(self, table: int) -> Change | None:
         """Every unit of the table that is on the rank, where the peak is lowest elsewhere."""
@@ -197,11 +197,12 @@ class _Changes:
             added_LH, need_LM = cost.latent_PH[list(unit.parts)], problem.storage_PM[list(unit.parts)]
             after_NL = cost.compute.group_cost_ms(latent_DH.unflatten(0, (-1, unit.span)) + added_LH).sum(-1)
             peak_N = (rest_D.unflatten(0, (-1, unit.span)) + after_NL).amax(-1)
-            fits_N = has_room(need_LM, free_DM.unflatten(0, (-1, unit.span))).all(-1)
-            fits_N[self._rank // unit.span] = False
-            if not bool(fits_N.any()):
+            elsewhere_N = torch.arange(len(peak_N)) != self._rank // unit.span
+            free_NLM = free_DM.unflatten(0, (-1, unit.span))
+            position, found = best_position(peak_N, need_LM, free_NLM, elsewhere_N)
+            if not found:
                 return None
-            positions[index] = int(peak_N.masked_fill(~fits_N, torch.inf).argmin())
+            positions[index] = int(position)
             taken = list(unit.ranks(positions[index]))
             latent_DH[taken] += added_LH
             free_DM[taken] -= need_LM
@@ -259,7 +260,8 @@ def _remedy(tables: dict[str, TableCost], name: str) -> str:
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:
-    used_DM, limit_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding)), rated.read.problem.capacity_DM
+    problem = rated.read.problem
+    used_DM, limit_DM = problem.used_bytes(*problem.laid(rated.sharding)), problem.capacity_DM
     total_DM = available_bytes(topology)
     return tuple(
         RankMemory(

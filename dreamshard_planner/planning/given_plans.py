@@ -14,8 +14,8 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
-from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost, PlacementCosts
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -36,7 +36,7 @@ class Rated:
     options: list[ShardingOption]
     """With ranks and storage."""
     read: ReadProblem
-    cost: ShardingCost
+    cost: Cost
     sharding: Sharding
     costs: PlacementCosts
     """B = 1."""
@@ -107,7 +107,8 @@ class GivenPlans:
 
     def check_room(self, rated: Rated, name: str) -> None:
         """PlannerError unless every rank keeps within what the storage reservation leaves; names rank and bytes."""
-        used_DM, room_DM = rated.cost.used_bytes(*rated.cost.laid(rated.sharding)), rated.read.problem.capacity_DM
+        problem = rated.read.problem
+        used_DM, room_DM = problem.used_bytes(*problem.laid(rated.sharding)), problem.capacity_DM
         over_DM = (used_DM - room_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
         if not bool((over_DM > 0).any()):
             return

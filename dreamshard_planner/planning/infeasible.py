@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
-from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementProblem, has_room
-from dreamshard_planner.cost.sharding import ShardingProblem
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
 from dreamshard_planner.support.formatting import memory_in_words
 
 MAX_NAMED = 5
 """Tables named in one error."""
 
 
-def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
+def infeasible(problem: Problem, proven: bool) -> PlannerError:
     """TorchRec's error for shards that find no ranks.
 
     Args:
@@ -27,14 +26,14 @@ def infeasible(problem: PlacementProblem, proven: bool) -> PlannerError:
     return _refusal(problem, shortage(problem) or _packing_reason(problem, proven))
 
 
-def infeasible_wide(problem: ShardingProblem) -> PlannerError:
+def infeasible_wide(problem: Problem) -> PlannerError:
     """The same for units that span hosts or the world, of the first option of each table."""
     need_TM = torch.stack([problem.storage_PM[options[0].parts].sum(0) for options in problem.tables])
     reason = "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _total_shortages(problem, need_TM)
     return _refusal(problem, reason or _wide_reason(problem))
 
 
-def _refusal(problem: PlacementProblem | ShardingProblem, reason: str) -> PlannerError:
+def _refusal(problem: Problem, reason: str) -> PlannerError:
     under_rules = " where placement_rules leave them" if problem.rule_kinds else ""
     return PlannerError(
         f"Tables do not fit{under_rules}: {reason}. More or larger devices, a smaller storage reservation, or smaller "
@@ -43,10 +42,10 @@ def _refusal(problem: PlacementProblem | ShardingProblem, reason: str) -> Planne
     )
 
 
-def shortage(problem: PlacementProblem) -> str:
+def shortage(problem: Problem) -> str:
     """Tables for which no rank is large enough, or else how much all of them need together; empty where neither is the
     reason."""
-    need_SM, capacity_DM = problem.storage_SM, problem.capacity_DM
+    need_SM, capacity_DM = problem.storage_PM, problem.capacity_DM
     fits_SD = has_room(need_SM[:, None], capacity_DM)
     # Of the slices of one table, the first.
     homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
@@ -69,7 +68,7 @@ def shortage(problem: PlacementProblem) -> str:
     return _total_shortages(problem, need_SM)
 
 
-def _total_shortages(problem: PlacementProblem | ShardingProblem, need_XM: torch.Tensor) -> str:
+def _total_shortages(problem: Problem, need_XM: torch.Tensor) -> str:
     """Memories of which all shards, or tables, together need more than there is."""
     needs = zip(need_XM.sum(0).tolist(), _total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
     lines = [
@@ -82,11 +81,11 @@ def _total_shortages(problem: PlacementProblem | ShardingProblem, need_XM: torch
     return "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
 
 
-def _packing_reason(problem: PlacementProblem, proven: bool) -> str:
+def _packing_reason(problem: Problem, proven: bool) -> str:
     """There is enough of all memories, but not for shards of these sizes, or not that anybody found."""
-    largest = int(problem.storage_SM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
-    need_M = problem.storage_SM[largest, : len(MEMORY_KINDS)]
-    used_M = problem.storage_SM.sum(0).tolist()
+    largest = int(problem.storage_PM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
+    need_M = problem.storage_PM[largest, : len(MEMORY_KINDS)]
+    used_M = problem.storage_PM.sum(0).tolist()
     kinds = [
         f"{memory_in_words(room - used)} of {name} would be left over all ranks"
         for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, need_M, strict=False)  # rules
@@ -99,7 +98,7 @@ def _packing_reason(problem: PlacementProblem, proven: bool) -> str:
     )
 
 
-def _wide_shortages(problem: ShardingProblem) -> list[str]:
+def _wide_shortages(problem: Problem) -> list[str]:
     """Units for which no rank is large enough."""
     room_M, reasons = problem.capacity_DM.amax(0).clamp_min(0).tolist(), []
     for name, options in zip(problem.names, problem.tables, strict=True):
@@ -115,7 +114,7 @@ def _wide_shortages(problem: ShardingProblem) -> list[str]:
     return reasons
 
 
-def _wide_reason(problem: ShardingProblem) -> str:
+def _wide_reason(problem: Problem) -> str:
     """Each unit has room for itself, but not all together."""
     wide = [
         (name, problem.storage_PM[list(unit.parts)].sum(0))
@@ -136,6 +135,6 @@ def _wide_reason(problem: ShardingProblem) -> str:
     )
 
 
-def _total_room(problem: PlacementProblem | ShardingProblem) -> list[int]:
+def _total_room(problem: Problem) -> list[int]:
     """Bytes that all ranks have together, by kind of memory; sums that int64 need not hold."""
     return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.capacity_DM.T.tolist()]

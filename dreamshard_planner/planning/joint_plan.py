@@ -12,7 +12,7 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-from dreamshard_planner.cost.sharding import Sharding
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.placing import SearchBudget, place_proposal
@@ -87,7 +87,7 @@ def joint_plan(
             cost = context.cost(read)
             starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
             # TorchRec's, which does not reckon with dense gradients, may need more memory than there is.
-            fitting = {name: start for name, start in starts.items() if cost.fits(start)}
+            fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
             result = joint_search(cost, fitting.values(), config, search, seed, budget.joint)

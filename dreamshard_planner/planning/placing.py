@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 
-from dreamshard_planner.cost.sharding import Chosen, Sharding, ShardingCost
+from dreamshard_planner.cost.model import Chosen, Cost
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import torchrec_ranks
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.policy.place import InfeasibleError, Placement, place
 from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.packing import PACKING_SECONDS
-from dreamshard_planner.search.starts import lay_wide
 from dreamshard_planner.search_space.options import same_option
 from dreamshard_planner.search_space.towers import pin
 
@@ -49,7 +50,7 @@ class Outcome:
     """How a proposal was placed."""
 
     read: ReadProblem
-    cost: ShardingCost
+    cost: Cost
     chosen: Chosen
     """The units that span several ranks, and the placement problem of the rest."""
     placement: Placement
@@ -105,7 +106,7 @@ def place_proposal(
     cost = context.cost(read)
     start = read.sharding(proposal) if has_ranks else None
     given: dict[str, Tensor | None] = {}
-    if start is not None and cost.fits(start):
+    if start is not None and cost.problem.fits(start):
         chosen = cost.chosen(start)
         given["joint"] = chosen.assignment_S
     else:
@@ -129,7 +130,7 @@ def place_proposal(
     return Outcome(read, cost, chosen, placement, chosen.placed(placement.chosen.assignment_S))
 
 
-def wide_units_laid_down(cost: ShardingCost) -> Chosen:
+def wide_units_laid_down(cost: Cost) -> Chosen:
     """The placement problem of the units that span one rank, on top of a proposal's wider ones.
 
     Raises:

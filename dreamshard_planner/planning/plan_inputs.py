@@ -11,7 +11,7 @@ from typing import Any
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.model import MEMORY_KINDS
+from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader

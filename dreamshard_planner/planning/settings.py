@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
-from dreamshard_planner.planning.context import COST_SOURCES
+from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules

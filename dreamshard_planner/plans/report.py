@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dreamshard_planner.cost.model import MEMORY_KINDS, PlacementCosts
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost, PlacementCosts
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.verdict import verdict
 from dreamshard_planner.policy.place import Contender, Placement
@@ -117,7 +117,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        cost: ShardingCost,
+        cost: Cost,
         sharding: Sharding,
         placement: Placement,
         rivals: Sequence[Contender] | None = None,
@@ -234,7 +234,7 @@ class Report:
         return "\n".join(lines)
 
 
-def _tables(cost: ShardingCost, sharding: Sharding) -> tuple[TableEntry, ...]:
+def _tables(cost: Cost, sharding: Sharding) -> tuple[TableEntry, ...]:
     single, entries = cost.single_ms_P.tolist(), []
     for name, options, index, positions in zip(
         cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
@@ -246,7 +246,7 @@ def _tables(cost: ShardingCost, sharding: Sharding) -> tuple[TableEntry, ...]:
     return tuple(entries)
 
 
-def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
+def _skew_notes(cost: Cost, sharding: Sharding) -> tuple[str, ...]:
     """Tables of which one block of rows is read much more than its share of the rows."""
     rows_P, lookups_P = cost.problem.features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T
     found = []
@@ -269,9 +269,10 @@ def _skew_notes(cost: ShardingCost, sharding: Sharding) -> tuple[str, ...]:
     return tuple(found)
 
 
-def memory_entries(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
+def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
     """What a sharding takes of every kind of memory that it asks for."""
-    used_DM, limit_DM = cost.used_bytes(*cost.laid(sharding)), cost.problem.capacity_DM
+    problem = cost.problem
+    used_DM, limit_DM = problem.used_bytes(*problem.laid(sharding)), problem.capacity_DM
     return tuple(
         MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))
         for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=False)  # rules follow
@@ -279,9 +280,9 @@ def memory_entries(cost: ShardingCost, sharding: Sharding) -> tuple[MemoryEntry,
     )
 
 
-def _collectives(cost: ShardingCost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
+def _collectives(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
     collectives = cost.problem.collectives
-    forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.laid(sharding)))
+    forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.problem.laid(sharding)))
     named = zip(collectives.collectives, (forward_C + backward_C).tolist(), strict=True)
     return tuple((collective.name, ms) for collective, ms in named if ms > 0)
 

@@ -10,7 +10,7 @@ Many episodes of many tasks advance together; the only Python loop is over shard
 changes one sum, so a step costs O(devices).
 
 Shapes: T tasks, E episodes = T x episodes per task, S shards (padded), D devices (padded), G fused groups,
-H latent channels (those of a glance), M kinds of memory, O observation channels, F features.
+H latent channels (those that approximate costs read), M kinds of memory, O observation channels, F features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dreamshard_planner.cost.model import PlacementCost, has_room
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import has_room
 
 OBSERVATIONS = (
     "load",  # cost of the device / ideal
@@ -50,7 +51,7 @@ CLIP = 20.0
 class TaskBatch:
     """Tasks padded to one shape, their shards in the order in which they are placed."""
 
-    costs: tuple[PlacementCost, ...]
+    costs: tuple[Cost, ...]
     order_TS: Tensor
     """Original index of the shard placed at each step; -1 where padded."""
     latent_TSH: Tensor
@@ -61,35 +62,35 @@ class TaskBatch:
     storage_TSM: Tensor
     capacity_TDM: Tensor
     device_mask_TD: Tensor
-    preload_TDGH: Tensor | None
-    """Latents of what lies on the devices before the first step; None where the devices are empty."""
+    preload_TDGH: Tensor
+    """Latents of what lies on the devices before the first step."""
     num_groups: int
     rule_kinds: int = 0
-    """See :class:`~dreamshard_planner.cost.model.PlacementProblem`."""
+    """See :class:`~dreamshard_planner.cost.problem.Problem`."""
 
     @classmethod
-    def collate(cls, costs: Sequence[PlacementCost]) -> TaskBatch:
+    def collate(cls, costs: Sequence[Cost]) -> TaskBatch:
         """Pad the problems of ``costs``, which all share one compute cost."""
-        orders = [torch.argsort(-cost.single_ms_S.float(), stable=True) for cost in costs]
+        orders = [torch.argsort(-cost.single_ms_P.float(), stable=True) for cost in costs]
 
         def pad(values: list[Tensor], padding: float = 0) -> Tensor:
             return pad_sequence(values, batch_first=True, padding_value=padding)
 
-        seen = costs[0].compute.glance_channels
+        seen = costs[0].compute.approximate_channels
         problems = [cost.problem for cost in costs]
         num_groups = max(problem.num_groups for problem in problems)
         zipped = list(zip(problems, orders, strict=True))
         return cls(
             costs=tuple(costs),
             order_TS=pad(orders, -1),
-            latent_TSH=pad([cost.latent_SH[order, :seen].float() for cost, order in zip(costs, orders, strict=True)]),
-            group_TS=pad([problem.group_S[order] for problem, order in zipped]),
-            features_TSF=pad([problem.features_SF[order] for problem, order in zipped]),
-            single_ms_TS=pad([cost.single_ms_S[order].float() for cost, order in zip(costs, orders, strict=True)]),
-            output_bytes_TS=pad([problem.output_bytes_S[order].float() for problem, order in zipped]),
-            storage_TSM=pad([problem.storage_SM[order] for problem, order in zipped]),
+            latent_TSH=pad([cost.latent_PH[order, :seen].float() for cost, order in zip(costs, orders, strict=True)]),
+            group_TS=pad([problem.group_P[order] for problem, order in zipped]),
+            features_TSF=pad([problem.features_PF[order] for problem, order in zipped]),
+            single_ms_TS=pad([cost.single_ms_P[order].float() for cost, order in zip(costs, orders, strict=True)]),
+            output_bytes_TS=pad([problem.bytes_PC[order].sum(-1).float() for problem, order in zipped]),
+            storage_TSM=pad([problem.storage_PM[order] for problem, order in zipped]),
             capacity_TDM=pad([problem.capacity_DM for problem in problems], -1),
-            device_mask_TD=pad([torch.ones(problem.num_devices, dtype=torch.bool) for problem in problems]),
+            device_mask_TD=pad([torch.ones(problem.num_ranks, dtype=torch.bool) for problem in problems]),
             preload_TDGH=_preloads(costs, num_groups, seen),
             num_groups=num_groups,
             rule_kinds=problems[0].rule_kinds,
@@ -104,16 +105,13 @@ class TaskBatch:
         return self.order_TS >= 0
 
 
-def _preloads(costs: Sequence[PlacementCost], num_groups: int, seen: int | None) -> Tensor | None:
-    """Latents of preloads as a glance sees them, padded."""
-    if all(cost.preload is None for cost in costs):
-        return None
-    num_devices = max(cost.problem.num_devices for cost in costs)
-    preload_TDGH = torch.zeros(len(costs), num_devices, num_groups, costs[0].latent_SH[:, :seen].shape[1])
-    for task, cost in enumerate(costs):
+def _preloads(costs: Sequence[Cost], num_groups: int, seen: int | None) -> Tensor:
+    """Latents of preloads as approximate costs read them, padded."""
+    num_devices = max(cost.problem.num_ranks for cost in costs)
+    preload_TDGH = torch.zeros(len(costs), num_devices, num_groups, costs[0].latent_PH[:, :seen].shape[1])
+    for preload_DGH, cost in zip(preload_TDGH, costs, strict=True):
         if cost.preload is not None:
-            latent_DGH = cost.preload.latent_DGH[..., :seen]
-            preload_TDGH[task, : latent_DGH.shape[0], : latent_DGH.shape[1]] = latent_DGH.float()
+            preload_DGH[: cost.problem.num_ranks, : cost.problem.num_groups] = cost.preload.latent_DGH[..., :seen]
     return preload_TDGH
 
 
@@ -134,11 +132,7 @@ class EstimatedMDP:
         num_tasks, num_devices = tasks.device_mask_TD.shape
         self.num_episodes = num_tasks * episodes_per_task
         self.task_E = torch.arange(num_tasks).repeat_interleave(episodes_per_task)
-        latents = tasks.latent_TSH.shape[-1]
-        episodes, groups = self.num_episodes, tasks.num_groups
-        self.latent_EDGH = torch.zeros(episodes, num_devices, groups, latents)
-        self.group_ms_EDG2 = torch.zeros(episodes, num_devices, groups, 2)
-        self.device_ms_ED2 = torch.zeros(episodes, num_devices, 2)
+        episodes = self.num_episodes
         self.bytes_ED = torch.zeros(episodes, num_devices)
         self.free_EDM = tasks.capacity_TDM[self.task_E].clone()
         self.alive_E = torch.ones(episodes, dtype=torch.bool)
@@ -147,9 +141,7 @@ class EstimatedMDP:
         self.step_index = 0
         self._by_step: dict[str, tuple[Tensor, ...]] = {}
         self._device_mask_ED = tasks.device_mask_TD[self.task_E]
-        self._common_E12 = torch.zeros(episodes, 1, 2)
-        if tasks.preload_TDGH is not None:
-            self._lay(tasks.preload_TDGH)
+        self._start_from(tasks.preload_TDGH)
         self._devices_E = self._device_mask_ED.sum(-1).float()
         self._total_ms_E = tasks.single_ms_TS.sum(-1)[self.task_E].clamp_min(1e-9)
         self._ideal_ms_E = self._total_ms_E / self._devices_E
@@ -160,10 +152,10 @@ class EstimatedMDP:
         needed_TM[:, needed_TM.shape[1] - tasks.rule_kinds :] = False
         self._needed_EDM = needed_TM[self.task_E][:, None]
 
-    def _lay(self, preload_TDGH: Tensor) -> None:
-        """Start from a preload. What every device has of it is no difference between them: the policy, trained on
+    def _start_from(self, preload_TDGH: Tensor) -> None:
+        """Lay the preload down. What every device has of it is no difference between them: the policy, trained on
         devices that start empty, sees loads above that of the least loaded device."""
-        group_ms_TDG2 = self.tasks.costs[0].compute.glance_ms(preload_TDGH)
+        group_ms_TDG2 = self.tasks.costs[0].compute.approximate_ms(preload_TDGH)
         device_ms_TD2 = group_ms_TDG2.sum(2)
         least_TD = device_ms_TD2.sum(-1).masked_fill(~self.tasks.device_mask_TD, torch.inf).argmin(-1)
         common_T12 = device_ms_TD2[torch.arange(len(least_TD)), least_TD][:, None]
@@ -184,7 +176,7 @@ class EstimatedMDP:
         group_E = self._current("group_TS")
         episode_E = torch.arange(self.num_episodes)
         group_latent_EDH = self.latent_EDGH[episode_E, :, group_E] + self._current("latent_TSH")[:, None]
-        self._group_after_ED2 = tasks.costs[0].compute.glance_ms(group_latent_EDH)
+        self._group_after_ED2 = tasks.costs[0].compute.approximate_ms(group_latent_EDH)
         group_before_ED2 = self.group_ms_EDG2[episode_E, :, group_E]
         self._after_ED2 = self.device_ms_ED2 + self._group_after_ED2 - group_before_ED2
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX, OBSERVATIONS, EstimatedMDP, TaskBatch
 from dreamshard_planner.workload.features import DESCRIPTORS, Scaler, columns
 
@@ -67,7 +67,7 @@ class Policy(nn.Module):
     """Scores devices from the sum of their shards' representations and their predicted costs.
 
     The score sees each device beside the mean over the legal devices, so the number of devices is free. A linear
-    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy rule on
+    path from the observed ``excess`` to the score makes an untrained policy a nearly greedy heuristic on
     predicted cost; REINFORCE improves on that.
     """
 
@@ -170,7 +170,7 @@ def roll_out(
     return Rollout(environment, torch.stack(channels) if record else None, torch.stack(legal) if record else None)
 
 
-def greedy_plan(policy: AnyPolicy, cost: PlacementCost) -> Tensor | None:
+def greedy_plan(policy: AnyPolicy, cost: Cost) -> Tensor | None:
     """One greedy roll-out, [S]; None where it dead-ends."""
     environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
     return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None

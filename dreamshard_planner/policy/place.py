@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""From a problem to a placement: policy roll-outs and greedy rules as starts, then search.
+"""From a problem to a placement: policy roll-outs and greedy heuristics as starts, then search.
 
 Shapes: S shards, B placements, D devices.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost, PlacementCosts
+from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
-from dreamshard_planner.search.heuristics import RULES, greedy_by_score, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.search.packing import PACKING_SECONDS, pack
 from dreamshard_planner.support.registry import Registry
@@ -66,7 +66,7 @@ class Placement:
 
     chosen: Contender
     rivals: tuple[Contender, ...]
-    """Policy, greedy rules and whatever else was given, feasible or not."""
+    """Policy, greedy heuristics and whatever else was given, feasible or not."""
     candidates: int
     cut_short: bool
     refined: RefineResult | None = None
@@ -101,7 +101,7 @@ class InfeasibleError(Exception):
 
 @torch.inference_mode()
 def place(
-    cost: PlacementCost,
+    cost: Cost,
     policy: AnyPolicy,
     config: SearchConfig | None,
     *,
@@ -117,7 +117,7 @@ def place(
         policy: the policy network.
         config: search settings; None means one greedy policy roll-out and nothing else (the paper's
             procedure), with other placements only where the roll-out dead-ends on memory.
-        seed: of the sampled roll-outs and the kicks of the search.
+        seed: of the sampled roll-outs and the perturbations of the search.
         given: further placements [S] to start from, by name; None where one does not fit.
         seconds: cap on the search, on top of its budget of candidates.
         packing_seconds: limit of the exact packing, where all else finds no room; 0 for none.
@@ -129,15 +129,15 @@ def place(
         InfeasibleError: where no method, exact packing included, fits the shards into memory.
     """
     problem = cost.problem
-    if not problem.num_shards:
+    if not problem.num_parts:
         return Placement(_contender(cost, "chosen", torch.zeros(0, dtype=torch.int64)), (), 0, False)
     generator = torch.Generator().manual_seed(seed)
-    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_devices)
+    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_ranks)
     greedy_S, sampled = _rollouts(cost, policy, samples, generator)
     starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
-    for rule in RULES:
-        starts[rule] = place_by_rule(problem, rule)
-    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_S, cost.preload_ms_D)
+    for name in HEURISTICS:
+        starts[name] = place_by_heuristic(problem, name)
+    starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_P, cost.preload_ms_D)
     rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
     feasible = [rival for rival in rivals if rival.assignment_S is not None]
     if config is None and rivals[0].assignment_S is not None:
@@ -162,7 +162,7 @@ def sampled_rollouts(wanted: int, devices: int) -> int:
     return 0 if devices == 1 else min(wanted, max(0, MAX_ROLLOUT_DEVICES // devices - 1))
 
 
-def _contender(cost: PlacementCost, name: str, assignment_S: Tensor | None) -> Contender:
+def _contender(cost: Cost, name: str, assignment_S: Tensor | None) -> Contender:
     """Rate a placement alone, so that equal placements get equal figures whatever they are rated beside."""
     return Contender(name, assignment_S, None if assignment_S is None else cost.rate(assignment_S[None]))
 
@@ -172,7 +172,7 @@ def _round_significant(values_B: Tensor) -> Tensor:
 
 
 def _rollouts(
-    cost: PlacementCost, policy: AnyPolicy, samples: int, generator: torch.Generator
+    cost: Cost, policy: AnyPolicy, samples: int, generator: torch.Generator
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The greedy roll-out, None where it dead-ends, and the sampled ones that do not; all played side by side."""
     source = generator if samples else None

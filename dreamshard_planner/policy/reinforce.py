@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out, score_rollout
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class UpdateStatistics:
     """Mean predicted overall cost of the feasible episodes."""
     relative_cost: float
     """Mean cost over the task's ideally balanced compute: comparable between tasks."""
-    over_best_rule: float
-    """Geometric mean of the feasible episodes' cost over that of the cheapest greedy rule on the same task; NaN where
-    no rule places any of the tasks."""
+    over_best_heuristic: float
+    """Geometric mean of the feasible episodes' cost over that of the cheapest greedy heuristic on the same task; NaN
+    where no heuristic places any of the tasks."""
     entropy: float
     """Mean over the choices, nats."""
     gradient_norm: float
@@ -81,7 +81,7 @@ def advantages(cost_E: Tensor, episodes_per_task: int, infeasible_factor: float)
 
 def train_policy(
     policy: AnyPolicy,
-    costs: Sequence[PlacementCost],
+    costs: Sequence[Cost],
     config: ReinforceConfig,
     on_update: Callable[[int, UpdateStatistics], None] | None = None,
 ) -> list[UpdateStatistics]:
@@ -92,9 +92,9 @@ def train_policy(
     generator = torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     statistics = []
-    rule_ms_T = torch.tensor([best_rule_ms(cost) for cost in costs])
+    heuristic_ms_T = torch.tensor([best_heuristic_ms(cost) for cost in costs])
     # Tasks of similar size share an update, so that padding stays cheap.
-    by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_shards)
+    by_size = sorted(range(len(costs)), key=lambda task: costs[task].problem.num_parts)
     tasks_per_update = min(config.tasks_per_update, len(costs))
     every = -(-config.updates // config.looks) if config.looks else config.updates + 1
     looked_at = [costs[task] for task in by_size[:: -(-len(costs) // config.look_tasks)]]
@@ -107,7 +107,7 @@ def train_policy(
         chosen = by_size[start : start + tasks_per_update]
         batch, entropy_weight = TaskBatch.collate([costs[task] for task in chosen]), config.entropy_weight * remaining
         statistics.append(
-            reinforce_update(policy, optimizer, batch, config, entropy_weight, generator, rule_ms_T[chosen])
+            reinforce_update(policy, optimizer, batch, config, entropy_weight, generator, heuristic_ms_T[chosen])
         )
         if best and ((update + 1) % every == 0 or update + 1 == config.updates):
             standing = greedy_standing(policy, looked_at)
@@ -124,22 +124,22 @@ def _copied(policy: AnyPolicy) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def greedy_standing(policy: AnyPolicy, costs: Sequence[PlacementCost]) -> tuple[int, float]:
+def greedy_standing(policy: AnyPolicy, costs: Sequence[Cost]) -> tuple[int, float]:
     """Infeasible tasks, and the mean logarithm of the cost of greedy roll-outs over ideally balanced compute elsewhere:
     less is better."""
     logs = []
     for cost in costs:
         plan = greedy_plan(policy, cost)
-        ideal_ms = float(cost.single_ms_S.sum()) / cost.problem.num_devices
+        ideal_ms = float(cost.single_ms_P.sum()) / cost.problem.num_ranks
         logs.append(math.inf if plan is None else math.log(float(cost.reward_ms(plan[None])) / ideal_ms))
     feasible = [value for value in logs if math.isfinite(value)]
     return len(logs) - len(feasible), sum(feasible) / max(1, len(feasible))
 
 
 @torch.no_grad()
-def best_rule_ms(cost: PlacementCost) -> float:
-    """Predicted overall cost of the cheapest greedy rule; infinite where all dead-end."""
-    plans = [plan for rule in RULES if (plan := place_by_rule(cost.problem, rule)) is not None]
+def best_heuristic_ms(cost: Cost) -> float:
+    """Predicted overall cost of the cheapest greedy heuristic; infinite where all dead-end."""
+    plans = [plan for name in HEURISTICS if (plan := place_by_heuristic(cost.problem, name)) is not None]
     return float(cost.reward_ms(torch.stack(plans)).min()) if plans else float("inf")
 
 
@@ -150,9 +150,10 @@ def reinforce_update(
     config: ReinforceConfig,
     entropy_weight: float,
     generator: torch.Generator,
-    rule_ms_T: Tensor,
+    heuristic_ms_T: Tensor,
 ) -> UpdateStatistics:
-    """One REINFORCE step on all steps of all episodes of ``tasks``; ``rule_ms_T`` [T] is what the best rule costs."""
+    """One REINFORCE step on all steps of all episodes of ``tasks``; ``heuristic_ms_T`` [T] is what the best heuristic
+    costs."""
     rollout = roll_out(policy, tasks, config.episodes_per_task, generator, record=True)
     environment = rollout.environment
     cost_E = environment.overall_ms()
@@ -170,12 +171,12 @@ def reinforce_update(
     feasible_E = cost_E.isfinite()
     total_E = tasks.single_ms_TS.sum(-1)[environment.task_E]
     ideal_E = total_E / tasks.device_mask_TD.sum(-1)[environment.task_E]
-    over_rule_E = cost_E / rule_ms_T[environment.task_E]
-    both_E = feasible_E & over_rule_E.isfinite() & (over_rule_E > 0)
+    over_heuristic_E = cost_E / heuristic_ms_T[environment.task_E]
+    both_E = feasible_E & over_heuristic_E.isfinite() & (over_heuristic_E > 0)
     return UpdateStatistics(
         overall_ms=float(cost_E[feasible_E].mean()) if feasible_E.any() else float("inf"),
         relative_cost=float((cost_E / ideal_E)[feasible_E].mean()) if feasible_E.any() else float("inf"),
-        over_best_rule=float(over_rule_E[both_E].log().mean().exp()),
+        over_best_heuristic=float(over_heuristic_E[both_E].log().mean().exp()),
         entropy=float((entropy_SE.detach() * weight_SE).sum(0).mean()),
         gradient_norm=float(gradient_norm),
         infeasible_share=float((~feasible_E).float().mean()),

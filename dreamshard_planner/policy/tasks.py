@@ -6,13 +6,15 @@ Shapes: S shards, D devices, M kinds of memory (one here).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload, workloads_of
@@ -52,13 +54,14 @@ class Task:
     """A problem with the workloads that it was made from."""
 
     workloads: tuple[Workload, ...]
-    problem: PlacementProblem
+    problem: Problem
 
 
 def problem_of(
     workloads: Sequence[Workload], num_devices: int, memory_bytes: int | None = None, groups: Sequence[int] = ()
-) -> PlacementProblem:
-    """A problem from whole-table workloads.
+) -> Problem:
+    """A problem from whole-table workloads, whose exchange costs nothing until :meth:`Problem.over
+    <dreamshard_planner.cost.problem.Problem.over>` says which link it takes.
 
     Args:
         workloads: one per table.
@@ -69,15 +72,16 @@ def problem_of(
         raise TaskError(f"a task needs tables and devices, got {len(workloads)} tables, {num_devices} devices")
     sizes = [w.rows * (w.dim * w.weight_bytes + (4 if w.optimizer != "sgd" else 0)) for w in workloads]
     limit = torch.iinfo(torch.int64).max // 4 if memory_bytes is None else memory_bytes
-    group_S = torch.tensor(list(groups) or [0] * len(workloads), dtype=torch.int64)
+    group_P = torch.tensor(list(groups) or [0] * len(workloads), dtype=torch.int64)
     output_bytes = [w.output_elements * OUTPUT_BYTES / num_devices for w in workloads]
-    return PlacementProblem(
-        num_devices=num_devices,
-        features_SF=feature_matrix(workloads),
-        group_S=group_S,
-        num_groups=int(group_S.max()) + 1,
-        output_bytes_S=torch.tensor(output_bytes, dtype=torch.float64),
-        storage_SM=torch.tensor(sizes, dtype=torch.int64)[:, None],
+    return Problem(
+        num_ranks=num_devices,
+        features_PF=feature_matrix(workloads),
+        group_P=group_P,
+        num_groups=int(group_P.max()) + 1,
+        bytes_PC=torch.tensor(output_bytes, dtype=torch.float64)[:, None],
+        collectives=Collectives.all_to_all(CollectiveModel(num_devices, math.inf, 0.0)),
+        storage_PM=torch.tensor(sizes, dtype=torch.int64)[:, None],
         capacity_DM=torch.full((num_devices, 1), limit, dtype=torch.int64),
         names=tuple(w.name for w in workloads),
     )
@@ -126,8 +130,8 @@ def draw_tasks(
         workloads = tuple(pool[index] for index in chosen)
         problem = problem_of(workloads, num_devices)
         if uniform(0, 1) >= config.unlimited_share:
-            sizes_S = problem.storage_SM[:, 0]
-            balanced = max(float(sizes_S.sum()) / problem.num_devices, float(sizes_S.max()))
+            sizes_S = problem.storage_PM[:, 0]
+            balanced = max(float(sizes_S.sum()) / problem.num_ranks, float(sizes_S.max()))
             memory_bytes = int(balanced * uniform(*config.slack))
             problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, memory_bytes))
         tasks.append(Task(workloads, problem))

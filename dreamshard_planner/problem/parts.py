@@ -9,7 +9,7 @@ import torch
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.collectives import Collective
-from dreamshard_planner.cost.model import MEMORY_KINDS
+from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.options import fqn_of
@@ -83,14 +83,14 @@ class Parts:
         return row
 
     def bytes_PC(self) -> torch.Tensor:
-        """See :class:`ShardingProblem`; one column of zeros where nothing is exchanged."""
+        """See :class:`Problem`; one column of zeros where nothing is exchanged."""
         bytes_PC = torch.zeros(len(self.workloads), max(1, len(self.columns)), dtype=torch.float64)
         for row, column, sent in self._sent:
             bytes_PC[row, column] = sent
         return bytes_PC
 
     def storage_PM(self, topology: Topology, with_storage: bool) -> torch.Tensor:
-        """See :class:`ShardingProblem`; nothing before storage is estimated."""
+        """See :class:`Problem`; nothing before storage is estimated."""
         if not with_storage:
             return torch.zeros(len(self.shards), len(MEMORY_KINDS), dtype=torch.int64)
         storage_PM = needed_bytes(self.shards)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption
 
-from dreamshard_planner.cost.sharding import Sharding, ShardingProblem
+from dreamshard_planner.cost.problem import Problem, Sharding
 from dreamshard_planner.problem.units import positions_of, set_ranks
 from dreamshard_planner.search_space.options import fqn_of, refused, same_option
 from dreamshard_planner.workload.tables import Workload
@@ -19,7 +19,7 @@ from dreamshard_planner.workload.tables import Workload
 class ReadProblem:
     """A sharding problem, and the TorchRec options that it was made of."""
 
-    problem: ShardingProblem
+    problem: Problem
     options: tuple[tuple[ShardingOption, ...], ...]
     """In the order of the problem's tables and options."""
     shard_P: tuple[Shard, ...]

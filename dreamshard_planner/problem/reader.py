@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.cost.collectives import Collective, Collectives
-from dreamshard_planner.cost.sharding import Option, ShardingProblem
+from dreamshard_planner.cost.problem import Option, Problem
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.fused_groups import group_key
 from dreamshard_planner.problem.parts import Parts
@@ -98,7 +98,7 @@ class OptionReader(TableReader):
             need_PR, room_DR = self._legal.memory(parts.fqns)
             storage_PM, capacity_DM = torch.cat([storage_PM, need_PR], 1), torch.cat([capacity_DM, room_DR], 1)
         spare = [] if parts.columns else [Collective("none", "world", links.all_to_all, links.all_to_all)]
-        problem = ShardingProblem(
+        problem = Problem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
             names=tuple(tables),

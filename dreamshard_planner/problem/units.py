@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
-from dreamshard_planner.cost.sharding import Option, Unit
+from dreamshard_planner.cost.problem import Option, Unit
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.features import WORK, columns
 
 if TYPE_CHECKING:
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 MIN_MS = 1e-3
 
 
-class LinearCost:
-    """Relative least squares on summed work; a :class:`~dreamshard_planner.cost.model.ComputeCost`."""
-
-    glance_channels: int | None = None
+class LinearCost(ComputeCost):
+    """Relative least squares on summed work."""
 
     def __init__(self, rates_P2: Tensor, constant_2: Tensor, detail: str) -> None:
         self.source = CostSource("linear", detail)
@@ -55,11 +53,3 @@ class LinearCost:
     def shard_ms(self, features_SF: Tensor) -> Tensor:
         """What each shard adds to its group, forward + backward, [S]."""
         return (self.encode(features_SF) @ self._rates_P2).sum(-1).clamp_min(0.0)
-
-    def glance_ms(self, latent_XH: Tensor) -> Tensor:
-        """As :meth:`group_cost_ms`."""
-        return self.group_cost_ms(latent_XH)
-
-    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """None."""
-        return ()

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.model import CostSource
 from dreamshard_planner.cost.network import outside, plain, tables_outside
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
@@ -74,8 +74,8 @@ class PaperFitConfig:
         return self.updates
 
 
-class PaperCostNetwork(nn.Module):
-    """A :class:`~dreamshard_planner.cost.model.ComputeCost` with a learned overall head beside it."""
+class PaperCostNetwork(nn.Module, ComputeCost):
+    """Published heads for the stages of a device, and a learned overall head beside them."""
 
     FEATURES = PAPER_FEATURES
 
@@ -122,9 +122,6 @@ class PaperCostNetwork(nn.Module):
         cost_X2 = torch.maximum(cost_X2, MIN_SHARE * self.target_ms[:2])
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0).to(latent_XH.dtype)
 
-    glance_ms = group_cost_ms
-    glance_channels = None
-
     def pool(self, sets: LabelledSets) -> Tensor:
         """Representations of sets, [X, R]: the sum over their shards."""
         return sets.sum(self.encode(sets.features_SF))[:, 1:]
@@ -133,9 +130,9 @@ class PaperCostNetwork(nn.Module):
         """Representations of placements, [B, R]: the maximum over their devices."""
         return pooled_BDR.amax(-2)
 
-    def overall_ms(self, latent_BDGH: Tensor) -> Tensor:
-        """Predicted overall cost of placements, [B]."""
-        return self.head_ms("overall", self.pool_devices(latent_BDGH.sum(-2)[..., 1:]))
+    def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
+        """Predicted overall cost of placements, [...], by the head that has learned it."""
+        return self.head_ms("overall", self.pool_devices(latent_XDGH.sum(-2)[..., 1:]))
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """That this is the recipe for comparison; what lies outside of what it was fitted to; and what differed there
@@ -265,9 +262,9 @@ def sent_bytes(sets: LabelledSets, devices: int) -> Tensor:
 def placement_labels(
     train: LabelledSets, index_BD: Tensor, bytes_X: Tensor, collectives: CollectiveModel
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward, backward and communication per device [B, D], and overall [B], by the formula of cost.model."""
+    """Forward, backward and communication per device [B, D], and overall [B], by the one formula."""
     cost_BD2 = train.labels_ms_X2[index_BD]
-    forward_B, backward_B = collectives.all_to_all_ms(bytes_X[index_BD])
+    collective_ms = collectives.all_to_all_ms(bytes_X[index_BD])
     sent_BD = bytes_X[index_BD] * (collectives.world_size - 1) / collectives.bytes_per_ms
-    overall_B = cost_BD2.sum(-1).amax(-1) + forward_B + backward_B
+    overall_B = overall_ms(cost_BD2.sum(-1).amax(-1), collective_ms)
     return cost_BD2[..., 0], cost_BD2[..., 1], sent_BD.float(), overall_B.float()

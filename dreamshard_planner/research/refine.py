@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import ComputeCost, CostSource, PlacementCost, PlacementCosts, Preload
-from dreamshard_planner.cost.sharding import extra_ms
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.model import Cost, PlacementCosts, Preload
+from dreamshard_planner.cost.problem import summed
 from dreamshard_planner.policy.place import RefineResult
 from dreamshard_planner.research.evidence import ErrorModel, Evidence, Measurements, shares
 from dreamshard_planner.search.local_search import SearchConfig, local_search
@@ -74,10 +75,8 @@ class Laid:
     latent_YH: Tensor
 
 
-class CorrectedCost:
-    """A compute cost with a log factor for each shard of one problem; a :class:`ComputeCost` for that problem only."""
-
-    glance_channels: int | None = None
+class CorrectedCost(ComputeCost):
+    """A compute cost with a log factor for each shard of one problem; of use for that problem only."""
 
     def __init__(self, compute: ComputeCost, single_ms_S: Tensor, log_factor_S: Tensor, offset: float) -> None:
         self.source = CostSource(compute.source.kind, f"{compute.source.detail}, corrected by measurement")
@@ -92,10 +91,6 @@ class CorrectedCost:
         """The compute cost times the factor of the set."""
         log_factor_X = latent_XH[..., -2] / latent_XH[..., -1].clamp_min(1e-9) + self._offset
         return self._compute.group_cost_ms(latent_XH[..., :-2]) * log_factor_X.exp()[..., None]
-
-    def glance_ms(self, latent_XH: Tensor) -> Tensor:
-        """As :meth:`group_cost_ms`."""
-        return self.group_cost_ms(latent_XH)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """The compute cost's."""
@@ -116,7 +111,7 @@ class MeasuredCosts:
 
     def __init__(
         self,
-        cost: PlacementCost,
+        cost: Cost,
         measure: MeasureSets,
         config: RefineConfig,
         *,
@@ -126,8 +121,8 @@ class MeasuredCosts:
     ) -> None:
         nothing = torch.zeros(0, dtype=torch.int64)
         self.cost, self._measure, self._config = cost, measure, config
-        self._laid = laid or Laid(nothing, nothing, cost.latent_SH[:0])
-        self._latent_ZH = torch.cat([cost.latent_SH, self._laid.latent_YH])
+        self._laid = laid or Laid(nothing, nothing, cost.latent_PH[:0])
+        self._latent_ZH = torch.cat([cost.latent_PH, self._laid.latent_YH])
         self._alike = list(range(len(self._latent_ZH))) if alike is None else list(alike)
         self._measurable = measurable
         self._single_ms_Z = cost.compute.group_cost_ms(self._latent_ZH).sum(-1).double().clamp_min(1e-9)
@@ -143,11 +138,11 @@ class MeasuredCosts:
         """Fused groups of each device, without the empty ones."""
         problem = self.cost.problem
         device_Z = torch.cat([assignment_S, self._laid.device_Y])
-        key_Z = device_Z * problem.num_groups + torch.cat([problem.group_S, self._laid.group_Y])
+        key_Z = device_Z * problem.num_groups + torch.cat([problem.group_P, self._laid.group_Y])
         sets: dict[int, list[int]] = {}
         for shard, key in zip(self._alike, key_Z.tolist(), strict=True):
             sets.setdefault(key, []).append(shard)
-        devices: list[list[ShardSet]] = [[] for _ in range(problem.num_devices)]
+        devices: list[list[ShardSet]] = [[] for _ in range(problem.num_ranks)]
         for key, shards in sorted(sets.items()):
             devices[key // problem.num_groups].append(tuple(sorted(shards)))
         return devices
@@ -192,7 +187,7 @@ class MeasuredCosts:
             there = (~kernel_ms_K2.isnan().any(-1)).nonzero()[:, 0].tolist()
             if not there:
                 continue
-            set_ms_K2 = kernel_ms_K2 + extra_ms(self.cost.compute, self._latent(group))
+            set_ms_K2 = kernel_ms_K2 + self.cost.compute.extra_ms(self._latent(group))
             self.set_ms[group] = set_ms_K2[there].mean(0)
             for rank in there:
                 ratio = set_ms_K2[rank].sum().clamp_min(1e-9) / self._predicted_ms[group].sum().clamp_min(1e-9)
@@ -239,8 +234,8 @@ class MeasuredCosts:
         device_ms_D2 = torch.stack(
             [sum((known_ms.get(g, self._predicted_ms.get(g)) for g in device), nothing) for device in devices]
         )
-        forward_B, backward_B = self.cost.collectives_ms(self.cost.output_bytes(assignment_S[None]))
-        return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], forward_B, backward_B)
+        collective_ms = self.cost.problem.collectives.ms(self.cost.bytes_sent(assignment_S[None]))
+        return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], *collective_ms)
 
     def overall_ms(self, assignment_S: Tensor) -> float:
         """Of one plan all of whose sets are measured."""
@@ -250,20 +245,19 @@ class MeasuredCosts:
         """The same by all evidence."""
         return float(self.expected(assignment_S).overall_ms_B[0])
 
-    def corrected(self, generator: torch.Generator) -> PlacementCost:
+    def corrected(self, generator: torch.Generator) -> Cost:
         """The problem under errors drawn from their posterior."""
         factor_Z, offset = self.evidence.draw(generator)
         corrected = CorrectedCost(self.cost.compute, self._single_ms_Z, factor_Z[self._alike], offset)
         latent_ZH = torch.cat([self._latent_ZH, corrected.extra_S2], dim=-1)
-        movable = self.cost.problem.num_shards
+        movable = self.cost.problem.num_parts
         preload = self.cost.preload and self._preload(self.cost.preload, latent_ZH[movable:])
-        return PlacementCost(self.cost.problem, corrected, self.cost.collectives, preload, latent_ZH[:movable])
+        return Cost(self.cost.problem, corrected, latent_ZH[:movable], preload)
 
     def _preload(self, preload: Preload, latent_YH: Tensor) -> Preload:
-        groups = self.cost.problem.num_groups
-        sums_XH = torch.zeros(self.cost.problem.num_devices * groups, latent_YH.shape[1], dtype=torch.float64)
-        sums_XH.index_add_(0, self._laid.device_Y * groups + self._laid.group_Y, latent_YH)
-        return replace(preload, latent_DGH=sums_XH.view(-1, groups, latent_YH.shape[1]))
+        ranks, groups = self.cost.problem.num_ranks, self.cost.problem.num_groups
+        sums_XH = summed(latent_YH, self._laid.device_Y * groups + self._laid.group_Y, ranks * groups)
+        return replace(preload, latent_DGH=sums_XH.unflatten(0, (ranks, groups)))
 
 
 @torch.no_grad()
@@ -288,7 +282,7 @@ def refine(
     until = begin + (1 - config.final_share) * seconds
     wanted = len(measured.wanted(starts[:1]))
     if run.measure(starts[:1], until):
-        if measured.cost.problem.num_shards and measured.cost.problem.num_devices > 1 and wanted:
+        if measured.cost.problem.num_parts and measured.cost.problem.num_ranks > 1 and wanted:
             more = run.affordable(wanted, config.repeats, until)
             run.measure(starts[1 : min(config.plans_at_first, 1 + more)], until)
             run.search(until)

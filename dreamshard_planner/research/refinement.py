@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.dataset import REFERENCE_STRENGTH
-from dreamshard_planner.cost.sharding import Chosen, ShardingCost
+from dreamshard_planner.cost.model import Chosen, Cost
 from dreamshard_planner.errors import DreamShardError, TaskError
 from dreamshard_planner.measure.hardware import available_bytes
 from dreamshard_planner.measure.kernels import Arena, check_group
@@ -122,7 +122,7 @@ class Refinement:
 
     def __call__(
         self,
-        cost: ShardingCost,
+        cost: Cost,
         chosen: Chosen,
         placement: Placement,
         workload_P: Sequence[Workload],

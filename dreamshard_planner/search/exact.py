@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array, hstack, identity, kron
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem, has_room
+from dreamshard_planner.cost.problem import Problem, has_room
 
 MAX_VARIABLES = 200_000
 """Shards x devices above which the solver would not finish in any time that a planner has."""
@@ -38,7 +38,7 @@ class ExactPlan:
     """No plan costs less than this: proven. Infinite where there is no plan at all."""
 
 
-def solve(problem: PlacementProblem, seconds: float, cost_ms_S: Tensor | None = None) -> ExactPlan:
+def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> ExactPlan:
     """The placement within memory whose busiest device has the least *summed* cost, and the proven bound.
 
     What kernels cost when fused is not additive; this is the best that a planner without that knowledge can do.
@@ -48,7 +48,7 @@ def solve(problem: PlacementProblem, seconds: float, cost_ms_S: Tensor | None = 
         seconds: limit of the solver.
         cost_ms_S: milliseconds of each shard; without, any placement within memory will do.
     """
-    shards, devices = problem.num_shards, problem.num_devices
+    shards, devices = problem.num_parts, problem.num_ranks
     if shards * devices > MAX_VARIABLES:
         return ExactPlan(None, math.inf, 0.0)
     cost_S = (torch.zeros(shards) if cost_ms_S is None else cost_ms_S).double()
@@ -67,10 +67,10 @@ def solve(problem: PlacementProblem, seconds: float, cost_ms_S: Tensor | None = 
     return ExactPlan(None, math.inf, bound_ms)
 
 
-def _milp(problem: PlacementProblem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:
+def _milp(problem: Problem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:
     """Variable s * D + d says that shard s is on device d; the last one is the load of the busiest device."""
-    shards, devices = problem.num_shards, problem.num_devices
-    need_SM, capacity_DM = problem.storage_SM.numpy(), problem.capacity_DM.numpy()
+    shards, devices = problem.num_parts, problem.num_ranks
+    need_SM, capacity_DM = problem.storage_PM.numpy(), problem.capacity_DM.numpy()
     allowed_SD = has_room(need_SM[:, None], capacity_DM)
     one_device_SV = kron(identity(shards), np.ones((1, devices)))
     constraints = [LinearConstraint(_with_load(one_device_SV, 0), 1, 1)]

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The greedy rules that practice uses: sort by a score, give each table to the least loaded device.
+"""The greedy heuristics that practice uses: sort by a score, give each table to the least loaded rank.
 
 Shapes: S shards, D devices, M kinds of memory, F features.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem
+from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 
@@ -25,7 +25,7 @@ def _size_lookup(features_SF: Tensor) -> Tensor:
     return lookup * _column(features_SF, "rows").clamp_min(1).log10()
 
 
-RULES: dict[str, Callable[[Tensor], Tensor]] = {
+HEURISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "size_greedy": lambda features_SF: _column(features_SF, "size"),
     "dim_greedy": lambda features_SF: _column(features_SF, "dim"),
     "lookup_greedy": lambda features_SF: _column(features_SF, "dim") * _column(features_SF, "pooling_factor"),
@@ -36,7 +36,7 @@ dim x pooling factor, and that times the logarithm of the rows."""
 
 
 def greedy_by_score(
-    problem: PlacementProblem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
+    problem: Problem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
 ) -> Tensor | None:
     """Shards in descending order of score, each to the device with the smallest sum that can store it.
 
@@ -51,11 +51,11 @@ def greedy_by_score(
         lowest index.
     """
     free_DM = problem.capacity_DM.tolist()
-    storage_SM, scores = problem.storage_SM.tolist(), score_S.tolist()
-    loads = [0.0] * problem.num_devices if load_D is None else load_D.tolist()
+    storage_SM, scores = problem.storage_PM.tolist(), score_S.tolist()
+    loads = [0.0] * problem.num_ranks if load_D is None else load_D.tolist()
     heap = [(load, device) for device, load in enumerate(loads)]
     heapq.heapify(heap)
-    assignment = [0] * problem.num_shards
+    assignment = [0] * problem.num_parts
     for shard in (torch.argsort(-score_S, stable=True) if order_S is None else order_S).tolist():
         full, need_M = [], storage_SM[shard]
         while heap:
@@ -72,8 +72,8 @@ def greedy_by_score(
     return torch.tensor(assignment, dtype=torch.int64)
 
 
-def place_by_rule(problem: PlacementProblem, rule: str) -> Tensor | None:
-    """Placement [S] by a rule of :data:`RULES`, None where it dead-ends."""
-    if rule not in RULES:
-        raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
-    return greedy_by_score(problem, RULES[rule](problem.features_SF))
+def place_by_heuristic(problem: Problem, name: str) -> Tensor | None:
+    """Placement [S] by one of :data:`HEURISTICS`, None where it dead-ends."""
+    if name not in HEURISTICS:
+        raise ValueError(f"unknown heuristic {name!r}; known are {', '.join(HEURISTICS)}")
+    return greedy_by_score(problem, HEURISTICS[name](problem.features_PF))

@@ -12,23 +12,22 @@ so the same inputs give the same sharding.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.joint_packing import packed_start
-from dreamshard_planner.search.local_search import SearchConfig, local_search
+from dreamshard_planner.search.local_search import Budget, SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.settling import settled
 from dreamshard_planner.search.starts import JointOptions, evened, level_starts
 from dreamshard_planner.search.states import in_steps
 
 WORTH = 1e-3
-"""Share of the cost that a kick has to bring."""
+"""Share of the cost by which a perturbation has to lower it to count as a gain."""
 TURNS = 0.5
 """Share of the budget in which all starts, and their evened variants, have one turn each."""
 CONTINUED = 2
@@ -40,21 +39,21 @@ class JointConfig:
     """How long and how widely to search."""
 
     starts: int = 4
-    """Best starting shardings from which to descend."""
+    """Starting shardings to descend from: the cheapest."""
     reshards: int = 20_000
-    """Re-shards to try in all, and"""
+    """Re-shards that the whole search may try, besides :attr:`reshards_per_table`."""
     reshards_per_table: int = 30
-    """as many more for each table."""
+    """Re-shards that it may try more for each table of the model."""
     tables_per_step: int = 24
-    """Of the bottleneck rank, the heaviest."""
+    """Tables of the bottleneck rank that one step tries to re-shard: the heaviest."""
     rated_exactly: int = 8
-    """Of one step, the most promising at a glance."""
+    """Re-shards of one step that are rated exactly: the most promising by the approximate cost."""
     candidates: int = 6_000
     """Moves and swaps of one descent between re-shards."""
-    kicks: int = 8
-    """Kicked copies of the best in a row that bring little, after which the search ends."""
-    kick_tables: int = 3
-    """Tables that a kick shards another way at random."""
+    patience: int = 8
+    """Perturbations without a gain worth having, one after the other, at which the search ends."""
+    perturbed_tables: int = 3
+    """Tables that a perturbation shards another way at random."""
 
 
 DEFAULT_JOINT = JointConfig()
@@ -76,22 +75,22 @@ class JointResult:
 
 @torch.no_grad()
 def joint_search(
-    cost: ShardingCost,
+    cost: Cost,
     starts: Iterable[Sharding],
     config: JointConfig,
     search: SearchConfig,
     seed: int = 0,
     seconds: float | None = None,
 ) -> JointResult | None:
-    """Descend from the cheapest of some feasible shardings, then from kicked copies of the best; never worse than the
-    best start. None where there is no start.
+    """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
+    than the best start. None where there is no start.
 
     Args:
         cost: the problem and its cost.
         starts: feasible shardings; further ones are made by :func:`level_starts`.
         config: of the re-shards.
         search: of the moves and swaps.
-        seed: of kicks.
+        seed: of perturbations.
         seconds: cap on the search, on top of its budget of candidates.
     """
     asked = JointOptions(cost)
@@ -106,18 +105,18 @@ def joint_search(
     order = sorted(pool, key=lambda sharding: overall[sharding])
     descents = _Descents(cost, order[0], config, search, seed, seconds)
     # What a start costs says little of where it leads: each has its turn before the best may use up the budget.
-    turn = int(TURNS * descents.limit / (2 * config.starts))
+    turn = int(TURNS * descents.budget.limit / (2 * config.starts))
     for start in order[: config.starts]:
         descents.descend(start, turn)
-        variants = evened(cost, asked, start) if descents.left() else []
+        variants = evened(cost, asked, start) if descents.budget.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
         descents.descend(sharding)
     fruitless = 0
-    while descents.left() and fruitless < config.kicks:
+    while descents.budget.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
-        descents.descend(descents.kicked())
+        descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
     return descents.result()
 
@@ -126,36 +125,22 @@ class _Descents:
     """Descents one after the other, and the best that they came to."""
 
     def __init__(
-        self,
-        cost: ShardingCost,
-        best: Sharding,
-        config: JointConfig,
-        search: SearchConfig,
-        seed: int,
-        seconds: float | None,
+        self, cost: Cost, best: Sharding, config: JointConfig, search: SearchConfig, seed: int, seconds: float | None
     ) -> None:
         self._cost, self._config = cost, config
         self._best, self.best_ms = best, cost.overall_ms(best)
         self._unit = max(1e-9, self.best_ms)
         self._generator = torch.Generator().manual_seed(seed)
-        self._quiet = replace(search, starts=1, candidates=config.candidates, kicks=0)
-        self._reshards = self._candidates = 0
-        self.limit = config.reshards + config.reshards_per_table * cost.problem.num_tables
-        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
-        self._cut_short = False
+        self._quiet = replace(search, starts=1, candidates=config.candidates, perturbed=0)
+        self._candidates = 0
+        self.budget = Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, seconds)
         self.unfinished: list[Sharding] = []
         """Where descents were when their turn ended, while they still gained."""
 
-    def left(self) -> bool:
-        """Whether budget and time are left."""
-        if time.monotonic() > self._deadline:
-            self._cut_short = True
-        return self._reshards < self.limit and not self._cut_short
-
     def result(self) -> JointResult:
         """The best, in the cheapest kernels that there is room for."""
-        best = settled(self._cost, self._best)
-        return JointResult(best, self._cost.overall_ms(best), self._reshards, self._candidates, self._cut_short)
+        best, budget = settled(self._cost, self._best), self.budget
+        return JointResult(best, self._cost.overall_ms(best), budget.used, self._candidates, budget.cut_short)
 
     def _state(self, sharding: Sharding) -> ShardingState:
         config = self._config
@@ -164,17 +149,18 @@ class _Descents:
     def descend(self, start: Sharding, turn: int | None = None) -> None:
         """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried."""
         unit, state = self._unit, self._state(start)
-        end = self.limit if turn is None else min(self.limit, self._reshards + turn)
-        while self.left():
-            before = in_steps(state.overall_ms(), unit)
-            self._reshards += state.improve(end - self._reshards, self.left)
+        budget = self.budget
+        end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
+        while budget.left():
+            before = in_steps(float(state.overall_ms()), unit)
+            budget.spend(state.improve(end - budget.used, budget.left))
             state = self._state(self._moved(state.sharding))
-            after = in_steps(state.overall_ms(), unit)
+            after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
-                self._best, self.best_ms = state.sharding, state.overall_ms()
+                self._best, self.best_ms = state.sharding, float(state.overall_ms())
             if after >= before:
                 break
-            if self._reshards >= end:
+            if budget.used >= end:
                 self.unfinished.append(state.sharding)
                 break
 
@@ -187,12 +173,12 @@ class _Descents:
         self._candidates += result.candidates
         return chosen.placed(result.assignment_S)
 
-    def kicked(self) -> Sharding:
+    def perturbed(self) -> Sharding:
         """The best with a few random tables sharded another way, each where it leaves the lowest peak."""
         state = self._state(self._best)
         tables = self._cost.problem.tables
         changeable = [table for table in range(len(tables)) if len(tables[table]) > 1]
-        for _ in range(min(len(changeable), self._config.kick_tables)):
+        for _ in range(min(len(changeable), self._config.perturbed_tables)):
             table = changeable[self._draw(len(changeable))]
             state.force(table, self._draw(len(tables[table])))
         return state.sharding

@@ -6,65 +6,54 @@ Shapes: D ranks, N positions, L span, M kinds of memory, P parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingProblem
+from dreamshard_planner.cost.problem import Option, Problem, Sharding
+from dreamshard_planner.search.laying import best_position, pinned_to
 
 
-@dataclass(frozen=True)
-class _Laid:
-    """An option laid down."""
+def packed_start(problem: Problem) -> Sharding | None:
+    """A sharding within memory, found table by table; None where one table finds no room.
 
-    fullness: float
-    """Sum of the squares of all ranks' used shares of all memories: low where little is used, and evenly."""
-    used_DM: Tensor
-    """Shares, once it lies there."""
-    positions: tuple[int, ...]
-
-
-def packed_start(problem: ShardingProblem) -> Sharding | None:
-    """Tables one after the other, those whose smallest possible largest part is largest first, each as the option and
-    where it leaves memory least and most evenly used. None where one finds no room."""
-    capacity_DM = problem.capacity_DM.double()
-    # Shares of the roomiest rank: a memory that no rank has is too small for anything.
-    share_PM = problem.storage_PM.double() / capacity_DM.amax(0).clamp_min(1e-3)
-    room_DM = capacity_DM / capacity_DM.amax(0).clamp_min(1e-3)
+    A table's largest part depends on its option; tables that even at their best have the largest come first. Each takes
+    the option, and lies where memory is then used least and most evenly.
+    """
+    # Bytes as shares of what the roomiest rank has. A memory that no rank has is too small for anything.
+    roomiest_M = problem.capacity_DM.amax(0).double().clamp_min(1e-3)
+    share_PM = problem.storage_PM / roomiest_M
     largest_P = share_PM.amax(-1)
 
-    def largest(option: Option) -> float:
-        return float(largest_P[option.parts].max())
+    def least_largest(table: int) -> float:
+        return min(float(largest_P[option.parts].max()) for option in problem.tables[table])
 
-    order = sorted(range(problem.num_tables), key=lambda table: (-min(map(largest, problem.tables[table])), table))
-    used_DM = torch.zeros_like(room_DM)
-    options = [0] * problem.num_tables
-    positions: list[tuple[int, ...]] = [()] * problem.num_tables
-    for table in order:
-        laid = [_lay(option, share_PM, used_DM, room_DM) for option in problem.tables[table]]
+    used_DM = torch.zeros_like(problem.capacity_DM)
+    options, positions = [0] * problem.num_tables, [()] * problem.num_tables
+    for table in sorted(range(problem.num_tables), key=lambda table: (-least_largest(table), table)):
+        laid = [_lay(problem, option, used_DM, roomiest_M) for option in problem.tables[table]]
         fitting = [index for index, one in enumerate(laid) if one is not None]
         if not fitting:
             return None
-        index = min(fitting, key=lambda index: (laid[index].fullness, index))
-        options[table], positions[table], used_DM = index, laid[index].positions, laid[index].used_DM
+        options[table] = min(fitting, key=lambda index: (float((laid[index][0] / roomiest_M).square().sum()), index))
+        used_DM, positions[table] = laid[options[table]]
     return Sharding(tuple(options), tuple(positions))
 
 
-def _lay(option: Option, share_PM: Tensor, used_DM: Tensor, room_DM: Tensor) -> _Laid | None:
-    """Every unit where it adds least to the sum of squares; None where one finds no room."""
+def _lay(
+    problem: Problem, option: Option, used_DM: Tensor, roomiest_M: Tensor
+) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Bytes used on every rank [D, M], and positions, once every unit of an option lies where it adds least to the sum
+    of the squares of used shares; None where one finds no room."""
     used_DM, positions = used_DM.clone(), []
     for index, unit in enumerate(option.units):
-        need_LM = share_PM[list(unit.parts)]
-        before_NLM = used_DM.view(-1, unit.span, used_DM.shape[1])
-        after_NLM = before_NLM + need_LM
-        fits_N = ((after_NLM <= room_DM.view_as(after_NLM) + 1e-12) | (need_LM == 0)).all(-1).all(-1)
-        if option.pinned is not None:
-            fits_N &= torch.arange(len(fits_N)) == option.pinned[index]
-        if not bool(fits_N.any()):
+        need_LM = problem.storage_PM[list(unit.parts)]
+        used_NLM = used_DM.view(-1, unit.span, used_DM.shape[1])
+        share_NLM = used_NLM / roomiest_M
+        added_N = ((share_NLM + need_LM / roomiest_M).square() - share_NLM.square()).sum((-1, -2))
+        free_NLM = (problem.capacity_DM - used_DM).view_as(used_NLM)
+        position, found = best_position(added_N, need_LM, free_NLM, pinned_to(option, index, problem.num_ranks))
+        if not found:
             return None
-        added_N = (after_NLM.square() - before_NLM.square()).sum((-1, -2)).masked_fill(~fits_N, torch.inf)
-        position = int(added_N.argmin())
-        positions.append(position)
-        used_DM[position * unit.span : (position + 1) * unit.span] += need_LM
-    return _Laid(float(used_DM.square().sum()), used_DM, tuple(positions))
+        positions.append(int(position))
+        used_NLM[position] += need_LM
+    return used_DM, tuple(positions)

@@ -7,7 +7,7 @@ side, because one alone would spend its time on calls and not on arithmetic.
 The budget is counted in moves and in swaps rated exactly, scores are compared after rounding and ties go to the lowest
 index, so the same inputs give the same plan.
 
-Shapes: S shards, D devices, M kinds of memory, B placements side by side.
+Shapes: S shards, which are the parts P of their problem, D ranks, M kinds of memory, B placements side by side.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost, PlacementProblem, has_room
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Problem, has_room
 from dreamshard_planner.search.changes import improve
-from dreamshard_planner.search.states import PlacementStates, rounded
+from dreamshard_planner.search.states import PlacementState, rounded
 
-MAX_GLANCES = 20_000
-"""Candidates glanced at in one step, over all placements: with more, calls cost little anyway, and one descent that
-ends is worth more than several that don't."""
+MAX_APPROXIMATED = 20_000
+"""Candidates of one step, over all placements side by side, whose cost is approximated. With more of them, the overhead
+of calls no longer matters, and one descent that ends is worth more than several that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +36,20 @@ class SearchConfig:
     samples: int = 15
     """Sampled policy roll-outs beside the greedy one, at most; fewer on more than 8 devices, none on more than 64."""
     starts: int = 3
-    """Best starting placements from which to descend."""
+    """Starting placements to descend from: the cheapest."""
     candidates: int = 20_000
-    """Moves, and swaps worth rating, to evaluate in all."""
+    """Moves to evaluate in all, and swaps that are rated exactly."""
     candidates_per_step: int = 16
-    """Of one placement, the most promising at a glance."""
-    kicks: int = 8
-    """Kicked copies of the best placement that descend side by side while budget is left; none with 0."""
-    kick_shards: int = 3
-    """Shards that a kick moves at random."""
+    """Candidates of one step of one placement that are rated exactly: the most promising by the approximate cost."""
+    perturbed: int = 8
+    """Perturbed copies of the best placement that descend side by side while budget is left; none with 0."""
+    perturbed_shards: int = 3
+    """Shards that a perturbation moves at random."""
     patience: int = 24
-    """Kicks in a row without improvement after which the search ends early."""
+    """Perturbations without improvement, one after the other, at which the search ends early."""
 
     def __post_init__(self) -> None:
-        least = {"samples": 0, "kicks": 0}
+        least = {"samples": 0, "perturbed": 0}
         if any(value < least.get(name, 1) for name, value in asdict(self).items()):
             raise ValueError(f"search settings must be positive, got {asdict(self)}")
 
@@ -88,50 +89,48 @@ class Budget:
 
 @torch.inference_mode()
 def local_search(
-    cost: PlacementCost,
+    cost: Cost,
     starts: Sequence[Tensor],
     config: SearchConfig,
     generator: torch.Generator,
     seconds: float | None = None,
 ) -> SearchResult:
-    """Descend from each feasible start [S]; spend what is left of the budget on kicks of the best.
+    """Descend from each feasible start [S]; spend what is left of the budget on perturbed copies of the best.
 
     The result is never worse than the best start.
     """
     problem, budget = cost.problem, Budget(config.candidates, seconds)
-    if problem.num_devices == 1:
+    if problem.num_ranks == 1:
         return SearchResult(starts[0], float(cost.rate(starts[0][None]).overall_ms_B), 0, False)
-    start_BS = torch.stack(list(starts))
-    best = _Best(starts[0], max(1e-9, float(cost.rate(start_BS).overall_ms_B.min())))
-    side_by_side = _side_by_side(problem, config.kicks)
-    for some_BS in start_BS.split(side_by_side):
-        _descend(PlacementStates(cost, some_BS), best, config, budget)
+    start_BP = torch.stack(list(starts))
+    best = _Best(starts[0], max(1e-9, float(cost.rate(start_BP).overall_ms_B.min())))
+    side_by_side = _side_by_side(problem, config.perturbed)
+    for some_BP in start_BP.split(side_by_side):
+        _descend(PlacementState(cost, some_BP), best, config, budget)
 
-    def kicked(copies: int) -> Tensor:
-        return _kicked(problem, best.assignment_S, copies, config.kick_shards, generator)
+    def perturbed(copies: int) -> Tensor:
+        return _perturbed(problem, best.assignment_S, copies, config.perturbed_shards, generator)
 
-    if config.kicks and budget.left():
-        _descend(PlacementStates(cost, kicked(side_by_side)), best, config, budget, kicked)
+    if config.perturbed and budget.left():
+        _descend(PlacementState(cost, perturbed(side_by_side)), best, config, budget, perturbed)
     overall_ms = float(cost.rate(best.assignment_S[None]).overall_ms_B)
     return SearchResult(best.assignment_S, overall_ms, budget.used, budget.cut_short)
 
 
-def _side_by_side(problem: PlacementProblem, wanted: int) -> int:
+def _side_by_side(problem: Problem, wanted: int) -> int:
     """How many of the wanted placements may advance together."""
-    shards, devices = problem.num_shards, problem.num_devices
-    glances = (shards // devices + 1) * (shards + devices)
-    return max(1, min(wanted, MAX_GLANCES // glances))
+    shards, devices = problem.num_parts, problem.num_ranks
+    candidates = (shards // devices + 1) * (shards + devices)
+    return max(1, min(wanted, MAX_APPROXIMATED // candidates))
 
 
-def _kicked(
-    problem: PlacementProblem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator
-) -> Tensor:
+def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator) -> Tensor:
     """Copies [B, S] of a placement with a few random shards moved to random devices that can store them."""
-    kicked_BS = assignment_S.repeat(copies, 1)
-    free_BDM = problem.capacity_DM - problem.used_bytes(kicked_BS)
-    for copied_S, free_DM in zip(kicked_BS, free_BDM, strict=True):
-        for shard in torch.randint(problem.num_shards, (shards,), generator=generator).tolist():
-            need_M, home = problem.storage_SM[shard], int(copied_S[shard])
+    perturbed_BP = assignment_S.repeat(copies, 1)
+    free_BDM = problem.capacity_DM - problem.used_bytes(perturbed_BP)
+    for copied_S, free_DM in zip(perturbed_BP, free_BDM, strict=True):
+        for shard in torch.randint(problem.num_parts, (shards,), generator=generator).tolist():
+            need_M, home = problem.storage_PM[shard], int(copied_S[shard])
             fits_D = has_room(need_M, free_DM)
             fits_D[home] = False
             if fits_D.any():
@@ -140,7 +139,7 @@ def _kicked(
                 copied_S[shard] = device
                 free_DM[home] += need_M
                 free_DM[device] -= need_M
-    return kicked_BS
+    return perturbed_BP
 
 
 class _Best:
@@ -149,31 +148,31 @@ class _Best:
     def __init__(self, assignment_S: Tensor, unit: float) -> None:
         self.assignment_S, self.unit, self.cost = assignment_S, unit, float("inf")
 
-    def challenge(self, states: PlacementStates, row_B: Tensor) -> bool:
+    def challenge(self, states: PlacementState, row_B: Tensor) -> bool:
         """Whether the best of some placements is better, and so takes its place."""
-        cost_B = rounded(states.overall_ms_B()[row_B], self.unit)
+        cost_B = rounded(states.overall_ms()[row_B], self.unit)
         index = int(cost_B.argmin())
         if not float(cost_B[index]) < self.cost:
             return False
-        self.assignment_S, self.cost = states.assignment_BS[row_B[index]].clone(), float(cost_B[index])
+        self.assignment_S, self.cost = states.assignment_BP[row_B[index]].clone(), float(cost_B[index])
         return True
 
 
 def _descend(
-    states: PlacementStates,
+    states: PlacementState,
     best: _Best,
     config: SearchConfig,
     budget: Budget,
-    kicked: Callable[[int], Tensor] | None = None,
+    perturbed: Callable[[int], Tensor] | None = None,
 ) -> None:
     """Steepest descent of every placement on the device with the largest cost, then on the one with the most output
-    bytes. Where one can get no further, one of ``kicked`` takes its place, if given, until patience ends."""
-    every_B = row_B = torch.arange(len(states.assignment_BS))
+    bytes. Where one can get no further, one of ``perturbed`` takes its place, if given, until patience ends."""
+    every_B = row_B = torch.arange(len(states.assignment_BP))
     by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)
     fruitless = 0
-    while len(row_B) and budget.left() and (kicked is None or fruitless < config.patience):
-        slowest_B = rounded(states.device_ms_BD[row_B], best.unit).argmax(-1)
-        busiest_B = states.bytes_BCD[row_B].sum(1).argmax(-1)
+    while len(row_B) and budget.left() and (perturbed is None or fruitless < config.patience):
+        slowest_B = rounded(states.device_ms_D[row_B], best.unit).argmax(-1)
+        busiest_B = states.bytes_CD[row_B][:, states.sends_C].sum(1).argmax(-1)
         bottleneck_B = torch.where(by_bytes_B, busiest_B, slowest_B)
         improved_B, candidates = improve(states, row_B, bottleneck_B, config.candidates_per_step, best.unit)
         budget.spend(candidates)
@@ -183,8 +182,8 @@ def _descend(
             continue
         ended_X = row_B[stuck_B]
         fruitless = 0 if best.challenge(states, ended_X) else fruitless + len(ended_X)
-        if kicked is None:
+        if perturbed is None:
             row_B, by_bytes_B = row_B[~stuck_B], by_bytes_B[~stuck_B]
         else:
-            states.replace(ended_X, kicked(len(ended_X)))
+            states.replace(ended_X, perturbed(len(ended_X)))
     best.challenge(states, every_B)

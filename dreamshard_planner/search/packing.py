@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Fitting shards into memory where policy and rules dead-end: best fit, then an exact packing.
+"""Fitting shards into memory where policy and heuristics dead-end: best fit, then an exact packing.
 
 Shapes: S shards, D devices, M kinds of memory.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementProblem, has_room
+from dreamshard_planner.cost.problem import Problem, has_room
 from dreamshard_planner.search.exact import solve
 
 PACKING_SECONDS = 5.0
@@ -28,7 +28,7 @@ class Packing:
     """Whether infeasibility was proven; False where the solver ran out of time."""
 
 
-def pack(problem: PlacementProblem, seconds: float = PACKING_SECONDS) -> Packing:
+def pack(problem: Problem, seconds: float = PACKING_SECONDS) -> Packing:
     """Any placement within memory: best fit decreasing first, scipy's MILP for so many seconds where that fails."""
     assignment_S = best_fit(problem)
     if assignment_S is not None:
@@ -39,19 +39,18 @@ def pack(problem: PlacementProblem, seconds: float = PACKING_SECONDS) -> Packing
     return Packing(exact.assignment_S, exact.assignment_S is not None or math.isinf(exact.bound_ms))
 
 
-def largest_first(problem: PlacementProblem) -> Tensor:
+def largest_first(problem: Problem) -> Tensor:
     """Shards in descending order of the share that they need of what all need, of the kind of memory where it is
     largest, int64 [S]."""
-    unit_M = problem.storage_SM.sum(0).clamp_min(1).double()
-    return torch.argsort(-(problem.storage_SM / unit_M).amax(-1), stable=True)
+    unit_M = problem.storage_PM.sum(0).clamp_min(1).double()
+    return torch.argsort(-(problem.storage_PM / unit_M).amax(-1), stable=True)
 
 
-def best_fit(problem: PlacementProblem) -> Tensor | None:
+def best_fit(problem: Problem) -> Tensor | None:
     """Largest shards first, each where the least is left over."""
-    free_DM = problem.capacity_DM.clone()
-    need_SM = problem.storage_SM
+    free_DM, need_SM = problem.capacity_DM.clone(), problem.storage_PM
     unit_M = need_SM.sum(0).clamp_min(1).double()
-    assignment_S = torch.zeros(problem.num_shards, dtype=torch.int64)
+    assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
     for shard in largest_first(problem).tolist():
         left_DM = free_DM - need_SM[shard]
         fits_D = has_room(need_SM[shard], free_DM)

@@ -17,56 +17,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost, WithExtras
-from dreamshard_planner.search.states import DIGITS, in_steps, ordered
-from dreamshard_planner.search.wide_swaps import rated_swaps
+from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Sharding, summed
+from dreamshard_planner.search.laying import best_position
+from dreamshard_planner.search.states import DIGITS, State, Tried, in_steps
+from dreamshard_planner.search.wide_swaps import wide_swaps
 
 REFRESH = 100
 """Re-shards after which sums are taken afresh: differences add up rounding errors."""
 
 
-class ShardingState:
-    """One sharding, with the sums that make a re-shard cheap.
+class ShardingState(State):
+    """One sharding, re-sharded table by table.
 
     Args:
         cost: the problem and its cost.
         sharding: to start from.
         unit: milliseconds in which costs are compared, after rounding.
         tables_per_step: of the bottleneck rank, the heaviest that may change.
-        rated_exactly: of one step, the most promising at a glance.
+        rated_exactly: of one step, the most promising by the approximate cost.
     """
 
     def __init__(
-        self, cost: ShardingCost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
+        self, cost: Cost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
     ) -> None:
-        self.cost, self.problem, self._unit = cost, cost.problem, unit
-        self._tables_per_step, self._rated_exactly = tables_per_step, rated_exactly
-        self.sharding = sharding
-        self._refresh()
-
-    def _refresh(self) -> None:
-        laid = self.cost.laid(self.sharding)
-        self.latent_DGH = self.cost.group_latents(*laid)
-        self.group_ms_DG = self.cost.compute.group_cost_ms(self.latent_DGH).sum(-1)
-        self.bytes_CD = self.cost.bytes_sent(*laid)
-        self.free_DM = self.problem.capacity_DM - self.cost.used_bytes(*laid)
-        self._changes = 0
-
-    @property
-    def device_ms_D(self) -> Tensor:
-        return self.group_ms_DG.sum(-1)
-
-    def overall_ms(self) -> float:
-        forward, backward = self.problem.collectives.ms(self.bytes_CD)
-        return float(self.device_ms_D.max() + forward + backward)
+        super().__init__(cost, *cost.problem.laid(sharding))
+        self._unit, self._tables_per_step, self._rated_exactly = unit, tables_per_step, rated_exactly
+        self.sharding, self._changes = sharding, 0
 
     def _change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
         """Shard one table another way."""
         after = self.sharding.changed(table, option, positions)
         ranks = []
         for sharding, sign in ((self.sharding, -1), (after, 1)):
-            rank_X, part_X = self.cost.laid_by(sharding, [table])
+            rank_X, part_X = self.problem.laid(sharding, [table])
             group = self.problem.group_of(table, sharding.options[table])
             self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
             self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
@@ -75,7 +60,8 @@ class ShardingState:
         self.sharding = after
         self._changes += 1
         if self._changes >= REFRESH:
-            self._refresh()
+            super().__init__(self.cost, *self.problem.laid(after))
+            self._changes = 0
             return
         touched_X = torch.cat(ranks).unique()
         # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
@@ -83,9 +69,9 @@ class ShardingState:
 
     def force(self, table: int, option: int) -> None:
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
-        tried = self._try([table], [(0, table, option)], self.cost.compute.glance_ms)
+        tried = self._try([table], [(0, table, option)], self.cost.compute.approximate_ms)
         if math.isfinite(float(tried.key_Q[0])):
-            self._change(table, option, tried.positions[0])
+            self._change(*tried.changes[0][0])
 
     def tried(self, table: int, options: Sequence[int]) -> Tried:
         """Some options of one table laid down, each where it leaves the lowest peak; changes nothing."""
@@ -123,41 +109,31 @@ class ShardingState:
         if not queries:
             return False, 0
         compute = self.cost.compute
-        tried = self._try(tables, queries, compute.glance_ms)
-        if compute.glance_channels is not None or isinstance(compute, WithExtras):  # a glance says less than the cost
+        tried = self._try(tables, queries, compute.approximate_ms)
+        if compute.approximates:
             order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
-            queries_rated = [queries[index] for index in order]
-            tried = self._try(tables, queries_rated, compute.group_cost_ms)
-        else:
-            queries_rated = queries
-        index = int(tried.key_Q.argmin())
-        if not self._betters(tried.overall_Q[index], tried.square_Q[index]):
-            return False, len(queries)
-        _, table, option = queries_rated[index]
-        self._change(table, option, tried.positions[index])
-        return True, len(queries)
+            tried = self._try(tables, [queries[index] for index in order], compute.group_cost_ms)
+        return self._taken(tried), len(queries)
 
     def _swap(self) -> tuple[bool, int]:
-        """Apply the best swap of a wide unit on the bottleneck rank, by the same rule; says the same, in re-shards that
-        would take as long: those are tried on all ranks, a swap on those of two places."""
-        swaps = rated_swaps(self, self._bottleneck, self._unit)
+        """The same with swaps of wide units on the bottleneck rank; counts re-shards that would take as long, which are
+        tried on all ranks, a swap on those of two places."""
+        swaps = wide_swaps(self, self._bottleneck, self._unit)
         if swaps is None:
             return False, 0
-        index = int(swaps.key_E.argmin())
-        here, there = swaps.pairs[index]
-        tried = math.ceil(len(swaps.pairs) * 2 * here.unit.span / self.problem.num_ranks)
-        if not self._betters(swaps.overall_E[index], swaps.square_E[index]):
-            return False, tried
-        for unit, position in ((here, there.position), (there, here.position)):
-            moved = self.sharding.moved(unit.table, unit.index, position)
-            self._change(unit.table, moved.options[unit.table], moved.positions[unit.table])
-        return True, tried
+        return self._taken(swaps[0]), math.ceil(swaps[1] / self.problem.num_ranks)
 
-    def _betters(self, overall: Tensor, square: Tensor) -> bool:
-        """Whether a cost, rounded, is lower than now; or as low with a lower sum of squares of the ranks' costs."""
-        before, before_square = in_steps(self.overall_ms(), self._unit), float(self.device_ms_D.square().sum())
-        balances = float(square) < before_square * (1 - 10.0**-DIGITS)
-        return float(overall) < before or (float(overall) == before and balances)
+    def _taken(self, tried: Tried) -> bool:
+        """Apply the best of some trials, if its cost, rounded, is lower than now; or as low with a lower sum of squares
+        of the ranks' costs. Says whether it did."""
+        index = int(tried.key_Q.argmin())
+        after, now = float(tried.overall_Q[index]), in_steps(float(self.overall_ms()), self._unit)
+        least_square = float(self.device_ms_D.square().sum()) * (1 - 10.0**-DIGITS)
+        if after > now or (after == now and float(tried.square_Q[index]) >= least_square):
+            return False
+        for change in tried.changes[index]:
+            self._change(*change)
+        return True
 
     @property
     def _bottleneck(self) -> int:
@@ -172,33 +148,31 @@ class ShardingState:
     def _tables_that_exchange(self) -> list[int]:
         """Tables that may change, those with the longest exchanges first."""
         exchange_P = self.problem.exchange_ms_P
-        if not bool(exchange_P.any()):
-            return []
-        exchange, burden = exchange_P.tolist(), {}
-        for table, option in enumerate(self.sharding.options):
-            if self._changeable(table):
-                burden[table] = sum(exchange[part] for part in self.problem.tables[table][option].parts)
+        return self._heaviest(exchange_P.tolist(), None) if bool(exchange_P.any()) else []
+
+    def _tables_on_bottleneck(self) -> list[int]:
+        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
+        return self._heaviest(self.cost.single_ms_P.tolist(), self._bottleneck)
+
+    def _heaviest(self, burden_P: Sequence[float], rank: int | None) -> list[int]:
+        """Of the tables that may change, those whose parts burden most, all together or on one rank."""
+        burden: dict[int, float] = {}
+        for table, (index, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
+            if not self._changeable(table):
+                continue
+            option = self.problem.tables[table][index]
+            placed = zip(option.units, positions, strict=True)
+            if rank is None:
+                parts = option.parts
+            else:
+                parts = [unit.parts[rank - at * unit.span] for unit, at in placed if rank in unit.ranks(at)]
+            if parts:
+                burden[table] = sum(burden_P[part] for part in parts)
         return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
 
     def _changeable(self, table: int) -> bool:
         options = self.problem.tables[table]
         return len(options) > 1 or self._movable(options[0])
-
-    def _tables_on_bottleneck(self) -> list[int]:
-        """Tables that may change and have a part on the slowest rank, the heaviest there first."""
-        rank = self._bottleneck
-        single, burden = self.cost.single_ms_P, {}
-        for table, (option, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
-            if not self._changeable(table):
-                continue
-            here = [
-                float(single[unit.parts[ranks.index(rank)]])
-                for unit, position in zip(self.problem.tables[table][option].units, positions, strict=True)
-                if rank in (ranks := unit.ranks(position))
-            ]
-            if here:
-                burden[table] = sum(here)
-        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
 
     def _try(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
@@ -216,15 +190,14 @@ class ShardingState:
                 part_XL = torch.tensor([options[query].units[step].parts for query in some])
                 parts = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
                 trials.lay(some, *parts, group_cost)
-        forward_Q, backward_Q = problem.collectives.ms(trials.bytes_QCD)
-        overall_Q = in_steps(trials.device_ms_QD.amax(-1) + forward_Q + backward_Q, self._unit)
+        collective_ms = problem.collectives.ms(trials.bytes_QCD)
+        overall_Q = in_steps(overall_ms(trials.device_ms_QD.amax(-1), collective_ms), self._unit)
+        changes = [
+            [(table, option, tuple(places))]
+            for (_, table, option), places in zip(queries, trials.positions, strict=True)
+        ]
         square_Q = trials.device_ms_QD.square().sum(-1)
-        return Tried(
-            ordered(overall_Q, square_Q).masked_fill(~trials.fits_Q, torch.inf),
-            overall_Q.masked_fill(~trials.fits_Q, torch.inf),
-            square_Q,
-            [tuple(places) for places in trials.positions],
-        )
+        return Tried(changes, overall_Q.masked_fill(~trials.fits_Q, torch.inf), square_Q)
 
     def _started(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
@@ -253,17 +226,15 @@ class ShardingState:
 
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
-        ranks = self.problem.num_ranks
-        rows = [self.cost.laid_by(self.sharding, [table]) for table in tables]
+        problem, ranks = self.problem, self.problem.num_ranks
+        rows = [problem.laid(self.sharding, [table]) for table in tables]
         row_X = torch.cat([rank_Y + slot * ranks for slot, (rank_Y, _) in enumerate(rows)])
         part_X = torch.cat([part_Y for _, part_Y in rows])
-
-        def summed(values_PY: Tensor) -> Tensor:
-            sums = torch.zeros(len(tables) * ranks, values_PY.shape[1], dtype=values_PY.dtype)
-            return sums.index_add_(0, row_X, values_PY[part_X]).view(len(tables), ranks, -1)
-
-        bytes_KDC = summed(self.problem.bytes_PC)
-        return summed(self.cost.latent_PH), bytes_KDC.transpose(1, 2), summed(self.problem.storage_PM)
+        latent_KDH, bytes_KDC, used_KDM = (
+            summed(values_PY[part_X], row_X, len(tables) * ranks).unflatten(0, (-1, ranks))
+            for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.storage_PM)
+        )
+        return latent_KDH, bytes_KDC.transpose(1, 2), used_KDM
 
 
 @dataclass
@@ -297,9 +268,8 @@ class _Trials:
 
         after_XNL = group_cost(by_position(self.latent_QDH) + latent_XLH[:, None]).sum(-1).double()
         peak_XNL = by_position(self.device_ms_QD) + after_XNL - by_position(self.group_ms_QD)
-        fits_XN = has_room(need_XLM[:, None], by_position(self.free_QDM)).all(-1)
-        self.fits_Q[query_X] &= fits_XN.any(-1)
-        position_X = peak_XNL.amax(-1).masked_fill(~fits_XN, torch.inf).argmin(-1)
+        position_X, found_X = best_position(peak_XNL.amax(-1), need_XLM, by_position(self.free_QDM))
+        self.fits_Q[query_X] &= found_X
         for query, position in zip(some, position_X.tolist(), strict=True):
             self.positions[query].append(position)
         each, ranks = torch.arange(len(some)), (query_X[:, None], position_X[:, None] * span + torch.arange(span))
@@ -308,14 +278,3 @@ class _Trials:
         self.latent_QDH[ranks] += latent_XLH
         self.free_QDM[ranks] -= need_XLM
         self.bytes_QCD.transpose(1, 2).index_put_(ranks, bytes_XLC, accumulate=True)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Queries laid down."""
-
-    key_Q: Tensor
-    """Overall cost, rounded, and less than one for the sum of squares; infinite where memory does not allow it."""
-    overall_Q: Tensor
-    square_Q: Tensor
-    positions: list[tuple[int, ...]]

@@ -7,10 +7,11 @@ Shapes: X parts laid down, M kinds of memory, D ranks.
 
 from __future__ import annotations
 
-from dreamshard_planner.cost.sharding import Option, Sharding, ShardingCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Sharding
 
 
-def settled(cost: ShardingCost, sharding: Sharding) -> Sharding:
+def settled(cost: Cost, sharding: Sharding) -> Sharding:
     """Tables take the option of the same shards whose parts cost least alone, those that gain most first, as far as
     every rank keeps within its memory; the sharding as it was where that would cost more."""
     problem, new = cost.problem, sharding
@@ -27,11 +28,13 @@ def settled(cost: ShardingCost, sharding: Sharding) -> Sharding:
         )
         if cheapest != chosen and alone_ms(options[cheapest]) < alone_ms(now):
             gains.append((alone_ms(options[cheapest]) - alone_ms(now), table, cheapest))
-    used_DM = cost.used_bytes(*cost.laid(sharding))
+    used_DM = problem.used_bytes(*problem.laid(sharding))
     for _, table, option in sorted(gains):
         changed = new.changed(table, option, new.positions[table])
         with_it_DM = (
-            used_DM - cost.used_bytes(*cost.laid_by(new, [table])) + cost.used_bytes(*cost.laid_by(changed, [table]))
+            used_DM
+            - problem.used_bytes(*problem.laid(new, [table]))
+            + problem.used_bytes(*problem.laid(changed, [table]))
         )
         if bool(((with_it_DM <= problem.capacity_DM) | (with_it_DM <= used_DM)).all()):
             new, used_DM = changed, with_it_DM

@@ -5,22 +5,19 @@ For a height that no single part may exceed, every table takes the option that c
 lowest height at which ranks could be level is the start's. Tables that would stick out get split, the others stay
 whole. Where memory is short, bytes get a price, and then tables take their faster options as long as that helps.
 
-Shapes: T tables, O options of the table that has most, P parts, D ranks, N positions, L span, M kinds of memory.
+Shapes: T tables, O options of the table that has most, P parts, D ranks, M kinds of memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from dreamshard_planner.cost.model import has_room
-from dreamshard_planner.cost.sharding import Sharding, ShardingCost
-from dreamshard_planner.search.heuristics import greedy_by_score
-from dreamshard_planner.search.packing import best_fit, largest_first
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding, has_room
+from dreamshard_planner.search.laying import lay
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 FILLS = (1.0, 0.5, 0.25)
@@ -43,7 +40,7 @@ class JointOptions:
     from. Tables with fewer options than others are padded with ones that cost infinitely much.
     """
 
-    def __init__(self, cost: ShardingCost) -> None:
+    def __init__(self, cost: Cost) -> None:
         problem = cost.problem
         single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + problem.exchange_ms_P).numpy()
         storage_PM = problem.storage_PM.double().numpy()
@@ -114,68 +111,7 @@ def level_choice(
     return choose(high)
 
 
-def lay_wide(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
-    """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
-    each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
-    problem, single = cost.problem, cost.single_ms_P
-    positions: list[list[int]] = [[0] * len(problem.tables[t][o].units) for t, o in enumerate(options)]
-    world: list[tuple[int, ...]] = []
-    wide = []
-    for table, option in enumerate(options):
-        free = problem.tables[table][option].pinned is None
-        for index, unit in enumerate(problem.tables[table][option].units):
-            if free and unit.span == problem.num_ranks > 1:  # lies everywhere
-                world.append(unit.parts)
-            elif unit.span > 1 or not free:
-                wide.append((free, -unit.span, -float(single[list(unit.parts)].sum()), table, index))
-    load_D = torch.zeros(problem.num_ranks, dtype=torch.float64)
-    free_DM = problem.capacity_DM.clone()
-    if world:
-        part_XD = torch.tensor(world)
-        load_D += single[part_XD].sum(0)
-        need_DM = problem.storage_PM[part_XD].sum(0)
-        if not bool(has_room(need_DM, free_DM).all()):
-            return None
-        free_DM -= need_DM
-    for *_, table, index in sorted(wide):
-        pinned = problem.tables[table][options[table]].pinned
-        parts = torch.tensor(problem.tables[table][options[table]].units[index].parts)
-        need_LM = problem.storage_PM[parts]
-        free_NLM = free_DM.view(-1, len(parts), free_DM.shape[1])
-        fits_N = has_room(need_LM, free_NLM).all(-1)
-        if pinned is not None:
-            fits_N &= torch.arange(len(fits_N)) == pinned[index]
-        if not fits_N.any():
-            return None
-        peak_N = (load_D.view(-1, len(parts)) + single[parts]).amax(-1).masked_fill(~fits_N, torch.inf)
-        position = int(peak_N.argmin())
-        positions[table][index] = position
-        span = slice(position * len(parts), (position + 1) * len(parts))
-        load_D[span] += single[parts]
-        free_DM[span] -= need_LM
-    return Sharding(tuple(options), tuple(tuple(places) for places in positions))
-
-
-def lay(cost: ShardingCost, options: Sequence[int]) -> Sharding | None:
-    """Positions for chosen options: wide units first, then those of span 1 from heavy to light, or from large to small
-    where that dead-ends, or packed by size alone. None where memory allows none of that."""
-    sharding = lay_wide(cost, options)
-    if sharding is None:
-        return None
-    chosen = cost.chosen(sharding)
-    if not len(chosen.assignment_S):
-        return sharding
-    rank_problem = chosen.cost.problem
-    single_S, load_D = chosen.cost.single_ms_S, chosen.cost.preload_ms_D
-    assignment_S = greedy_by_score(rank_problem, single_S, load_D)
-    if assignment_S is None:
-        assignment_S = greedy_by_score(rank_problem, single_S, load_D, largest_first(rank_problem))
-    if assignment_S is None:
-        assignment_S = best_fit(rank_problem)
-    return None if assignment_S is None else chosen.placed(assignment_S)
-
-
-def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
+def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
     """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
     used costs kernels and collectives of its own."""
     problem = cost.problem
@@ -203,7 +139,7 @@ def level_starts(cost: ShardingCost, asked: JointOptions) -> list[Sharding]:
     return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
 
 
-def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
+def evened(cost: Cost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
     """The same with some tables in smaller parts: where n equal parts do not divide among the ranks (24 on 16), the
     rest of that division costs a whole part more than level, and no change of a single table helps. Tables are spread
     in the order of what that adds in all per millisecond of part that it takes away, one, two, ... and ever more."""
@@ -229,7 +165,7 @@ def evened(cost: ShardingCost, asked: JointOptions, sharding: Sharding) -> list[
     return variants
 
 
-def _affordable(cost: ShardingCost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
+def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     capacity_M = asked.capacity_M
     price_M = np.zeros(len(capacity_M))
@@ -254,7 +190,7 @@ class _Start:
     sharding: Sharding
     faster_T: np.ndarray
 
-    def filled(self, cost: ShardingCost, asked: JointOptions) -> Sharding:
+    def filled(self, cost: Cost, asked: JointOptions) -> Sharding:
         """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
         treats like tables alike."""
         slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))

@@ -1,17 +1,21 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Placements of one problem side by side, with the sums that make a change of one cheap.
+"""Plans of one problem with the sums per rank that make a change of one cheap, and how their costs are compared.
 
-Shapes: S shards, D devices, G fused groups, C all-to-alls, H latent channels, M kinds of memory, B placements.
+Shapes: B placements side by side (free leading dimensions of the sums), X ranks of some of them, Q trials, P parts,
+D ranks, G fused groups, C collectives, H latent channels, M kinds of memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.model import PlacementCost
+from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.model import Cost
 
 DIGITS = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""
@@ -30,58 +34,104 @@ def rounded(cost_ms: Tensor, unit: float) -> Tensor:
     return in_steps(cost_ms, unit) / 10**DIGITS
 
 
-def ordered(overall_X: Tensor, square_X: Tensor) -> Tensor:
-    """What orders changes: the cost after them in whole steps, and among equals the sum of squares of the ranks'."""
-    return overall_X + square_X / (square_X.max() * 2).clamp_min(1e-30)
+Change = tuple[int, int, tuple[int, ...]]
+"""A table, the option that it takes, and the positions of that option's units."""
 
 
-class PlacementStates:
-    """Placements of one problem, and their sums per device."""
+@dataclass(frozen=True)
+class Tried:
+    """What the cost of a sharding would be after some changes."""
 
-    def __init__(self, cost: PlacementCost, assignment_BS: Tensor) -> None:
+    changes: list[list[Change]]
+    """Of each trial, all that belong together."""
+    overall_Q: Tensor
+    """Cost in whole steps; infinite where memory does not allow it."""
+    square_Q: Tensor
+    """Sum of squares of the ranks' milliseconds."""
+
+    @cached_property
+    def key_Q(self) -> Tensor:
+        """What orders trials: the cost, and among equals the sum of squares."""
+        return self.overall_Q + self.square_Q / (self.square_Q.max() * 2).clamp_min(1e-30)
+
+
+class State:
+    """What one plan, or several side by side, sums to on every rank. Moves, swaps and re-shards start from these sums.
+
+    Args:
+        cost: the problem and its cost.
+        rank_BX: ranks of what is laid down, int64.
+        part_X: which parts these are; by default all in order.
+    """
+
+    def __init__(self, cost: Cost, rank_BX: Tensor, part_X: Tensor | None = None) -> None:
         self.cost, self.problem = cost, cost.problem
-        self.assignment_BS = assignment_BS.clone()
-        self.latent_BDGH = cost.group_latents(assignment_BS)
-        self.group_ms_BDG = cost.compute.group_cost_ms(self.latent_BDGH).sum(-1)
-        self.glance_ms_BDG = self.glance(self.latent_BDGH)
-        self.bytes_BCD = cost.output_bytes(assignment_BS)
-        self.free_BDM = self.problem.capacity_DM - self.problem.used_bytes(assignment_BS)
-        self._member_GS = self.problem.group_S == torch.arange(self.problem.num_groups)[:, None]
-        bytes_S, collective_S = self.problem.output_bytes_S, self.problem.collective_S
-        if collective_S is None:
-            self._bytes_SC = bytes_S[:, None]
-        else:
-            self._bytes_SC = bytes_S[:, None] * (collective_S[:, None] == torch.arange(self.problem.num_collectives))
-
-    def glance(self, latent_XH: Tensor) -> Tensor:
-        """Forward + backward at a glance, [...]."""
-        return self.cost.compute.glance_ms(latent_XH).sum(-1)
+        self.latent_DGH = cost.group_latents(rank_BX, part_X)
+        self.group_ms_DG = cost.compute.group_cost_ms(self.latent_DGH).sum(-1)
+        self.bytes_CD = cost.bytes_sent(rank_BX, part_X)
+        self.free_DM = self.problem.capacity_DM - self.problem.used_bytes(rank_BX, part_X)
 
     @property
-    def device_ms_BD(self) -> Tensor:
-        return self.group_ms_BDG.sum(-1)
+    def device_ms_D(self) -> Tensor:
+        """Compute of each rank, forward + backward."""
+        return self.group_ms_DG.sum(-1)
 
-    def overall_ms_B(self) -> Tensor:
-        collective_B, backward_B = self.cost.collectives_ms(self.bytes_BCD)
-        return self.device_ms_BD.amax(-1) + collective_B + backward_B
+    def overall_ms(self) -> Tensor:
+        """Cost of each plan, [B]."""
+        return overall_ms(self.device_ms_D.amax(-1), self.problem.collectives.ms(self.bytes_CD))
 
-    def replace(self, row_X: Tensor, assignment_XS: Tensor) -> None:
+
+class PlacementState(State):
+    """Placements [B, P] of one problem side by side."""
+
+    def __init__(self, cost: Cost, assignment_BP: Tensor) -> None:
+        super().__init__(cost, assignment_BP)
+        self.assignment_BP = assignment_BP.clone()
+        self.approximate_ms_DG = self.approximate_ms(self.latent_DGH)
+
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
+        """Forward + backward, approximately, [...]."""
+        return self.cost.compute.approximate_ms(latent_XH).sum(-1)
+
+    @cached_property
+    def sends_C(self) -> Tensor:
+        """Collectives that some part sends in, bool: the others stay as they are wherever the parts lie."""
+        return self.problem.bytes_PC.any(0)
+
+    @cached_property
+    def other_collectives_ms(self) -> list[Tensor]:
+        """Forward and backward milliseconds of these others."""
+        each_ms = self.problem.collectives.each_ms(self.bytes_CD[0])
+        return [ms_C[~self.sends_C].sum() for ms_C in each_ms]
+
+    @cached_property
+    def exchanges(self) -> list[tuple[int, Tensor]]:
+        """The collectives that some part sends in, each with the ranks that exchange with each other."""
+        problem, columns = self.problem, self.sends_C.nonzero()[:, 0].tolist()
+        return [(column, problem.collectives.groups(column, problem.num_ranks)) for column in columns]
+
+    def replace(self, row_X: Tensor, assignment_XP: Tensor) -> None:
         """Let other placements take the place of some."""
-        others = PlacementStates(self.cost, assignment_XS)
-        for name in ("assignment_BS", "latent_BDGH", "group_ms_BDG", "glance_ms_BDG", "bytes_BCD", "free_BDM"):
+        others = PlacementState(self.cost, assignment_XP)
+        for name in ("assignment_BP", "latent_DGH", "group_ms_DG", "approximate_ms_DG", "bytes_CD", "free_DM"):
             getattr(self, name)[row_X] = getattr(others, name)
 
-    def refresh(self, row_X: Tensor, device_X: Tensor) -> None:
-        """Take the sums of some devices afresh: differences would add up rounding errors."""
-        problem = self.problem
-        here_XS = self.assignment_BS[row_X] == device_X[:, None]
-        here_XGS = here_XS[:, None] & self._member_GS
-        self.latent_BDGH[row_X, device_X] = here_XGS.to(self.cost.latent_SH.dtype) @ self.cost.latent_SH
-        if self.cost.preload is not None:
-            self.latent_BDGH[row_X, device_X] += self.cost.preload.latent_DGH[device_X]
-        self.bytes_BCD[row_X, :, device_X] = here_XS.to(problem.output_bytes_S.dtype) @ self._bytes_SC
-        used_XM = torch.where(here_XS[..., None], problem.storage_SM, 0).sum(1)
-        self.free_BDM[row_X, device_X] = problem.capacity_DM[device_X] - used_XM
-        latent_XGH = self.latent_BDGH[row_X, device_X]
-        self.group_ms_BDG[row_X, device_X] = self.cost.compute.group_cost_ms(latent_XGH).sum(-1)
-        self.glance_ms_BDG[row_X, device_X] = self.glance(latent_XGH)
+    def refresh(self, row_X: Tensor, rank_X: Tensor) -> None:
+        """Take the sums of some ranks afresh: differences would add up rounding errors."""
+        problem, cost = self.problem, self.cost
+        here_XP = self.assignment_BP[row_X] == rank_X[:, None]
+        here_XGP = here_XP[:, None] & self._member_GP
+        latent_XGH = here_XGP.to(cost.latent_PH.dtype) @ cost.latent_PH
+        bytes_XC = here_XP.to(problem.bytes_PC.dtype) @ problem.bytes_PC
+        if cost.preload is not None:
+            latent_XGH += cost.preload.latent_DGH[rank_X]
+            bytes_XC += cost.preload.bytes_CD.T[rank_X]
+        self.latent_DGH[row_X, rank_X], self.bytes_CD[row_X, :, rank_X] = latent_XGH, bytes_XC
+        used_XM = torch.where(here_XP[..., None], problem.storage_PM, 0).sum(1)
+        self.free_DM[row_X, rank_X] = problem.capacity_DM[rank_X] - used_XM
+        self.group_ms_DG[row_X, rank_X] = cost.compute.group_cost_ms(latent_XGH).sum(-1)
+        self.approximate_ms_DG[row_X, rank_X] = self.approximate_ms(latent_XGH)
+
+    @cached_property
+    def _member_GP(self) -> Tensor:
+        return self.problem.group_P == torch.arange(self.problem.num_groups)[:, None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 
-from dreamshard_planner.cost.model import MEMORY_KINDS
+from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.search_space.options import fqn_of, refused
 
 MAX_BYTES = 2**60

@@ -21,7 +21,7 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.placing import NO_CAP, Outcome, SearchBudget, place_proposal, wide_units_laid_down
 from dreamshard_planner.policy.place import REFINEMENTS
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.towers import pin
@@ -123,8 +123,8 @@ class RulePartitioner(Partitioner):
         *,
         statistics: TableStatistics | None = None,
     ) -> None:
-        if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; known are {', '.join(RULES)}")
+        if rule not in HEURISTICS:
+            raise ValueError(f"unknown heuristic {rule!r}; known are {', '.join(HEURISTICS)}")
         self._rule = rule
         self._arguments = (constraints, statistics)
 
@@ -136,7 +136,7 @@ class RulePartitioner(Partitioner):
             pin(proposal, storage_constraint)
         read = context.read(proposal, storage_constraint)
         chosen = wide_units_laid_down(context.cost(read))
-        assignment_S = place_by_rule(chosen.cost.problem, self._rule)
+        assignment_S = place_by_heuristic(chosen.cost.problem, self._rule)
         if assignment_S is None:
             raise infeasible(chosen.cost.problem, proven=False)
         read.assign(chosen.placed(assignment_S))

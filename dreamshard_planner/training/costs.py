@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dreamshard_planner.checkpoints.recipes import Recipe
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
-from dreamshard_planner.cost.model import ComputeCost
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.registry import Registry
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.model import ComputeCost, PlacementCost
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import MAX_SET_WORK, set_work
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
 from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
-from dreamshard_planner.search.heuristics import RULES, place_by_rule
+from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.training.config import TrainingConfig
 from dreamshard_planner.workload.tables import Table, Workload
@@ -36,10 +37,13 @@ def improve(
     policy = recipe.policy(recipe.policy_config(), seed=config.seed)
     tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
     costs = [task.cost for task in tasks]
-    policy.initialize(torch.cat([cost.problem.features_SF for cost in costs]))
+    policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
     with progress_bar("improving the policy", recipe.reinforce.updates, progress) as advance:
         statistics = train_policy(
-            policy, costs, recipe.reinforce, lambda _, update: advance(f"{update.over_best_rule:.3f} x the best rule")
+            policy,
+            costs,
+            recipe.reinforce,
+            lambda _, update: advance(f"{update.over_best_heuristic:.3f} x the best rule"),
         )
     return policy, statistics, tasks
 
@@ -49,7 +53,7 @@ class PricedTask:
     """A task of the policy's training with its cost."""
 
     workloads: tuple[Workload, ...]
-    cost: PlacementCost
+    cost: Cost
 
 
 @torch.no_grad()
@@ -59,14 +63,14 @@ def priced_tasks(
     """Random tasks over ``tables``, for that kind of device, with their costs."""
 
     def single_ms(workloads: Sequence[Workload]) -> Tensor:
-        return PlacementCost(problem_of(workloads, 1), compute, CollectiveModel(1, BANDWIDTHS[0])).single_ms_S
+        return Cost(problem_of(workloads, 1), compute).single_ms_P
 
     low, high = (math.log(bandwidth) for bandwidth in BANDWIDTHS)
     share_T = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)).tolist()
     priced = []
     for task, share in zip(draw_tasks(tables, num_tasks, config, seed, single_ms, device), share_T, strict=True):
-        collectives = CollectiveModel(task.problem.num_devices, math.exp(low + (high - low) * share))
-        priced.append(PricedTask(task.workloads, PlacementCost(task.problem, compute, collectives)))
+        link = CollectiveModel(task.problem.num_ranks, math.exp(low + (high - low) * share))
+        priced.append(PricedTask(task.workloads, Cost(task.problem.over(link), compute)))
     return priced
 
 
@@ -81,7 +85,7 @@ def proposed_sets(
     for task in tasks:
         environment = roll_out(policy, TaskBatch.collate([task.cost]), samples, generator).environment
         assignment_ES = environment.assignments(0)[environment.alive_E]
-        device_E = torch.randint(task.cost.problem.num_devices, (len(assignment_ES),), generator=generator)
+        device_E = torch.randint(task.cost.problem.num_ranks, (len(assignment_ES),), generator=generator)
         for chosen_S in (assignment_ES == device_E[:, None]).tolist():
             sets.append([workload for workload, chosen in zip(task.workloads, chosen_S, strict=True) if chosen])
     order = torch.randperm(len(sets), generator=generator).tolist()
@@ -97,12 +101,12 @@ def validate_policy(
     """
     tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
     costs = [task.cost for task in tasks]
-    policy_ms, rule_ms = [], {rule: [] for rule in RULES}
+    policy_ms, rule_ms = [], {rule: [] for rule in HEURISTICS}
     with torch.no_grad():
         for cost in costs:
             policy_ms.append(rated_ms(cost, greedy_plan(policy, cost)))
-            for rule in RULES:
-                rule_ms[rule].append(rated_ms(cost, place_by_rule(cost.problem, rule)))
+            for rule in HEURISTICS:
+                rule_ms[rule].append(rated_ms(cost, place_by_heuristic(cost.problem, rule)))
     ours = torch.tensor(policy_ms)
     ratios = {}
     for rule, values in rule_ms.items():
@@ -117,6 +121,6 @@ def validate_policy(
     }
 
 
-def rated_ms(cost: PlacementCost, assignment_S: Tensor | None) -> float:
+def rated_ms(cost: Cost, assignment_S: Tensor | None) -> float:
     """Predicted overall cost of one placement; infinite where there is none."""
     return float("inf") if assignment_S is None else float(cost.rate(assignment_S[None]).overall_ms_B[0])

@@ -1,0 +1,173 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A planning problem as tensors: tables, the options that each may take, and what their parts ask of the ranks.
+
+An option of a table is a list of units. A *unit* is what is placed together, one *part* on each of ``span``
+consecutive ranks. A whole table or a column slice is a unit of span 1; the row blocks of one host (table-row-wise, each
+column block of a grid) a unit as wide as a host; row-wise and data-parallel are units as wide as the world. A unit at
+position p occupies the ranks p x span ... p x span + span - 1.
+
+Where every table has one part and one way to lie (training tasks, and the units of span 1 that are left once options
+are chosen), a placement is simply the rank of each part.
+
+Shapes: P parts, D ranks, C collectives, M kinds of memory, F features, X parts laid down, B placements side by side,
+Y values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
+
+MEMORY_KINDS = ("HBM", "DDR", "SSD")
+"""Of TorchRec's storage, in the order in which problems have them."""
+
+
+def has_room(need_XM: Tensor, room_XM: Tensor) -> Tensor:
+    """Whether needs of every kind of memory keep within what there is, bool [...]; arrays of numpy will do as well.
+    Nothing always fits, even where a reservation left less than nothing."""
+    return ((need_XM <= room_XM) | (need_XM == 0)).all(-1)
+
+
+def summed(values_XY: Tensor, slot_BX: Tensor, slots: int) -> Tensor:
+    """Sums [B, slots, Y] of the rows that share a slot, int64 [B, X]; leading dimensions B are free."""
+    flat_NX = torch.atleast_2d(slot_BX).flatten(0, -2)
+    slot_Z = (flat_NX + slots * torch.arange(len(flat_NX))[:, None]).flatten()
+    sums_ZY = values_XY.new_zeros(len(flat_NX) * slots, values_XY.shape[1])
+    sums_ZY.index_add_(0, slot_Z, values_XY.repeat(len(flat_NX), 1))
+    return sums_ZY.view(*slot_BX.shape[:-1], slots, values_XY.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is placed together."""
+
+    parts: tuple[int, ...]
+    """Row of the part, among the problem's parts, that each rank of the span gets."""
+
+    @property
+    def span(self) -> int:
+        return len(self.parts)
+
+    def ranks(self, position: int) -> range:
+        """The ranks that it occupies at a position, one for each part."""
+        return range(position * self.span, (position + 1) * self.span)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to shard a table."""
+
+    units: tuple[Unit, ...]
+    sharding_type: str
+    """TorchRec's name of it."""
+    kernel: str = "fused"
+    """TorchRec's compute kernel."""
+    pinned: tuple[int, ...] | None = None
+    """Where its units must be; None where they may go anywhere."""
+
+    @property
+    def parts(self) -> list[int]:
+        """Those of all units, in order."""
+        return [part for unit in self.units for part in unit.parts]
+
+    def ranks(self, positions: Sequence[int]) -> list[int]:
+        """The rank of each of :attr:`parts`, with the units at these positions."""
+        return [rank for unit, at in zip(self.units, positions, strict=True) for rank in unit.ranks(at)]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """An option for every table, and a position for every unit of it."""
+
+    options: tuple[int, ...]
+    positions: tuple[tuple[int, ...], ...]
+
+    def changed(self, table: int, option: int, positions: tuple[int, ...]) -> Sharding:
+        """The same with one table sharded another way."""
+        options, places = list(self.options), list(self.positions)
+        options[table], places[table] = option, positions
+        return Sharding(tuple(options), tuple(places))
+
+    def moved(self, table: int, unit: int, position: int) -> Sharding:
+        """The same with one unit of a table somewhere else."""
+        positions = list(self.positions[table])
+        positions[unit] = position
+        return self.changed(table, self.options[table], tuple(positions))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Parts, the ranks that they may lie on, and the options that tables may take."""
+
+    num_ranks: int
+    features_PF: Tensor
+    group_P: Tensor
+    """Fused group of each part, int64 in [0, num_groups). All parts of an option share one, and options of different
+    sharding types never do."""
+    num_groups: int
+    storage_PM: Tensor
+    """Bytes that each part needs, int64, by kind of memory (:data:`MEMORY_KINDS`, then rules)."""
+    capacity_DM: Tensor
+    """Bytes that each rank has left for parts, int64."""
+    bytes_PC: Tensor
+    """Bytes that a part adds to what its rank sends to each peer in each collective, float64."""
+    collectives: Collectives
+    names: tuple[str, ...] = ()
+    """Of the tables; of the parts, where there are no options."""
+    tables: tuple[tuple[Option, ...], ...] = ()
+    """The options of each table, at least one; empty where each part is placed once, on any rank."""
+    rule_kinds: int = 0
+    """How many of the last kinds of memory are rules of placement, and no memory."""
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.group_P)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.tables)
+
+    @cached_property
+    def exchange_ms_P(self) -> Tensor:
+        """Milliseconds of exchange that each part adds, summed over all ranks, which it holds up alike, [P]."""
+        return self.bytes_PC @ self.collectives.level_ms_per_byte(self.num_ranks)
+
+    @cached_property
+    def _group_of(self) -> list[list[int]]:
+        group = self.group_P.tolist()
+        return [[group[option.units[0].parts[0]] for option in options] for options in self.tables]
+
+    def group_of(self, table: int, option: int) -> int:
+        """Fused group of an option's parts."""
+        return self._group_of[table][option]
+
+    def over(self, link: CollectiveModel) -> Problem:
+        """The same with all that is sent in one all-to-all between all ranks, over this link."""
+        return replace(self, bytes_PC=self.bytes_PC.sum(-1, keepdim=True), collectives=Collectives.all_to_all(link))
+
+    def laid(self, plan: Sharding | Tensor, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Rank and part of all that a sharding lays down, of all tables or some, both int64 [X]; of placements [B, P]
+        themselves, and None for all parts in order."""
+        if isinstance(plan, Tensor):
+            return plan, None
+        ranks: list[int] = []
+        parts: list[int] = []
+        for table in range(self.num_tables) if tables is None else tables:
+            option = self.tables[table][plan.options[table]]
+            ranks += option.ranks(plan.positions[table])
+            parts += option.parts
+        return torch.tensor(ranks, dtype=torch.int64), torch.tensor(parts, dtype=torch.int64)
+
+    def used_bytes(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
+        """Memory taken on every rank, int64 [B, D, M], by parts (default: all) on these ranks."""
+        return summed(self.storage_PM if part_X is None else self.storage_PM[part_X], rank_BX, self.num_ranks)
+
+    def fits(self, plan: Sharding | Tensor) -> Tensor:
+        """Whether placements [B, P], or a sharding, keep every rank within its memory, bool [B] or []."""
+        return has_room(self.used_bytes(*self.laid(plan)), self.capacity_DM).all(-1)

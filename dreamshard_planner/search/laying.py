@@ -1,0 +1,95 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Where units go: each to the position that is best of those with room.
+
+Shapes: X units, D ranks, N positions, L span, M kinds of memory, T tables, S units of span 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Problem, Sharding, has_room
+from dreamshard_planner.search.heuristics import greedy_by_score
+from dreamshard_planner.search.packing import best_fit, largest_first
+
+
+def best_position(
+    key_XN: Tensor, need_XLM: Tensor, free_XNLM: Tensor, allowed_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For units that are equally wide, the position with the lowest key of those with room, the first among equals.
+
+    Args:
+        key_XN: what is to be low, e.g. the peak that a unit would leave there.
+        need_XLM: bytes that a unit needs on each rank of its span.
+        free_XNLM: bytes that there are on each rank of a position.
+        allowed_N: positions that it may take, bool; all by default.
+
+    Returns:
+        Position of each unit, int64 [X], and whether any has room, bool [X]. Leading dimensions X are free.
+    """
+    fits_XN = has_room(need_XLM[..., None, :, :], free_XNLM).all(-1)
+    if allowed_N is not None:
+        fits_XN &= allowed_N
+    return key_XN.masked_fill(~fits_XN, torch.inf).argmin(-1), fits_XN.any(-1)
+
+
+def pinned_to(option: Option, unit: int, num_ranks: int) -> Tensor | None:
+    """Where a unit of the option may be, bool [N]; None where it may be anywhere."""
+    return None if option.pinned is None else torch.arange(num_ranks // option.units[unit].span) == option.pinned[unit]
+
+
+def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
+    """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
+    each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
+    problem, single_P = cost.problem, cost.single_ms_P
+    chosen = [choices[option] for choices, option in zip(problem.tables, options, strict=True)]
+    positions = [[0] * len(option.units) for option in chosen]
+    everywhere = [unit.parts for option in chosen if _is_everywhere(problem, option) for unit in option.units]
+    part_XD = torch.tensor(everywhere, dtype=torch.int64).view(-1, problem.num_ranks)
+    load_D, need_DM = single_P[part_XD].sum(0), problem.storage_PM[part_XD].sum(0)
+    if not bool(has_room(need_DM, problem.capacity_DM).all()):
+        return None
+    free_DM = problem.capacity_DM - need_DM
+    wide = sorted(
+        (option.pinned is None, -unit.span, -float(single_P[list(unit.parts)].sum()), table, index)
+        for table, option in enumerate(chosen)
+        for index, unit in enumerate(option.units)
+        if (unit.span > 1 or option.pinned is not None) and not _is_everywhere(problem, option)
+    )
+    for *_, table, index in wide:
+        unit = chosen[table].units[index]
+        part_L, free_NLM = torch.tensor(unit.parts), free_DM.view(-1, unit.span, free_DM.shape[1])
+        peak_N = (load_D.view(-1, unit.span) + single_P[part_L]).amax(-1)
+        allowed_N = pinned_to(chosen[table], index, problem.num_ranks)
+        position, found = best_position(peak_N, problem.storage_PM[part_L], free_NLM, allowed_N)
+        if not found:
+            return None
+        positions[table][index] = int(position)
+        load_D.view(-1, unit.span)[position] += single_P[part_L]
+        free_NLM[position] -= problem.storage_PM[part_L]
+    return Sharding(tuple(options), tuple(tuple(places) for places in positions))
+
+
+def _is_everywhere(problem: Problem, option: Option) -> bool:
+    """Whether an option's only place is all ranks."""
+    return option.pinned is None and option.units[0].span == problem.num_ranks > 1
+
+
+def lay(cost: Cost, options: Sequence[int]) -> Sharding | None:
+    """Positions for chosen options: wide units first, then those of span 1 from heavy to light, or from large to small
+    where that dead-ends, or packed by size alone. None where memory allows none of that."""
+    sharding = lay_wide(cost, options)
+    if sharding is None:
+        return None
+    chosen = cost.chosen(sharding)
+    problem, single_S, load_D = chosen.cost.problem, chosen.cost.single_ms_P, chosen.cost.preload_ms_D
+    assignment_S = greedy_by_score(problem, single_S, load_D)
+    if assignment_S is None:
+        assignment_S = greedy_by_score(problem, single_S, load_D, largest_first(problem))
+    if assignment_S is None:
+        assignment_S = best_fit(problem)
+    return None if assignment_S is None else chosen.placed(assignment_S)
