@@ -12,9 +12,13 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
+
 
 class DistributedModelParallel(TorchRecDistributedModelParallel):
-    """TorchRec's ``DistributedModelParallel`` plus ``planner=``.
+    """TorchRec's ``DistributedModelParallel`` plus ``planner=``, and with exact data-parallel tables: they are trained
+    by the in-backward optimizer that they were given, see
+    :func:`~dreamshard_planner.torchrec_components.replica_optimizers.attach_optimizers`.
 
     Args:
         planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``.
@@ -38,6 +42,7 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
                 raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
             plan = self._plan_with(planner, module, env, sharders)
         super().__init__(module, env, device, plan, sharders, *args, **kwargs)
+        attach_optimizers(self)
 
     @staticmethod
     def _plan_with(

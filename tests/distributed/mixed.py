@@ -286,11 +286,13 @@ def allocated_bytes(model: DistributedModelParallel) -> int:
             tensors = [*module.split_embedding_weights()]
             tensors += [state for states in module.split_optimizer_states() for state in states]
         elif isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
-            tensors = [module.weights, module.weights.grad]
+            # Its gradient lies in DDP's bucket, also where the parameter has let go of it.
+            tensors = [module.weights, torch.empty_like(module.weights, device="meta")]
         else:
             continue
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return total
+    states = [state for of_table in model.fused_optimizer.state.values() for state in of_table.values()]
+    return total + sum(state.numel() * state.element_size() for state in states if type(state) is Tensor)  # of replicas
 
 
 def alone(case: Case) -> Case:

@@ -1,0 +1,157 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""In-backward optimizers of data-parallel tables, which TorchRec takes away from them.
+
+TorchRec's dense kernel keeps all tables of a group in one flat parameter, whose gradient ``DistributedDataParallel``
+averages. The update happens in that communication's hook, so that whatever a script steps, clips or accumulates, it
+finds a table as a fused kernel leaves it: updated, once, without a gradient.
+
+Shapes: R rows, C columns of a table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.optim.fused import FusedOptimizer
+
+from dreamshard_planner.search_space.replica_rules import FUSED_DEFAULTS, replica_rule, why_not_replicas
+
+
+def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
+    """Train every data-parallel table by the in-backward optimizer that it was given, as a fused kernel would.
+
+    Call it once a model is sharded (TorchRec's ``DistributedModelParallel``), before its first backward, and before
+    anything is made of ``model.fused_optimizer`` or of ``in_backward_optimizer_filter(model.named_parameters())``. The
+    tables are then updated in the backward, with the learning rate of ``model.fused_optimizer``, which their states
+    join. A second call changes nothing. This package's ``DistributedModelParallel`` has called it already.
+
+    Returns:
+        The tables' parameters, by the model's names.
+
+    Warns:
+        UserWarning: replicas cannot follow the optimizer that a table was given; names the table and the reason. It is
+            left to an optimizer of the script's own.
+    """
+    attached: list[str] = []
+    refused: dict[str, str] = {}
+    for path, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            for lookup in module._lookups:  # a plain list, and DDP around what is replicated
+                if isinstance(lookup, DistributedDataParallel):
+                    attached += [f"{path}.{name}".lstrip(".") for name in _attach(module, lookup, refused)]
+    if refused:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
+        warnings.warn(
+            "data_parallel tables whose in-backward optimizer their replicas cannot follow are left to an optimizer of "
+            f"the script's own: {reasons}",
+            stacklevel=2,
+        )
+    return tuple(attached)
+
+
+def _attach(module: nn.Module, replicas: DistributedDataParallel, refused: dict[str, str]) -> list[str]:
+    """Give the groups of one lookup their optimizers. Returns names of parameters in the module; adds those of tables
+    that have to do without, and why."""
+    prefix = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    optimizers: list[ReplicaOptimizer] = []
+    for kernel in replicas.module.modules():
+        if not isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
+            continue
+        given = kernel.config.fused_params or {}
+        parameters = {
+            name: module.get_parameter(name)
+            for name in (f"{prefix}.{table.name}.weight" for table in kernel.config.embedding_tables)
+        }
+        if "optimizer" not in given or any(hasattr(p, "_in_backward_optimizers") for p in parameters.values()):
+            continue
+        if reason := why_not_replicas(given, data_type_to_dtype(kernel.config.data_type)):
+            refused.update(dict.fromkeys(parameters, reason))
+        else:
+            optimizers.append(ReplicaOptimizer(kernel.emb_module, parameters, given))
+    if optimizers:
+        module._optim.optimizers.extend(("", optimizer) for optimizer in optimizers)
+        by_weights = {optimizer.weights: optimizer for optimizer in optimizers}
+        replicas.register_comm_hook((replicas.process_group, by_weights), _average_and_update)
+    return [name for optimizer in optimizers for name in optimizer.params]
+
+
+class ReplicaOptimizer(FusedOptimizer):
+    """Updates this rank's replicas of one group of tables, as FBGEMM's kernel does, when :meth:`update` brings their
+    averaged gradient. States, names and learning rate are as of TorchRec's ``EmbeddingFusedOptimizer``: the rate of the
+    parameter group takes effect with :meth:`step` or :meth:`zero_grad`.
+
+    Args:
+        kernel: FBGEMM's dense kernel.
+        parameters: the tables in its weights, in order, by name.
+        arguments: of the fused kernel that it stands for.
+    """
+
+    def __init__(self, kernel: nn.Module, parameters: Mapping[str, nn.Parameter], arguments: Mapping[str, Any]) -> None:
+        self.weights: nn.Parameter = kernel.weights
+        self._tables: list[Tensor] = kernel.split_embedding_weights()
+        self._rule = replica_rule(arguments)
+        self._eps = float(arguments.get("eps", FUSED_DEFAULTS["eps"]))
+        self._learning_rate = float(arguments.get("learning_rate", FUSED_DEFAULTS["learning_rate"]))
+        state: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in parameters.values()}
+        self._states: list[Tensor | None] = [None] * len(parameters)
+        if self._rule.state is not None:
+            self._states = [self._rule.state(weight_RC) for weight_RC in self._tables]
+            for (name, parameter), momentum in zip(parameters.items(), self._states, strict=True):
+                state[parameter][f"{name.split('.')[-2]}.momentum1"] = momentum
+        super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": self._learning_rate}])
+        for parameter in parameters.values():
+            parameter._in_backward_optimizers = [self]  # where in_backward_optimizer_filter looks
+
+    @torch.no_grad()
+    def update(self, gradient: Tensor) -> None:
+        """One step of all tables.
+
+        Args:
+            gradient: of the flat weights, averaged over the ranks.
+        """
+        gradients = gradient.split([weight_RC.numel() for weight_RC in self._tables])
+        for weight_RC, part, state in zip(self._tables, gradients, self._states, strict=True):
+            self._rule.update(weight_RC, part.view_as(weight_RC), state, self._learning_rate, self._eps)
+
+    def step(self, closure: Any = None) -> None:
+        """Takes over the learning rate; the tables were updated in the backward."""
+        self._learning_rate = self.param_groups[0]["lr"]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As :meth:`step`."""
+        self.step()
+
+
+def _average_and_update(state, bucket):  # no annotations: DDP compares them with types
+    """DDP's hook: average a bucket of gradients over the ranks, then update the replicas in it."""
+    process_group, by_weights = state
+    gradients = [(by_weights.get(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
+
+    def update(averaged: torch.futures.Future[Tensor]) -> Tensor:
+        for optimizer, gradient in gradients:
+            if optimizer is not None:
+                optimizer.update(gradient)
+        return averaged.value()
+
+    # DDP sets the gradients by a callback that it queues after this hook: a callback of a callback comes later.
+    engine = Variable._execution_engine
+    engine.queue_callback(partial(engine.queue_callback, partial(_clear, by_weights)))
+    return allreduce_hook(process_group, bucket).then(update)
+
+
+def _clear(weights: Iterable[nn.Parameter]) -> None:
+    for parameter in weights:
+        parameter.grad = None
