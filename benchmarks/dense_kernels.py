@@ -34,7 +34,7 @@ from torchrec.distributed.planner import Topology
 from cost_accuracy import STAGES, errors
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
-from dreamshard_planner.cost.roofline import FRESH_BYTES, dense_ms
+from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.measure.collect import REFERENCE_SETS, draw_sets
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned
@@ -130,7 +130,9 @@ def main() -> None:
     fused_X2 = predict_ms(checkpoint.cost, LabelledSets.of(sets, measured_X2)).double()
     elements_X = torch.tensor([elements(workloads) for workloads in sets], dtype=torch.float64)
     topology = Topology(world_size=2, compute_device="cpu")
-    predicted_X2 = fused_X2 + torch.stack([torch.zeros_like(elements_X), dense_ms(elements_X, topology)], dim=-1)
+    predicted_X2 = fused_X2 + torch.stack(
+        [torch.zeros_like(elements_X), dense_ms(elements_X, CPU_DENSE_PASSES, topology)], dim=-1
+    )
     result["fit"] = fit(elements_X, measured_X2[:, 1] - fused_X2[:, 1], measured_X2[:, 1])
     large_X = elements_X * OUTPUT_BYTES >= FRESH_BYTES
     kinds = {"all": large_X | ~large_X, "gradient to 32 MiB": ~large_X, "above": large_X}

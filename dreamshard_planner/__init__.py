@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.torchrec_components.model_parallel import DistributedModelParallel
     from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
+    from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
     from dreamshard_planner.workload.statistics import TableStatistics
     from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -55,6 +56,7 @@ __all__ = [
     "StatisticsError",
     "TableStatistics",
     "TaskError",
+    "attach_optimizers",
     "compare",
 ]
 
@@ -73,6 +75,7 @@ _HOMES = (
     "planner",
     "torchrec_components.model_parallel",
     "torchrec_components.plan_loader",
+    "torchrec_components.replica_optimizers",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""
 

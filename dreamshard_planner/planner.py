@@ -82,6 +82,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         exact_training: leave out sharding types that change how a table is trained (data-parallel takes its in-backward
             optimizer away; column slices keep row-wise optimizer states of their own), unless its constraint names
             them.
+        optimizers_attached: data-parallel tables keep their in-backward optimizers, since
+            ``attach_optimizers(model)`` is called once the model is sharded; exact training may then use them. Implied
+            where ``DistributedModelParallel(..., planner=planner)`` of this package plans, which does so.
         cost_source: ``"auto"`` for the checkpoint's cost network, where it has one for this device, else bandwidths;
             ``"roofline"`` for bandwidths; ``"torchrec"`` for the estimates of the TorchRec that is installed.
         placement_rules: tables that must lie together, apart, or on certain ranks; every plan keeps them.
@@ -123,6 +126,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         refine_seconds: float = 60.0,
         sharding_types: Sequence[str] | None = None,
         exact_training: bool = True,
+        optimizers_attached: bool = False,
         cost_source: str = "auto",
         placement_rules: PlacementRules | None = None,
     ) -> None:
@@ -135,6 +139,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             refine_seconds=refine_seconds,
             sharding_types=sharding_types,
             exact_training=exact_training,
+            optimizers_attached=optimizers_attached,
             cost_source=cost_source,
             placement_rules=placement_rules,
         )
@@ -174,6 +179,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
 
+    @property
+    def optimizers_attached(self) -> bool:
+        """The argument of this name, for plans to come."""
+        return self._request.settings.optimizers_attached
+
+    @optimizers_attached.setter
+    def optimizers_attached(self, attached: bool) -> None:
+        settings = replace(self._request.settings, optimizers_attached=attached)
+        self._request = replace(self._request, settings=settings)
+
     @neutral()
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plan for ``module``; needs no process group.
@@ -193,7 +208,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        lost = lost_optimizers(self._best_plan or [], self._session.context.reader)
+        lost = lost_optimizers(self._best_plan or [], self._session.context.reader, self._topology.compute_device)
         if lost is not None:
             warnings.warn(lost, stacklevel=3)
         return sharding_plan

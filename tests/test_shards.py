@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchrec.distributed.planner import Topology
 
-from dreamshard_planner.cost.roofline import FRESH_BYTES, dense_ms
+from dreamshard_planner.cost.roofline import CPU_DENSE_PASSES, FRESH_BYTES, dense_ms
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.collect import draw_sets, set_work
 from dreamshard_planner.measure.kernels import FusedKernel, check_group
@@ -101,7 +101,7 @@ def test_shards_of_one_table_run_as_one_kernel() -> None:
 
 def test_large_gradients_cost_more_per_element_on_cpu() -> None:
     elements_P = torch.tensor([0.0, FRESH_BYTES / OUTPUT_BYTES / 2, FRESH_BYTES / OUTPUT_BYTES], dtype=torch.float64)
-    nothing, small, large = dense_ms(elements_P, Topology(world_size=2, compute_device="cpu")).tolist()
+    nothing, small, large = dense_ms(elements_P, CPU_DENSE_PASSES, Topology(2, "cpu")).tolist()
     assert nothing == 0 and large > 4 * small > 0
-    cuda = dense_ms(elements_P, Topology(world_size=2, compute_device="cuda"))
-    assert float(cuda[2]) == pytest.approx(2 * float(cuda[1]))
+    cuda = Topology(2, "cuda", hbm_mem_bw=1e9)
+    assert dense_ms(elements_P, 7, cuda).tolist() == pytest.approx([7 * 4 * n / 1e9 for n in elements_P.tolist()])

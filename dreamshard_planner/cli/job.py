@@ -117,6 +117,7 @@ class JobOptions:
             "cost_source": self.cost_source.value,
             "sharding_types": None if self.sharding_types is None else self.sharding_types_named(),
             "exact_training": self.exact_training,
+            "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
             "placement_rules": rules,
             "seed": self.seed,
             "search_seconds": self.search_seconds,

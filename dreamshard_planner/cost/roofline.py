@@ -174,19 +174,27 @@ class RooflineCost(ComputeCost):
         )
 
 
-DENSE_PASSES = 5
-"""Times that the table-sized gradient and weights of a data-parallel table pass through memory beside its kernels: the
-gradient is zeroed, accumulated and read, the weights are read and written by the optimizer."""
+DENSE_PASSES = {"sgd": 6, "rowwise_adagrad": 7, "other": 14}
+"""Times that a data-parallel table's size passes through memory beside its kernels, by optimizer: the gradient is
+zeroed, read and written into DDP's bucket, and read by an optimizer that reads and writes all weights; row-wise Adagrad
+reads it once more, and one with a state for every weight passes over that, and a temporary, eight times."""
 CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.2e-6
-"""Measured on one core of an AMD EPYC (family 25 model 17), with SGD: what gradient and optimizer add to a fused
-backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""
+"""Measured on one core of an AMD EPYC (family 25 model 17), with SGD and without DDP: what four such passes add to a
+fused backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""
+CPU_DENSE_PASSES = 4
 FRESH_BYTES = 32 << 20
 """From here on, glibc's malloc takes new pages from the system for each gradient."""
 
 
-def dense_ms(elements_P: Tensor, topology) -> Tensor:
-    """Milliseconds that data-parallel tables of so many elements add to the backward, beside their kernels, [P]."""
+def dense_ms(elements_P: Tensor, passes_P: Tensor | float, topology) -> Tensor:
+    """Milliseconds that data-parallel tables of so many elements add to the backward, beside their kernels, [P].
+
+    Args:
+        elements_P: of the table-sized gradient.
+        passes_P: times that as many pass through memory; see :data:`DENSE_PASSES`.
+        topology: with its bandwidths.
+    """
     if topology.compute_device != "cpu":
-        return elements_P * (DENSE_PASSES * OUTPUT_BYTES / topology.hbm_mem_bw)
+        return elements_P * passes_P * (OUTPUT_BYTES / topology.hbm_mem_bw)
     fresh_P = elements_P * OUTPUT_BYTES >= FRESH_BYTES
-    return elements_P * (CPU_DENSE_MS_PER_ELEMENT + CPU_FRESH_MS_PER_ELEMENT * fresh_P)
+    return elements_P * (CPU_DENSE_MS_PER_ELEMENT / CPU_DENSE_PASSES * passes_P + CPU_FRESH_MS_PER_ELEMENT * fresh_P)

@@ -38,8 +38,10 @@ def opened_types(
 
 @dataclass(frozen=True)
 class BeyondExactTraining:
-    """What ``exact_training=False`` would gain."""
+    """What sharding types that exact training leaves out would gain."""
 
+    opened_by: str
+    """See :class:`WiderSpace`."""
     opened: tuple[tuple[str, int], ...]
     """Sharding types that exact training leaves out, and for how many tables."""
     exact_ms: float
@@ -53,18 +55,18 @@ class BeyondExactTraining:
 
     def __str__(self) -> str:
         if not self.total_ms < self.exact_ms * (1 - NOTHING):
-            return f"exact_training=False would open {_counted(self.opened)}, and gain nothing that a search found"
+            return f"{self.opened_by} would open {_counted(self.opened)}, and gain nothing that a search found"
         types = ", ".join(f"{count} {kind}" for kind, count in self.types)
         theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
         return (
-            f"exact_training=False would open {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
+            f"{self.opened_by} would open {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
             f"{self.exact_ms:.3f} ({types}); TorchRec's own plan over these types: {theirs}"
         )
 
 
 @dataclass(frozen=True)
 class WiderSpace:
-    """The options that a model would have without exact training, read while it was planned, since modules change when
+    """The options that a model would have without exact training, or with optimizers attached to replicas, read while it was planned, since modules change when
     they are sharded."""
 
     context: PlanningContext
@@ -72,6 +74,9 @@ class WiderSpace:
     search_space: Sequence[ShardingOption]
     topology: Topology
     """What the storage reservation left."""
+    opened_by: str
+    """The planner's argument that opens it: ``optimizers_attached=True`` where that opens something, since training
+    stays exact; else ``exact_training=False``."""
     opened: tuple[tuple[str, int], ...]
     """Sharding types that only this space has, and for how many tables."""
 
@@ -79,7 +84,7 @@ class WiderSpace:
         """For the report, where nothing has been searched."""
         return (
             f"exact training leaves out {_counted(self.opened)}; planner.beyond_exact_training() tells what "
-            "exact_training=False would gain"
+            f"{self.opened_by} would gain"
         )
 
     @neutral()
@@ -111,7 +116,8 @@ class WiderSpace:
         )
         theirs_ms = None if theirs is None else cost.overall_ms(read.sharding(theirs.options))
         exact_ms = cost.overall_ms(start)
-        return BeyondExactTraining(self.opened, exact_ms, found.overall_ms, tuple(types.most_common()), theirs_ms)
+        opened = (self.opened_by, self.opened)
+        return BeyondExactTraining(*opened, exact_ms, found.overall_ms, tuple(types.most_common()), theirs_ms)
 
 
 def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:

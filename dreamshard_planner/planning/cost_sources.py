@@ -53,7 +53,7 @@ class NetworkCosts:
         problem = read.problem
         if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
             return Cost(problem, compute)
-        dense_ms_P = dense_ms(read.dense_elements_P, self.topology)
+        dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
         ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
         with_extras = WithExtras(compute)

@@ -50,6 +50,7 @@ class MadeFrom:
                 "recipe": self.checkpoint.recipe,
                 "sharding_types": plain(settings.allowed_types),
                 "exact_training": settings.exact_training,
+                "optimizers_attached": settings.optimizers_attached,
                 "storage_reservation": self.reservation,
                 "seed": settings.seed,
                 "search_seconds": settings.search_seconds,
@@ -82,7 +83,8 @@ class MadeFrom:
                 "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
                 "constraints": self.constraints,
                 "placement rules": settings.placement_rules,
-                "cost source": (settings.cost_source, settings.exact_training, settings.allowed_types),
+                "cost source": (settings.cost_source, settings.allowed_types),
+                "training": (settings.exact_training, settings.optimizers_attached),
                 "statistics": settings.statistics,
                 "checkpoint": self.checkpoint.digest(),
                 "recipe": self.checkpoint.recipe,

@@ -124,8 +124,9 @@ class PlanningSession:
         check_topology(request.topology)
         unused = unused_names(module, sharders, request.constraints, request.settings.statistics)
         legal = _legal_ranks(request, module, sharders)
-        constraints = _constraints(request, module, sharders, legal, request.settings.exact_training)
-        reader = OptionReader(constraints, request.settings.statistics, sharders, legal)
+        constraints = _constraints(request, module, sharders, legal)
+        settings = request.settings
+        reader = OptionReader(constraints, settings.statistics, sharders, legal, settings.optimizers_attached)
         cost_source = request.settings.cost_source
         context = PlanningContext(request.topology, reader, request.checkpoint, cost_source, constraints, sharders)
         left = reservation.reserve(
@@ -227,15 +228,18 @@ class PlanningSession:
             return ()
 
     def _wider(self, module: nn.Module, sharders: Sharders, estimator: MakeEstimator) -> WiderSpace | None:
-        all_types = _constraints(self.request, module, sharders, self.legal, exact_training=False)
-        opened = opened_types(self.constraints, all_types)
-        if not opened:
+        for argument, value in (("optimizers_attached", True), ("exact_training", False)):
+            wider = replace(self.request, settings=replace(self.request.settings, **{argument: value}))
+            all_types = _constraints(wider, module, sharders, self.legal)
+            if opened := opened_types(self.constraints, all_types):
+                break
+        else:
             return None
         context = self.context.with_constraints(all_types)
         options = context.enumerator(self.request.batch_size, estimator(context)).enumerate(module, list(sharders))
         if any(option.dependency for option in options):
             return None  # which hosts towers are pinned to is settled while planning
-        return WiderSpace(context, options, self.left, opened)
+        return WiderSpace(context, options, self.left, f"{argument}={value}", opened)
 
 
 def _legal_ranks(request: PlanRequest, module: nn.Module, sharders: Sharders) -> LegalRanks | None:
@@ -248,7 +252,7 @@ def _legal_ranks(request: PlanRequest, module: nn.Module, sharders: Sharders) ->
 
 
 def _constraints(
-    request: PlanRequest, module: nn.Module, sharders: Sharders, legal: LegalRanks | None, exact_training: bool
+    request: PlanRequest, module: nn.Module, sharders: Sharders, legal: LegalRanks | None
 ) -> dict[str, ParameterConstraints]:
     return planning_constraints(
         module,
@@ -257,7 +261,8 @@ def _constraints(
         request.settings.statistics,
         request.topology.compute_device,
         sharding_types=request.settings.allowed_types,
-        exact_training=exact_training,
+        exact_training=request.settings.exact_training,
+        optimizers_attached=request.settings.optimizers_attached,
         has_ssd=any(device.storage.ssd > 0 for device in request.topology.devices),
         legal=legal,
         impossible=impossible_types(request.topology),

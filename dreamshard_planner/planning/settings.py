@@ -31,6 +31,7 @@ class PlannerSettings:
     refine_seconds: float
     sharding_types: Sequence[str] | None
     exact_training: bool
+    optimizers_attached: bool
     cost_source: str
     placement_rules: PlacementRules | None
 

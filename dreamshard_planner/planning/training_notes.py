@@ -38,15 +38,21 @@ def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topol
     )
 
 
-def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader) -> str | None:
+def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader, compute_device: str) -> str | None:
     """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
-    lost = [fqn_of(option) for option in plan if type_of(option).is_replicated and reader.in_backward(option)]
+    lost = [
+        fqn_of(option)
+        for option in plan
+        if type_of(option).is_replicated
+        and reader.in_backward(option)
+        and inexact(option.sharding_type, reader.situation(option, compute_device))
+    ]
     if not lost:
         return None
     return (
         f"{_names(lost)}: the plan is data_parallel, which takes the in-backward optimizer away. They are trained only "
-        "by an optimizer of the script's own, over in_backward_optimizer_filter(model.named_parameters()); or name "
-        "other types in their ParameterConstraints.sharding_types"
+        "by an optimizer of the script's own, over in_backward_optimizer_filter(model.named_parameters()), unless "
+        "attach_optimizers(model) can give it back; or name other types in their ParameterConstraints.sharding_types"
     )
 
 

@@ -10,9 +10,10 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.cost.roofline import DENSE_PASSES
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import KERNELS
-from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.workload.tables import Table, Workload
 
 
@@ -25,6 +26,7 @@ class Parts:
         self.fqns: list[str] = []
         self.groups: list[int] = []
         self.dense_elements: list[float] = []
+        self.dense_passes: list[float] = []
         self.ssd_bytes: list[float] = []
         self.columns: dict[Collective, int] = {}
         """Column of each collective that some part takes part in."""
@@ -75,6 +77,7 @@ class Parts:
         self.fqns.append(fqn_of(option))
         self.groups.append(group)
         self.dense_elements.append(workload.rows * workload.dim if KERNELS[option.compute_kernel].dense else 0.0)
+        self.dense_passes.append(DENSE_PASSES[table.optimizer])
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
         self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
         self._uncounted_bytes.append(_uncounted_bytes(option, table, workload))
@@ -108,10 +111,12 @@ def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
 
 
 def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> int:
-    """What a shard needs beside TorchRec's estimate of its storage: the table-sized gradient of a dense kernel, and
-    what a column slice's row-wise optimizer state, four bytes per row, exceeds its share of the whole table's."""
+    """What a shard needs beside TorchRec's estimate of its storage: the table-sized gradient that a dense kernel makes
+    with every backward, and DDP's bucket, which a replica's is copied to; and what a column slice's row-wise optimizer
+    state, four bytes per row, exceeds its share of the whole table's."""
     if KERNELS[option.compute_kernel].dense:
-        return int(shard.rows * shard.dim * shard.weight_bytes)
+        copies = 2 if type_of(option).is_replicated else 1
+        return int(copies * shard.rows * shard.dim * shard.weight_bytes)
     if table.optimizer == "rowwise_adagrad" and table.memory == "device":
         return int(shard.rows * 4 * (1 - shard.dim / table.dim))
     return 0

@@ -28,6 +28,8 @@ class ReadProblem:
     """What each part asks of its rank."""
     dense_elements_P: torch.Tensor
     """Elements of the table-sized gradient of data-parallel parts, zero elsewhere."""
+    dense_passes_P: torch.Tensor
+    """Times that as many pass through memory beside the kernels, by the table's optimizer."""
     ssd_bytes_P: torch.Tensor
     """Bytes of the distinct rows that parts on SSDs read per batch, zero elsewhere."""
 

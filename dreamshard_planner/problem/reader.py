@@ -44,6 +44,7 @@ class OptionReader(TableReader):
         statistics: workload statistics by feature name; they take precedence over pooling factors.
         sharders: consulted for a fused optimizer that is set through ``fused_params``, and for quantized communication.
         legal: where tables may lie; anywhere by default.
+        optimizers_attached: to the replicas of data-parallel tables.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class OptionReader(TableReader):
         statistics: TableStatistics | None = None,
         sharders: Iterable[ModuleSharder[nn.Module]] = (),
         legal: LegalRanks | None = None,
+        optimizers_attached: bool = False,
     ) -> None:
-        super().__init__(constraints, statistics, sharders)
+        super().__init__(constraints, statistics, sharders, optimizers_attached)
         self._legal = legal
         # Estimator, proposer, partitioner and perf model ask for the same tables one after the other.
         self._workloads: dict[tuple[Table, int], Workload] = {}
@@ -117,6 +119,7 @@ class OptionReader(TableReader):
             tuple(parts.shards),
             tuple(parts.workloads),
             torch.tensor(parts.dense_elements, dtype=torch.float64),
+            torch.tensor(parts.dense_passes, dtype=torch.float64),
             torch.tensor(parts.ssd_bytes, dtype=torch.float64),
         )
 

@@ -27,6 +27,7 @@ from dreamshard_planner.search_space.modules import (
     table_configs,
 )
 from dreamshard_planner.search_space.options import fqn_of, type_of
+from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table
 
@@ -40,6 +41,7 @@ class TableReader:
         constraints: TorchRec's constraints by table name.
         statistics: workload statistics by feature name; they take precedence over pooling factors.
         sharders: consulted for a fused optimizer that is set through ``fused_params``.
+        optimizers_attached: to the replicas of data-parallel tables.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class TableReader:
         constraints: Mapping[str, ParameterConstraints] | None = None,
         statistics: TableStatistics | None = None,
         sharders: Iterable[ModuleSharder[nn.Module]] = (),
+        optimizers_attached: bool = False,
     ) -> None:
         self._constraints = constraints or {}
         self._statistics = statistics
+        self._optimizers_attached = optimizers_attached
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
@@ -69,6 +73,8 @@ class TableReader:
             self._config(option),
             compute_device,
             optimizer_name(option.tensor, self._fused_params(option)),
+            self._optimizers_attached,
+            replicas_follow(option.tensor, self._fused_params(option), option.module[1]),
         )
 
     def in_backward(self, option: ShardingOption) -> bool:

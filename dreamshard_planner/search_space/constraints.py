@@ -38,6 +38,7 @@ from dreamshard_planner.search_space.modules import (
 )
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, some_of
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -51,6 +52,7 @@ def planning_constraints(
     compute_device: str,
     sharding_types: Sequence[str] | None = None,
     exact_training: bool = True,
+    optimizers_attached: bool = False,
     has_ssd: bool = True,
     legal: LegalRanks | None = None,
     impossible: Mapping[str, str] = MappingProxyType({}),
@@ -69,6 +71,7 @@ def planning_constraints(
         compute_device: of the topology.
         sharding_types: TorchRec's names of the types to use; None for all.
         exact_training: leave out types that change how a table is trained, unless its constraint names them.
+        optimizers_attached: to the replicas of data-parallel tables, some of which then train exactly.
         has_ssd: whether the topology has SSDs; TorchRec leaves ``key_value`` out where not.
         legal: where tables may lie; anywhere by default.
         impossible: sharding types that the topology leaves no place for, and why.
@@ -97,6 +100,7 @@ def planning_constraints(
                 compute_device,
                 sharding_types,
                 exact_training,
+                optimizers_attached,
                 {**impossible, **(legal.left_out(one.fqn) if legal else {})},
             )
             for one in by_name[name]
@@ -276,6 +280,7 @@ def allowed_types(
     compute_device: str,
     sharding_types: Sequence[str] | None,
     exact_training: bool,
+    optimizers_attached: bool,
     ruled_out: Mapping[str, str],
 ) -> list[str]:
     """Sharding types that may be used for a table by the compute kernels of its constraint, sorted.
@@ -297,11 +302,14 @@ def allowed_types(
         left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
     left_out.update({kind: "nobody knows what it does" for kind in wanted - SHARDING_TYPES.keys()})
     left_out.update({kind: reason for kind, reason in ruled_out.items() if kind in wanted})
+    given = fused_params(table.module, table.sharder)
     situation = Situation(
         table.module,
         table.config,
         compute_device,
-        optimizer_name(table.parameter, fused_params(table.module, table.sharder)),
+        optimizer_name(table.parameter, given),
+        optimizers_attached,
+        replicas_follow(table.parameter, given, table.module),
     )
     processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
     for kind in sorted(wanted - left_out.keys()):

@@ -30,6 +30,10 @@ class Situation:
     compute_device: str
     optimizer: str
     """Of :func:`optimizer_name`."""
+    attached: bool = False
+    """Whether in-backward optimizers are attached to the replicas of data-parallel tables."""
+    replicas_follow: bool = False
+    """Whether replicas of the table can then follow its own, see ``replica_rules.py``."""
 
     @property
     def is_mean(self) -> bool:

@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner.search_space.sharding_types import optimizer_name
+from dreamshard_planner.search_space.legality import optimizer_name
 
 _KERNEL = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
 FUSED_DEFAULTS = {name: float(_KERNEL[name].default) for name in ("learning_rate", "eps")}
@@ -34,8 +34,6 @@ class ReplicaRule:
     """Makes the state ("momentum1") of a table of these weights [R, C]; None: it has none."""
     update: Callable[[Tensor, Tensor, Tensor | None, float, float], None]
     """Of weights [R, C], in place, by gradient [R, C], state, learning rate and eps."""
-    passes: int
-    """Times that it takes as many bytes as the table has through memory."""
 
 
 def _sgd(weight_RC: Tensor, gradient_RC: Tensor, state: None, learning_rate: float, eps: float) -> None:
@@ -52,12 +50,12 @@ def _rowwise_adagrad(weight_RC: Tensor, gradient_RC: Tensor, sum_R: Tensor, lear
     weight_RC.addcdiv_(gradient_RC, sum_R.sqrt().add_(eps).unsqueeze(1), value=-learning_rate)
 
 
-_SGD = ReplicaRule(None, _sgd, passes=3)
+_SGD = ReplicaRule(None, _sgd)
 REPLICA_RULES = {
     "sgd": _SGD,
     "exact_sgd": _SGD,
-    "exact_adagrad": ReplicaRule(torch.zeros_like, _adagrad, passes=12),
-    "exact_rowwise_adagrad": ReplicaRule(lambda weight: weight.new_zeros(len(weight)), _rowwise_adagrad, passes=4),
+    "exact_adagrad": ReplicaRule(torch.zeros_like, _adagrad),
+    "exact_rowwise_adagrad": ReplicaRule(lambda weight: weight.new_zeros(len(weight)), _rowwise_adagrad),
 }
 """By FBGEMM's name of the optimizer, in lower case. With what changes rows that no lookup read (weight decay, momentum)
 a kernel and a replica differ; so they do where each update is rounded (half precision)."""
@@ -89,6 +87,11 @@ def in_backward_arguments(parameter: Tensor, fused_params: Mapping[str, Any] | N
     if getattr(parameter, "_optimizer_classes", None) or arguments.get("optimizer") is not None:
         arguments["optimizer"] = optimizer_name(parameter, dict(fused_params or {}))
     return arguments
+
+
+def replicas_follow(parameter: Tensor, fused_params: Mapping[str, Any] | None, module: nn.Module) -> bool:
+    """Whether replicas of an unsharded table can be trained by the in-backward optimizer that it was given."""
+    return why_not_replicas(in_backward_arguments(parameter, fused_params), parameter.dtype, module) is None
 
 
 def replica_rule(arguments: Mapping[str, Any]) -> ReplicaRule | None:

@@ -114,9 +114,15 @@ STATE_PER_SLICE = Reason(
     "every column slice keeps a row-wise optimizer state of its own",
 )
 OPTIMIZER_OUTSIDE = Reason(
-    "everywhere",
-    lambda s: True,
-    "it takes the in-backward optimizer away: the table's gradients wait for an optimizer of the script's own",
+    "unless optimizers are attached to the replicas",
+    lambda s: not s.attached,
+    "it takes the in-backward optimizer away, unless this package's DistributedModelParallel or "
+    "attach_optimizers(model) gives it back (planned with optimizers_attached=True)",
+)
+REPLICAS_DIFFER = Reason(
+    "attached optimizers, and any but SGD, Adagrad and row-wise Adagrad of float32 weights without weight decay",
+    lambda s: s.attached and not s.replicas_follow,
+    "no optimizer of its replicas does what the table's own does in the backward",
 )
 SUMS_FOR_MEANS = Reason(
     "mean pooling",
@@ -187,7 +193,7 @@ SHARDING_TYPES = {
         exchanges=(Exchange("world", None, "all_reduce"),),
         kernels=(DENSE,),
         broken=(DENSE_SEQUENCES,),
-        inexact=(OPTIMIZER_OUTSIDE,),
+        inexact=(OPTIMIZER_OUTSIDE, REPLICAS_DIFFER),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),

@@ -52,6 +52,8 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]] | None,
     ) -> ShardingPlan:
         sharders = get_default_sharders() if sharders is None else sharders
+        if hasattr(planner, "optimizers_attached"):
+            planner.optimizers_attached = True
         if env is not None and env.process_group is None:
             return planner.plan(module, sharders)
         return planner.collective_plan(module, sharders, env.process_group if env is not None else None)
