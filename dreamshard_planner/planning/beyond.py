@@ -66,8 +66,8 @@ class BeyondExactTraining:
 
 @dataclass(frozen=True)
 class WiderSpace:
-    """The options that a model would have without exact training, or with optimizers attached to replicas, read while it was planned, since modules change when
-    they are sharded."""
+    """The options that a model would have without exact training, or with optimizers attached to replicas; read while
+    it was planned, since modules change when they are sharded."""
 
     context: PlanningContext
     """With the wider constraints."""

@@ -127,8 +127,9 @@ class PlanningSession:
         constraints = _constraints(request, module, sharders, legal)
         settings = request.settings
         reader = OptionReader(constraints, settings.statistics, sharders, legal, settings.optimizers_attached)
-        cost_source = request.settings.cost_source
-        context = PlanningContext(request.topology, reader, request.checkpoint, cost_source, constraints, sharders)
+        context = PlanningContext(
+            request.topology, reader, request.checkpoint, settings.cost_source, constraints, sharders
+        )
         left = reservation.reserve(
             topology=request.topology,
             batch_size=request.batch_size,
