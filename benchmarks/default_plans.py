@@ -1,0 +1,182 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Default plans, as a user gets them who changes one line: ours against TorchRec's default planner, run to its end.
+
+    python benchmarks/default_plans.py --record benchmarks/results/2026-11-23-default-plans.jsonl
+
+Six models of tables with row-wise Adagrad in the backward, on one and two hosts of eight H100s, local batch 2,048, all
+planners told the true pooling factors. TorchRec's planner replicates tables as it likes, and they lose that optimizer.
+Ours keeps training exact: through this package's ``DistributedModelParallel`` it may replicate tables, since their
+replicas keep the optimizer; for TorchRec's own class with nothing attached it may not.
+
+Planners rate plans by TorchRec's estimates (``cost_source="torchrec"``) or by our own costs; every plan is then rated
+by both. ``--limit`` ends TorchRec's proposals after so many seconds of processor time: marked ``>`` then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torchrec.distributed.planner import Topology
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.workload import named_pool
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from full_search import SHARDERS, Contest, Made, append
+from full_search_tasks import RANKS_PER_HOST, FullTask, random_tables
+from output import table_of
+from provenance import provenance
+
+LOCAL_BATCH = 2048
+HOSTS = (1, 2)
+
+
+def drawn(
+    count: int, rows: tuple[float, float], dims: Sequence[int], lookups: tuple[float, float], seed: int
+) -> list[Table]:
+    """Tables with powers of ten of rows, and lookups per sample, in these bounds."""
+    rng = random.Random(seed)
+    return [
+        Table(
+            f"t{seed}_{index}",
+            int(10 ** rng.uniform(*rows)),
+            rng.choice(dims),
+            (FeatureStatistics(10 ** rng.uniform(*lookups)),),
+        )
+        for index in range(count)
+    ]
+
+
+MODELS: dict[str, Callable[[], list[Table]]] = {
+    "MLPerf, 26 tables": lambda: named_pool("mlperf_dlrm_dcnv2"),
+    "200 small + 10 large": lambda: [
+        *drawn(200, (2, 4.5), (16, 32, 64), (0, 0.5), 1),
+        *drawn(10, (6.5, 7.5), (128,), (0, 1), 2),
+    ],
+    "100 small": lambda: drawn(100, (2, 4.5), (16, 32, 64), (0, 0.7), 3),
+    "40 categorical + 4 hot": lambda: [
+        *drawn(40, (1, 5), (32, 64), (0, 0), 4),
+        *drawn(4, (5.5, 6.5), (128,), (1.7, 2), 5),
+    ],
+    "100 mixed": lambda: random_tables(100),
+    "8 large": lambda: drawn(8, (7, 7.5), (128,), (0, 0.7), 6),
+}
+
+
+class DefaultTask(FullTask):
+    """One of them, on hosts of eight H100s."""
+
+    def model(self) -> nn.Module:
+        """With row-wise Adagrad in the backward."""
+        model = super().model()
+        apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.01})
+        return model
+
+    def topology(self) -> Topology:
+        """As published."""
+        return Machine(ranks_per_host=RANKS_PER_HOST, hosts=self.ranks // RANKS_PER_HOST, gpu="h100").topology()
+
+
+class DefaultContest(Contest):
+    """One task; planners as a user makes them."""
+
+    def __init__(self, task: DefaultTask, limit: float) -> None:
+        super().__init__(task, "all", limit)
+        self.planners = {"torchrec": lambda: self.torchrec(None)} | {
+            f"{name}, {source}": lambda attached=attached, source=source: self.ours(attached, source)
+            for name, attached in (("attached", True), ("nothing attached", False))
+            for source in ("torchrec", "auto")
+        }
+
+    def ours(self, attached: bool, cost_source: str) -> Made:
+        """Exact training."""
+        planner = DreamShardPlanner(
+            topology=self.topology,
+            batch_size=self.task.batch_size,
+            constraints=self.constraints,
+            stats=[],
+            debug=False,
+            optimizers_attached=attached,
+            cost_source=cost_source,
+        )
+        planner.plan(self.model, SHARDERS)
+        return Made(planner._best_plan, True)
+
+
+COLUMNS = (
+    ("ours, TorchRec's estimates", "torchrec_ms", "attached, torchrec"),
+    ("nothing attached", "torchrec_ms", "nothing attached, torchrec"),
+    ("ours, own costs", "own_ms", "attached, auto"),
+    ("nothing attached", "own_ms", "nothing attached, auto"),
+)
+"""Heading, by whose figures, and of which planner: over TorchRec's plan."""
+
+
+def summarize(lines: Sequence[dict[str, Any]], console: Console) -> None:
+    """Ratios to TorchRec's plan, and geometric means."""
+    of = {(line["model"], line["hosts"], line["planner"]): line for line in lines if "model" in line}
+    table = table_of("Cost over that of TorchRec's default plan", "model", "hosts", "TorchRec's, ms", "own, ms")
+    for heading, _, _ in COLUMNS:
+        table.add_column(heading, justify="right")
+    logs: list[list[float]] = [[] for _ in COLUMNS]
+    for model, hosts in dict.fromkeys(key[:2] for key in of):
+        theirs = of[model, hosts, "torchrec"]
+        row = [f"{'' if theirs['finished'] else '>'}{theirs[name]:.3f}" for name in ("torchrec_ms", "own_ms")]
+        for column, (_, by, planner) in enumerate(COLUMNS):
+            ours = of.get((model, hosts, planner))
+            row.append("" if ours is None else f"{ours[by] / theirs[by]:.3f}")
+            if ours is not None:
+                logs[column].append(math.log(ours[by] / theirs[by]))
+        table.add_row(model, f"{hosts} x {RANKS_PER_HOST}", *row)
+    means = [f"{math.exp(sum(log) / len(log)):.3f}" if log else "" for log in logs]
+    table.add_row("geometric mean", "", "", "", *means)
+    console.print(table)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, default=Path("default-plans.jsonl"))
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of TorchRec's search")
+    parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    console = Console(width=150)
+    if not args.record.exists():
+        append(args.record, provenance(torch.device("cpu")))
+    lines = [json.loads(text) for text in args.record.read_text().splitlines()]
+    for hosts in HOSTS:
+        for model in args.models.split(";"):
+            contest = DefaultContest(DefaultTask(model, MODELS[model], hosts * RANKS_PER_HOST, LOCAL_BATCH), args.limit)
+            for name in contest.planners:
+                where = {"model": model, "hosts": hosts, "planner": name}
+                if any(where.items() <= line.items() for line in lines):
+                    continue
+                start = time.process_time()
+                played = contest.play(name)
+                kept = ("torchrec_ms", "own_ms", "own_source", "types", "finished")
+                line = where | {"seconds": round(time.process_time() - start, 2)} | {key: played[key] for key in kept}
+                append(args.record, line)
+                lines.append(line)
+                console.print(*where.values(), f"{line['torchrec_ms']:.3f} {line['own_ms']:.3f} {line['seconds']} s")
+    summarize(lines, console)
+
+
+if __name__ == "__main__":
+    main()

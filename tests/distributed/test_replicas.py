@@ -1,0 +1,98 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Replicated tables with an attached optimizer train as whole ones do, whatever a script steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Rank, run_on_ranks
+from replicas import DP, SHAPES, STEPS, TABLES, TW, Model, Trained, Training, all_reduces, resume, train_each
+from torchrec.optim import SGD, Adagrad
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
+
+RULES = {
+    "sgd": (SGD, {"lr": 0.2}),
+    "torch sgd": (torch.optim.SGD, {"lr": 0.2}),
+    "adagrad": (Adagrad, {"lr": 0.2, "eps": 1e-3}),
+    "adagrad, eps of FBGEMM": (torch.optim.Adagrad, {"lr": 0.2}),
+    "row-wise adagrad": (RowWiseAdagrad, {"lr": 0.2, "eps": 1e-3}),
+    "row-wise adagrad, eps of FBGEMM": (RowWiseAdagrad, {"lr": 0.2}),
+}
+WAYS = (
+    "fused", "dense", "combined", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything",
+)  # fmt: skip
+TRAININGS = {
+    **{name: Training(*rule) for name, rule in RULES.items()},
+    **{f"way: {way}": Training(*RULES["row-wise adagrad"], way) for way in WAYS},
+    "torchrec's class": Training(*RULES["row-wise adagrad"], torchrecs_class=True),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Trained]]]:
+    """By rank, training and sharding type."""
+    return run_on_ranks(train_each, TRAININGS, world_size=request.param)
+
+
+def of_all_ranks(trained: list[dict[str, dict[str, Trained]]], name: str, kind: str) -> Trained:
+    """Losses of all, and every table."""
+    every = [of_rank[name][kind] for of_rank in trained]
+    weights = {table: weight for one in every for table, weight in one.weights.items()}
+    states = {parameter: states for one in every for parameter, states in one.states.items()}
+    return Trained([loss for one in every for loss in one.losses], weights, states, every[0].dense)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_replicas_train_as_whole_tables(name: str, trained: list[dict[str, dict[str, Trained]]]) -> None:
+    whole, replicated = of_all_ranks(trained, name, TW), of_all_ranks(trained, name, DP)
+    assert len(whole.losses) == STEPS * len(trained) and replicated.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert whole.weights.keys() == replicated.weights.keys() == SHAPES.keys()
+    for table, weight in whole.weights.items():
+        torch.testing.assert_close(replicated.weights[table], weight, rtol=1e-5, atol=1e-6)
+    for of_rank in trained:
+        for table in TABLES:
+            assert torch.equal(of_rank[name][DP].weights[table], replicated.weights[table])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_states_are_named_and_shaped_as_of_fused_tables(
+    name: str, trained: list[dict[str, dict[str, Trained]]]
+) -> None:
+    whole, replicated = of_all_ranks(trained, name, TW), of_all_ranks(trained, name, DP)
+    torch.testing.assert_close(replicated.states, whole.states, rtol=1e-4, atol=1e-8)
+    assert ("sgd" in name) == (not whole.states)
+
+
+def test_tables_are_not_the_scripts_to_train(trained: list[dict[str, dict[str, Trained]]]) -> None:
+    for of_rank in trained:
+        for training in of_rank.values():
+            assert training[DP].dense == training[TW].dense == {"top.weight", "top.bias"}
+
+
+@pytest.mark.parametrize("first", [DP, TW])
+def test_training_resumes_from_a_checkpoint(first: str, tmp_path: Path) -> None:
+    """Also from one of whole tables."""
+    for through, resumed in run_on_ranks(resume, TRAININGS["row-wise adagrad"], first, str(tmp_path), world_size=2):
+        for table, weight in through.weights.items():
+            torch.testing.assert_close(resumed.weights[table], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_reduced_once() -> None:
+    """One all-reduce of the replicas, which are one group, one of the dense layers."""
+    assert run_on_ranks(all_reduces, TRAININGS["sgd"], world_size=2) == [2, 2]
+
+
+def _planned_replicas(rank: Rank) -> tuple[set[str], list[str]]:
+    planner = DreamShardPlanner(sharding_types=[DP], stats=[], debug=False)
+    model = DistributedModelParallel(Model(TRAININGS["sgd"]), device=rank.device, planner=planner)
+    kinds = {tables.sharding_type for tables in model.plan.plan["bags"].values()}
+    return kinds, sorted(model.fused_optimizer.params)
+
+
+def test_our_class_opens_data_parallel() -> None:
+    for kinds, parameters in run_on_ranks(_planned_replicas, world_size=2):
+        assert kinds == {DP} and parameters == sorted(f"bags.embedding_bags.{name}.weight" for name in SHAPES)
