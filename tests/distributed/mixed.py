@@ -25,6 +25,7 @@ from ranks import Rank
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecsDistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardedTensor
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -72,6 +73,7 @@ class Case:
         exact_training: see ``DreamShardPlanner``.
         planner: ``dreamshard``, or ``torchrec`` for what ours refuses.
         dense: the script's optimizer for all that no kernel updates; None for none.
+        attached: this package's ``DistributedModelParallel``, which attaches optimizers to replicas; else TorchRec's.
         planned_batch: samples of a rank, as the planner is told.
     """
 
@@ -82,6 +84,7 @@ class Case:
     exact_training: bool = True
     planner: str = "dreamshard"
     dense: type[torch.optim.Optimizer] | None = torch.optim.SGD
+    attached: bool = True
     planned_batch: int = 16
 
     def tables(self) -> Iterator[tuple[str, str, TableSpec]]:
@@ -242,7 +245,8 @@ def train(case: Case, rank: Rank, local_world_size: int) -> Trained:
     losses: list[float] = []
     weights, memory, error = {}, 0, None
     try:
-        model = DistributedModelParallel(MixedModel(case), device=rank.device, sharders=sharders(case), plan=plan)
+        kind = DistributedModelParallel if case.attached else TorchRecsDistributedModelParallel
+        model = kind(MixedModel(case), device=rank.device, sharders=sharders(case), plan=plan)
         fill(model)
         _steps(case, model, rank, losses)
         weights, memory = whole_weights(model, rank.world_size), allocated_bytes(model)
@@ -277,8 +281,7 @@ def _steps(case: Case, model: DistributedModelParallel, rank: Rank, losses: list
 
 
 def allocated_bytes(model: DistributedModelParallel) -> int:
-    """Weights, states of in-backward optimizers and gradients of all tables, on this rank, as they lie in memory after
-    a backward."""
+    """Weights, states of in-backward optimizers and gradients of all tables, on this rank, at the most."""
     total = 0
     lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]  # not registered
     for module in itertools.chain.from_iterable(lookup.modules() for lookup in lookups):
@@ -286,8 +289,8 @@ def allocated_bytes(model: DistributedModelParallel) -> int:
             tensors = [*module.split_embedding_weights()]
             tensors += [state for states in module.split_optimizer_states() for state in states]
         elif isinstance(module, DenseTableBatchedEmbeddingBagsCodegen):
-            # Its gradient lies in DDP's bucket, also where the parameter has let go of it.
-            tensors = [module.weights, torch.empty_like(module.weights, device="meta")]
+            # Its gradient, for as long as it takes to copy it into DDP's bucket, and that.
+            tensors = [module.weights, *2 * [torch.empty_like(module.weights, device="meta")]]
         else:
             continue
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)

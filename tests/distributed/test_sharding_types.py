@@ -76,17 +76,32 @@ FREE = {
     "hot": TableSpec(1000, 256, None, 64, planned_lookups=200.0),
     **{f"cold{i}": TableSpec(100 + i, 8, None, 4) for i in range(4)},
 }
+REPLICATED = {
+    "bags": {
+        "t": spec(DP),
+        "u": spec(DP, 33, 16, features=2),
+        "mean": spec(DP, pooling=MEAN),
+        "fp16": spec(TW, data_type=FP16),
+        "w": spec(TW),
+    },
+    "weighted": {"x": spec(DP), "cw": spec(TW, 33, 16)},
+    "sequence": sequence((TW, RW)),
+}
+"""Beside tables that are not, in several modules, of two precisions."""
 EXACT = {
     "stock sgd": stock(SGD),
     "every adagrad": every(Adagrad),
     "every row-wise adagrad": every(RowWiseAdagrad, (TW, RW, TWRW)),
     # The script's own optimizer does to it what the in-backward one would have done.
-    "data_parallel sgd": Case({"bags": {"t": spec(DP), "u": spec(DP, 33, 16, features=2), "w": spec(TW)}}, SGD),
+    "data_parallel sgd": Case(REPLICATED, SGD, attached=False),
+    "attached sgd": Case(REPLICATED, SGD, dense=None),
+    "attached adagrad": Case(REPLICATED, Adagrad),
+    "attached row-wise adagrad": Case(REPLICATED, RowWiseAdagrad),
     "free": Case({"bags": FREE, "sequence": {"s": TableSpec(60, 8), "u": TableSpec(50, 8)}}, SGD, planned_batch=4096),
 }
 DIFFERENT = {
     kind: Case({"bags": {"t": spec(kind)}}, RowWiseAdagrad, stock=kind != GRID) for kind in (CW, TWCW, GRID)
-} | {DP: Case({"bags": {"t": spec(DP), "w": spec(TW)}}, SGD, dense=None)}
+} | {DP: Case({"bags": {"t": spec(DP), "w": spec(TW)}}, SGD, dense=None, attached=False)}
 """Named in a constraint, which is consent."""
 
 
@@ -116,7 +131,7 @@ MEMORY = {
         {"bags": {"t": replace(spec(kind, 3001, 64), min_partition=16)}}, optimizer, stock=False, planned_batch=1
     )
     for kind in (TW, CW, RW, TWRW, GRID, DP)
-    for optimizer in ((SGD, Adagrad, RowWiseAdagrad) if kind != DP else (SGD,))
+    for optimizer in (SGD, Adagrad, RowWiseAdagrad)
 }
 """Batches so small that what is allocated is weights, optimizer states and dense gradients."""
 
