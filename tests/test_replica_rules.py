@@ -169,10 +169,10 @@ def test_attached_optimizers_open_data_parallel(optimizer: type) -> None:
     beyond = closed.beyond_exact_training()
     assert beyond.opened_by == "optimizers_attached=True" and beyond.opened == (("data_parallel", 30),)
     assert "optimizers_attached=True would open" in str(beyond) and any(
-        "optimizers_attached=True would gain" in note for note in closed.report().notes
+        "optimizers_attached=True would gain" in str(note) for note in closed.report().notes
     )
     attached, kinds = replicated(optimizer, optimizers_attached=True)
-    assert "data_parallel" in kinds and not any("trains differently" in note for note in attached.report().notes)
+    assert "data_parallel" in kinds and not any("trains differently" in str(note) for note in attached.report().notes)
     assert attached.report().chosen.total_ms <= beyond.total_ms * (1 + 1e-6) < closed.report().chosen.total_ms
 
 
@@ -182,6 +182,6 @@ def test_optimizers_that_replicas_cannot_follow_keep_it_closed() -> None:
     named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
     with pytest.warns(UserWarning, match="takes the in-backward optimizer away"):
         made, kinds = replicated(Adam, optimizers_attached=True, constraints=named)
-    assert kinds == {"data_parallel"} and any("no optimizer of its replicas" in note for note in made.report().notes)
+    assert kinds == {"data_parallel"} and any("no optimizer of its replicas" in str(note) for note in made.report().notes)
     with pytest.raises(PlannerError, match="no optimizer of its replicas does"):
         replicated(Adam, optimizers_attached=True, sharding_types=["data_parallel"])
