@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -140,30 +138,6 @@ def torchrec_plan(case: Case, planner: DreamShardPlanner, **arguments):
     return rival._best_plan
 
 
-STORED_PLANS = json.loads((Path(__file__).parent / "data/whole_table_plans.json").read_text())
-"""Ranks of whole tables with the shipped checkpoint; those of CUDA (odd seeds) as before tables could be split."""
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_whole_tables_are_placed_as_ever(seed: int) -> None:
-    rng = random.Random(seed)
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(1, 6)),
-            embedding_dim=rng.choice([8, 16, 32, 64, 128]),
-            feature_names=[f"f{i}"],
-        )
-        for i in range(rng.randint(10, 40))
-    ]
-    devices = Topology((2, 4, 8, 16)[seed // 2], ("cpu", "cuda")[seed % 2])
-    planner = DreamShardPlanner(topology=devices, batch_size=256, stats=[], debug=False, sharding_types=("table_wise",))
-    model = nn.Module()
-    model.sparse = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    planned = ranks_of(planner.plan(model, SHARDERS))
-    assert [planned["sparse", table.name] for table in tables] == [[rank] for rank in STORED_PLANS[str(seed)]]
-
-
 @pytest.mark.parametrize("block", range(10))
 def test_random_models_of_whole_tables(block: int) -> None:
     planned = 0
@@ -173,7 +147,7 @@ def test_random_models_of_whole_tables(block: int) -> None:
         try:
             plan = planner.plan(case.model, SHARDERS)
         except PlannerError as error:
-            assert "bytes" in str(error) and "t" in str(error), seed
+            assert "do not fit" in str(error) and "missing" in str(error) or "fit on no rank" in str(error), seed
             assert torchrec_plan(case, planner) is None, f"seed {seed}: TorchRec finds a plan"
             continue
         planned += 1

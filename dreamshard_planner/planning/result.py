@@ -62,6 +62,10 @@ class PlannedModel:
         """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
         return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
 
+    def check_room(self, plan: AnyPlan, name: str) -> None:
+        """PlannerError unless a plan keeps within what the storage reservation leaves, by all that we count."""
+        self._given.check_room(self.rated(plan), name)
+
     @torch.no_grad()
     def without_ms(self, plan: Sequence[ShardingOption], table: str) -> float:
         """Predicted cost of a plan, were one of its tables not there."""
