@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.default_recipe import DEFAULT
 from dreamshard_planner.checkpoints.recipes import RECIPES
-from dreamshard_planner.cost.compute import CostSource
+from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.measure.collect import draw_sets
@@ -43,10 +43,8 @@ class TinyFit:
         return self.updates
 
 
-class TinyCost(nn.Module):
+class TinyCost(nn.Module, ComputeCost):
     """Powers of a table's work, summed over a group; powers of these sums are its times."""
-
-    glance_channels = None
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
@@ -63,8 +61,6 @@ class TinyCost(nn.Module):
         """Nothing for an empty group."""
         cost_X2 = self.head(latent_XH[..., 1:].float().clamp_min(1e-6).log()).exp()
         return torch.where(latent_XH[..., :1] > 0.5, cost_X2, 0.0).to(latent_XH.dtype)
-
-    glance_ms = group_cost_ms
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """One, to be found in the report."""
