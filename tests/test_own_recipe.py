@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from placement_tasks import ROOFLINE
 from small_models import SHARDERS, planner, small_model
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import draw_sets
 from dreamshard_planner.training import QUICK, learn, pool_tables
 from dreamshard_planner.workload.features import WORK, columns
@@ -97,9 +97,8 @@ def synthetic(held_out: bool) -> CostDataset:
     """Sets with times of the roofline model."""
     tables = pool_tables(QUICK.pools)[held_out]
     sets = draw_sets(tables, 60, seed=int(held_out), batch_sizes=(256,), max_tables=10)
-    roofline = RooflineCost(1e7, 1e6)
     known = LabelledSets.of(sets, torch.ones(len(sets), 2))
-    times_X2 = roofline.group_cost_ms(known.sum(roofline.encode(known.features_SF).double()))
+    times_X2 = ROOFLINE.group_cost_ms(known.sum(ROOFLINE.encode(known.features_SF).double()))
     return CostDataset.from_sets(sets, times_X2[:, None].repeat(1, 2, 1), {"device": "cpu", "name": "roofline"})
 
 

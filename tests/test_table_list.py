@@ -78,7 +78,7 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
         ({**GOOD, "name": ""}, r"tables\[1\].*name: .* got ''"),
         ({**GOOD, "pooling": "max"}, r"pooling: .*'sum', 'mean' or 'none', got 'max'"),
         ({**GOOD, "data_type": "int3"}, r"data_type: .*'fp32', 'fp16' or 'bf16', got 'int3'"),
-        ({**GOOD, "optimizer": "sdg"}, r"optimizer: .*'rowwise_adagrad'.*, got 'sdg'"),
+        ({**GOOD, "optimizer": "sdg"}, r"optimizer: .*rowwise_adagrad.*, got 'sdg'"),
         ({**GOOD, "weighted": 1}, r"weighted: .* got 1"),
         ({**GOOD, "pooling_factor": "many"}, r"pooling_factor: .* got 'many'"),
         ({**GOOD, "pooling_factor": -1}, r"pooling_factor: pooling factor must be a finite number >= 0, got -1"),

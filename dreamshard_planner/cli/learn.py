@@ -14,6 +14,7 @@ import typer
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.options import (
+    DEFAULT_RECIPE,
     CollectivesOption,
     Device,
     DeviceOption,
@@ -87,7 +88,7 @@ def train(
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
-    recipe: RecipeOption = Recipe.default,
+    recipe: RecipeOption = DEFAULT_RECIPE,
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
@@ -177,7 +178,7 @@ def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
     out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
-    recipe: RecipeOption = Recipe.default,
+    recipe: RecipeOption = DEFAULT_RECIPE,
     seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,

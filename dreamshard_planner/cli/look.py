@@ -11,7 +11,7 @@ import typer
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import quiet
-from dreamshard_planner.cli.options import Device, Recipe, RecipeOption
+from dreamshard_planner.cli.options import DEFAULT_RECIPE, Device, RecipeOption
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
@@ -37,7 +37,7 @@ def doctor(format: FormatOption = Format.table) -> None:
 def info(
     source: Annotated[str, typer.Argument(help="Checkpoint, dataset, statistics, list of tables or plan; or auto.")],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
-    recipe: RecipeOption = Recipe.default,
+    recipe: RecipeOption = DEFAULT_RECIPE,
     format: FormatOption = Format.table,
 ) -> None:
     """What a file holds and what it was made from; auto is the checkpoint that planning would take."""

@@ -27,6 +27,7 @@ class Device(StrEnum):
 
 
 Recipe = StrEnum("Recipe", list(RECIPES))
+DEFAULT_RECIPE = Recipe("default")
 
 
 def _output(path: Path | None) -> Path | None:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -20,10 +20,11 @@ from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 SCHEMA = "dreamshard_planner.table_list/1"
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual)
 
 
-def _one_of(choices: Iterable[str]) -> AfterValidator:
+def _one_of(choices: Collection[str]) -> AfterValidator:
     def check(value: str) -> str:
         if value not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")
@@ -32,7 +33,6 @@ def _one_of(choices: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 Kernels = Annotated[tuple[Annotated[str, _one_of(LISTED_KERNELS)], ...], Field(min_length=1)]
 ShardingTypes = Annotated[tuple[Annotated[str, _one_of(SHARDING_TYPES)], ...], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -52,7 +52,7 @@ class _Declared:
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
-    optimizer: Optimizer = "sgd"
+    optimizer: Annotated[str, _one_of(OPTIMIZERS)] = "sgd"
     sharding_types: ShardingTypes | None = None
     """Allowed ones; None: all."""
     compute_kernels: Kernels | None = None
@@ -80,7 +80,7 @@ class TableSpec(_Declared):
             pooling="sum" if table.pooled else "none",
             data_type="fp32" if table.weight_bytes == 4 else "fp16",
             weighted=table.weighted,
-            optimizer=table.optimizer if table.optimizer in get_args(Optimizer) else "rowwise_adagrad",
+            optimizer=table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad",
             compute_kernels=None if kernel == FUSED else (kernel,),
         )
 

@@ -9,8 +9,9 @@ O observation channels, R representation channels, F features.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +39,20 @@ class PolicyConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-class AnyPolicy(Protocol):
+class AnyPolicy(nn.Module, ABC):
     """A policy network: scores the devices for one shard from what an episode has placed so far."""
 
     config: Any
 
+    @abstractmethod
     def initialize(self, features_SF: Tensor) -> None:
         """Fit the feature scaler to the shards of the training tables, [S, F]."""
-        ...
 
+    @abstractmethod
     def represent(self, features_XF: Tensor) -> Tensor:
         """Representations of shards, [..., R]; what lies on a device is the sum of them."""
-        ...
 
+    @abstractmethod
     def logits(self, channels_XDO: Tensor, legal_XD: Tensor, load_XDR: Tensor, shard_XR: Tensor) -> Tensor:
         """Scores of devices, [..., D], minus infinity where illegal.
 
@@ -60,10 +62,9 @@ class AnyPolicy(Protocol):
             load_XDR: sum of the representations of the shards on each device, times D over S.
             shard_XR: representation of the shard to place.
         """
-        ...
 
 
-class Policy(nn.Module):
+class Policy(AnyPolicy):
     """Scores devices from the sum of their shards' representations and their predicted costs.
 
     The score sees each device beside the mean over the legal devices, so the number of devices is free. A linear

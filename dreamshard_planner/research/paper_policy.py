@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX
+from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.workload.features import PAPER_FEATURES, Scaler, columns
 
 
-class PublishedTables(nn.Module):
+class PublishedTables(AnyPolicy):
     """What DreamShard's and AutoShard's policies share: tables represented by an MLP of the 21 published features."""
 
     def __init__(self, hidden: int, representation: int) -> None:

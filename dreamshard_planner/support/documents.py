@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from dreamshard_planner.support.files import brief
 from dreamshard_planner.support.formatting import nearest
 
 T = TypeVar("T")
-adapter = cache(TypeAdapter)
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 STRICT = {"extra": "forbid"}
 """Pydantic's settings, as ``__pydantic_config__`` of a dataclass: nothing unknown."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import pkgutil
 from collections import UserDict
-from typing import TypeVar
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 
 
 class Registry(UserDict[str, T]):
     """Things by name; one given as ``"package.module:attribute"`` is imported where it is first asked for."""
+
+    def __init__(self, **things: T | str) -> None:
+        super().__init__(cast("dict[str, T]", things))
 
     def __getitem__(self, name: str) -> T:
         thing = self.data[name]
