@@ -152,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path("default-plans.jsonl"))
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of TorchRec's search")
+    parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS)
     parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -161,7 +162,7 @@ def main() -> None:
     if not args.record.exists():
         append(args.record, provenance(torch.device("cpu")))
     lines = [json.loads(text) for text in args.record.read_text().splitlines()]
-    for hosts in HOSTS:
+    for hosts in args.hosts:
         for model in args.models.split(";"):
             contest = DefaultContest(DefaultTask(model, MODELS[model], hosts * RANKS_PER_HOST, LOCAL_BATCH), args.limit)
             for name in contest.planners:
