@@ -19,17 +19,18 @@ import torch
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.search.group_moves import group_moves
 from dreamshard_planner.search.joint_packing import packed_start
 from dreamshard_planner.search.local_search import Budget, SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.settling import settled
-from dreamshard_planner.search.starts import JointOptions, evened, level_starts
+from dreamshard_planner.search.starts import JointOptions, level_starts
 from dreamshard_planner.search.states import in_steps
 
 WORTH = 1e-3
 """Share of the cost by which a perturbation has to lower it to count as a gain."""
 TURNS = 0.5
-"""Share of the budget in which all starts, and their evened variants, have one turn each."""
+"""Share of the budget in which all starts, and the best group move of each, have one turn each."""
 CONTINUED = 2
 """Of the descents that their turn interrupted, the best, which go on."""
 
@@ -108,7 +109,7 @@ def joint_search(
     turn = int(TURNS * descents.budget.limit / (2 * config.starts))
     for start in order[: config.starts]:
         descents.descend(start, turn)
-        variants = evened(cost, asked, start) if descents.budget.left() else []
+        variants = group_moves(cost, asked, start) if descents.budget.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:

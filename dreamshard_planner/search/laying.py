@@ -80,14 +80,21 @@ def _is_everywhere(problem: Problem, option: Option) -> bool:
 
 
 def lay(cost: Cost, options: Sequence[int]) -> Sharding | None:
-    """Positions for chosen options: wide units first, then those of span 1 from heavy to light, or from large to small
-    where that dead-ends, or packed by size alone. None where memory allows none of that."""
+    """Positions for chosen options: wide units first, then those of span 1 from heavy to light, by what they compute or
+    by what they compute and exchange, whichever is cheaper; from large to small where that dead-ends, or packed by size
+    alone. None where memory allows none of that."""
     sharding = lay_wide(cost, options)
     if sharding is None:
         return None
     chosen = cost.chosen(sharding)
     problem, single_S, load_D = chosen.cost.problem, chosen.cost.single_ms_P, chosen.cost.preload_ms_D
     assignment_S = greedy_by_score(problem, single_S, load_D)
+    exchange_S = problem.exchange_ms_P
+    if assignment_S is not None and bool(exchange_S.any()):
+        level_S = greedy_by_score(problem, single_S + exchange_S, load_D)
+        if level_S is not None:
+            both_BS = torch.stack([assignment_S, level_S])
+            assignment_S = both_BS[int(chosen.cost.rate(both_BS).overall_ms_B.argmin())]
     if assignment_S is None:
         assignment_S = greedy_by_score(problem, single_S, load_D, largest_first(problem))
     if assignment_S is None:

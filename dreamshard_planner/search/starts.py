@@ -24,11 +24,6 @@ FILLS = (1.0, 0.5, 0.25)
 """Shares of the level height that a single part may take in a start: small parts pack better, large ones cost less."""
 PRICE_STEPS = 24
 """Doublings of the price of memory before a start gives up."""
-SMALLER = 0.7
-"""Largest part of an option that makes a table's parts smaller, of the largest that it has."""
-MAX_EVENED = 16
-TABLES_EVENED = 2000
-"""Numbers of tables to spread that are tried, and these times tables."""
 FILLED_STARTS = 3
 """Starts, the cheapest, whose memory is filled up."""
 FILL_ATTEMPTS = 24
@@ -48,11 +43,12 @@ class JointOptions:
         self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
         self.bytes_TOM = np.zeros((*shape, storage_PM.shape[1]))
         self.fits_TO = np.zeros(shape, dtype=bool)
+        self.kind_TO = np.full(shape, "", dtype=object)
         self.capacity_M = problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
         roomiest_M = problem.capacity_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
-                parts = option.parts
+                parts, self.kind_TO[table, index] = option.parts, option.sharding_type
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
                 self.bytes_TOM[table, index] = storage_PM[parts].sum(0)
@@ -123,13 +119,10 @@ def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
         subsets += [{replicated, kind} for kind in types if {replicated, kind} < set(types)]
         subsets.append(set(types) - {replicated})
     # Options with a part that no rank could hold are none, unless a table has no others.
-    kind_TO = np.full(asked.total_ms_TO.shape, "", dtype=object)
-    for table, options in enumerate(problem.tables):
-        kind_TO[table, : len(options)] = [option.sharding_type for option in options]
-    exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, kind_TO != "")
+    exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, asked.kind_TO != "")
     starts: dict[Sharding, _Start] = {}
     for subset in subsets:
-        within_TO = np.isin(kind_TO, list(subset)) & exists_TO
+        within_TO = np.isin(asked.kind_TO, list(subset)) & exists_TO
         allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
         for fill in FILLS:
             start = _affordable(cost, asked, allowed_TO, fill)
@@ -137,32 +130,6 @@ def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
                 starts[start.sharding] = start
     cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:FILLED_STARTS]
     return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
-
-
-def evened(cost: Cost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
-    """The same with some tables in smaller parts: where n equal parts do not divide among the ranks (24 on 16), the
-    rest of that division costs a whole part more than level, and no change of a single table helps. Tables are spread
-    in the order of what that adds in all per millisecond of part that it takes away, one, two, ... and ever more."""
-    each_T, now_T = np.arange(len(sharding.options)), np.array(sharding.options)
-    largest_T = asked.largest_ms_TO[each_T, now_T]
-    smaller_TO = (asked.largest_ms_TO < SMALLER * largest_T[:, None]) & asked.fits_TO
-    spread_TO = np.where(smaller_TO, asked.total_ms_TO, np.inf)
-    spread_T = spread_TO.argmin(1)
-    added_T = spread_TO[each_T, spread_T] - asked.total_ms_TO[each_T, now_T]
-    rate_T = np.where(smaller_TO.any(1), added_T / np.maximum(largest_T, 1e-30), np.inf)
-    order = [table for table in np.argsort(rate_T, kind="stable").tolist() if rate_T[table] < np.inf]
-    if not order:
-        return []
-    most = max(4, min(MAX_EVENED, TABLES_EVENED // len(order)))
-    counts = sorted({*range(1, most // 2 + 1), *(round(len(order) ** (i / most)) for i in range(1, most))})
-    variants = []
-    for count in counts:
-        options_T = now_T.copy()
-        options_T[order[:count]] = spread_T[order[:count]]
-        laid = lay(cost, options_T.tolist())
-        if laid is not None:
-            variants.append(laid)
-    return variants
 
 
 def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:

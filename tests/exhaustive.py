@@ -1,0 +1,107 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Small random problems over every sharding type, and the cost of their best sharding, by trying all.
+
+Shapes: K choices of a table (an option and positions of its units), D ranks, G fused groups, H latent channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import has_room
+from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, TW, TWRW
+from dreamshard_planner.search_space.usable_options import certain_options
+from tests.small_models import collection, table
+
+ALL = (TW, CW, RW, DP, TWRW, GRID)
+SHAPES = (
+    (2, 1, 4, ALL),
+    (4, 2, 3, ALL),
+    (2, 2, 8, (TW, RW, DP)),
+    (2, 1, 8, (TW, RW, DP)),
+    (4, 4, 6, (TW, DP)),
+    (4, 2, 6, (TW, DP)),
+)
+"""Ranks, ranks of a host, tables and their types."""
+
+
+def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamShardPlanner, nn.Module]:
+    """A random model of a few tables, and a planner that may shard each in every way."""
+    rng = random.Random(seed)
+    ranks, ranks_per_host, count, kinds = SHAPES[seed % len(SHAPES)]
+    tables = [table(f"t{i}", int(10 ** rng.uniform(1, 6.5)), rng.choice([32, 64])) for i in range(count)]
+    constraints = {
+        config.name: ParameterConstraints(
+            sharding_types=list(kinds), min_partition=32, pooling_factors=[10 ** rng.uniform(0, 1.5)]
+        )
+        for config in tables
+    }
+    gib = 2**30
+    topology = Topology(
+        ranks,
+        "cuda",
+        hbm_cap=80 * gib,
+        ddr_cap=128 * gib,
+        local_world_size=ranks_per_host,
+        hbm_mem_bw=3350 * 1e9 / 1e3,
+        intra_host_bw=450 * 1e9 / 1e3,
+        inter_host_bw=50 * 1e9 / 1e3,
+    )
+    arguments = {"constraints": constraints, "cost_source": cost_source, "stats": [], "debug": False, **changed}
+    planner = DreamShardPlanner(topology=topology, batch_size=rng.choice([256, 1024, 4096]), **arguments)
+    return planner, collection(*tables)
+
+
+def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
+    """What a plan costs that the planner makes, and what the best one does."""
+    planner, model = small_problem(seed, cost_source)
+    planner.plan(model, [EmbeddingBagCollectionSharder()])
+    proposer, context, left = planner._proposers[0], planner._session.context, planner._session.left
+    options = certain_options(proposer._options, context.reader.is_guess)
+    return planner.report().chosen.total_ms, optimum_ms(context.cost(context.read(options, left)))
+
+
+@torch.inference_mode()
+def optimum_ms(cost: Cost) -> float:
+    """Of all shardings within memory."""
+    problem = cost.problem
+    tables = [_choices(cost, table) for table in range(problem.num_tables)]
+    first, *others = tables[:-2], tables[-2], tables[-1]
+    pair = [one[:, None] + other[None] for one, other in zip(*others, strict=True)]
+    best_ms = float("inf")
+    for indices in itertools.product(*(range(len(choices[0])) for choices in first)):
+        latent_XDGH, bytes_XCD, used_XDM = (
+            sum((choices[kind][index] for choices, index in zip(first, indices, strict=True)), pair[kind])
+            for kind in range(3)
+        )
+        device_ms_XD = cost.compute.group_cost_ms(latent_XDGH).sum((-1, -2))
+        forward_X, backward_X = problem.collectives.ms(bytes_XCD)
+        fits_X = has_room(used_XDM, problem.capacity_DM).all(-1)
+        overall_X = (device_ms_XD.amax(-1) + forward_X + backward_X).masked_fill(~fits_X, torch.inf)
+        best_ms = min(best_ms, float(overall_X.min()))
+    return best_ms
+
+
+def _choices(cost: Cost, table: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents [K, D, G, H], bytes sent [K, C, D] and memory [K, D, M] of every way to shard a table."""
+    laid = []
+    for option in cost.problem.tables[table]:
+        places = [range(cost.problem.num_ranks // unit.span) for unit in option.units]
+        for positions in itertools.product(*places):
+            rank_X, part_X = torch.tensor(option.ranks(positions)), torch.tensor(option.parts)
+            sums = (
+                cost.group_latents(rank_X, part_X),
+                cost.bytes_sent(rank_X, part_X),
+                cost.problem.used_bytes(rank_X, part_X),
+            )
+            laid.append(sums)
+    return tuple(torch.stack(sums) for sums in zip(*laid, strict=True))
