@@ -27,7 +27,7 @@ def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
             here = [s for s in range(problem.num_parts) if assignment[s] == device and int(problem.group_P[s]) == group]
             if here:
                 latents = ROOFLINE.encode(problem.features_PF[here])
-                total += float(latents[:, 1:].sum()) + ROOFLINE.forward_launch_ms + ROOFLINE.backward_launch_ms
+                total += float(ROOFLINE.group_cost_ms(latents.sum(0)).sum())
         device_ms.append(total)
     sent = [0.0] * problem.num_ranks
     for shard, device in enumerate(assignment):
