@@ -27,9 +27,7 @@ def brute_force_ms(cost: Cost, assignment: list[int]) -> float:
             here = [s for s in range(problem.num_parts) if assignment[s] == device and int(problem.group_P[s]) == group]
             if here:
                 latents = ROOFLINE.encode(problem.features_PF[here])
-                again = latents[:, 5::2].sum() / ROOFLINE.kernels.cache_speedup  # the cache holds whatever is read
-                launches_ms = ROOFLINE.kernels.forward_launch_ms + ROOFLINE.kernels.backward_launch_ms
-                total += float(latents[:, 1:3].sum() + again) + launches_ms
+                total += float(ROOFLINE.group_cost_ms(latents.sum(0)).sum())
         device_ms.append(total)
     sent = [0.0] * problem.num_ranks
     for shard, device in enumerate(assignment):
