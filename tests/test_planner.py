@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ STORED_PLANS = json.loads((Path(__file__).parent / "data/whole_table_plans.json"
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whole_tables_are_placed_as_ever(seed: int) -> None:
+def test_whole_tables_are_placed_as_well_as_ever(seed: int) -> None:
+    """Not on the same ranks: a processor that rounds differently may decide a tie differently."""
     rng = random.Random(seed)
     tables = [
         EmbeddingBagConfig(
@@ -160,8 +162,13 @@ def test_whole_tables_are_placed_as_ever(seed: int) -> None:
     planner = DreamShardPlanner(topology=devices, batch_size=256, stats=[], debug=False, sharding_types=("table_wise",))
     model = nn.Module()
     model.sparse = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    planned = ranks_of(planner.plan(model, SHARDERS))
-    assert [planned["sparse", table.name] for table in tables] == [[rank] for rank in STORED_PLANS[str(seed)]]
+    planner.plan(model, SHARDERS)
+    ranks = dict(zip((table.name for table in tables), STORED_PLANS[str(seed)], strict=True))
+    stored = copy.deepcopy(planner.options)
+    for option in stored:
+        (shard,) = option.shards
+        shard.rank = ranks[option.name]
+    assert planner.report().chosen.total_ms <= planner.predict(stored).total_ms * 1.01
 
 
 @pytest.mark.parametrize("block", range(10))
