@@ -182,6 +182,8 @@ def test_optimizers_that_replicas_cannot_follow_keep_it_closed() -> None:
     named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
     with pytest.warns(UserWarning, match="takes the in-backward optimizer away"):
         made, kinds = replicated(Adam, optimizers_attached=True, constraints=named)
-    assert kinds == {"data_parallel"} and any("no optimizer of its replicas" in str(note) for note in made.report().notes)
+    assert kinds == {"data_parallel"} and any(
+        "no optimizer of its replicas" in str(note) for note in made.report().notes
+    )
     with pytest.raises(PlannerError, match="no optimizer of its replicas does"):
         replicated(Adam, optimizers_attached=True, sharding_types=["data_parallel"])
