@@ -32,7 +32,7 @@ DATA = ("py.typed", "checkpoints/cpu.safetensors", "checkpoints/roofline.safeten
 def run(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Of an environment, without this checkout on its path."""
     surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
-    surroundings |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    surroundings |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_CACHE_DIR": "1"}
     return subprocess.run(
         [python, *arguments], cwd=python.parent, env=surroundings, capture_output=True, text=True, check=True
     )

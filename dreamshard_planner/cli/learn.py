@@ -249,7 +249,7 @@ def calibrate(
     show(told, format, facts(told, str(path)))
 
 
-def _read_collectives(path: Path | None) -> dict | None:
+def _read_collectives(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     from dreamshard_planner.measure.collectives import Collectives

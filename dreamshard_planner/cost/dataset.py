@@ -264,7 +264,7 @@ class CostDataset:
             first.created,
         )
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``path`` (``.npz``) whole or not at all; FileError says why not."""
         header = {
             "kind": KIND,
@@ -288,7 +288,7 @@ class CostDataset:
         write_whole(path, content.getvalue())
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> CostDataset:
+    def load(cls, path: str | os.PathLike[str]) -> CostDataset:
         """Read a file that :meth:`save` wrote; DatasetError names the file and what is wrong with it."""
         arrays = _read_arrays(path)
         header = parse_header(path, str(arrays.pop("header", "")), KIND)
@@ -321,7 +321,7 @@ class CostDataset:
         return dataset
 
 
-def _read_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
+def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of an ``.npz`` file, which may hold anything."""
     check_readable(path, DatasetError)
     try:

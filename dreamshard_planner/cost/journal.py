@@ -47,7 +47,7 @@ class Journal:
         self._known = {workload: i for i, workload in enumerate(dict.fromkeys(w for group in sets for w in group))}
 
     @classmethod
-    def open(cls, path: str | os.PathLike, hardware: Hardware, seed: int = 0) -> Journal:
+    def open(cls, path: str | os.PathLike[str], hardware: Hardware, seed: int = 0) -> Journal:
         """Open a journal to append to, or start it.
 
         Raises:

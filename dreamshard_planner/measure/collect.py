@@ -173,7 +173,7 @@ def set_work(workloads: Iterable[Workload]) -> float:
 
 def collect(
     sets: Sequence[Sequence[Workload]],
-    journal_path: str | os.PathLike,
+    journal_path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     threads: int = 1,
     repeats: int = 3,

@@ -24,7 +24,7 @@ from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.workload.tables import Workload
 
 
-def journal_paths(path: str | os.PathLike, ranks: Ranks) -> list[Path]:
+def journal_paths(path: str | os.PathLike[str], ranks: Ranks) -> list[Path]:
     """This rank's journals: the one that it writes, then those of earlier ranks that it answers for."""
     path = Path(path)
     own = path if ranks.leads else path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
@@ -50,7 +50,7 @@ class RankJournals:
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         sets: Sequence[Sequence[Workload]],
         repeats: int,
         hardware: Hardware,

@@ -143,5 +143,5 @@ def _changed(value: Any) -> dict[str, Any]:
     }
 
 
-def _default(field: Field) -> Any:
+def _default(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default

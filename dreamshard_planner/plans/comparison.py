@@ -90,7 +90,7 @@ class Comparison:
 
     def _costs(self) -> list[str]:
         before, after = self.cost_before, self.cost_after
-        rows = [("predicted ms", "before", "after")]
+        rows: list[tuple[str, ...]] = [("predicted ms", "before", "after")]
         rows.append(("total", _ms(before.total_ms), _ms(after.total_ms)))
         rows.append(("collectives", _ms(before.collectives_ms), _ms(after.collectives_ms)))
         ranks = max(len(before.rank_ms), len(after.rank_ms))

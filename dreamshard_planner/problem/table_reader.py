@@ -57,7 +57,7 @@ class TableReader:
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
-        self._tables: dict[tuple, Table] = {}
+        self._tables: dict[tuple[Any, ...], Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
 
     def _config(self, option: ShardingOption) -> Any:

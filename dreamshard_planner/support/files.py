@@ -33,7 +33,7 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_SHOWN
 
 
-def check_writable(path: str | os.PathLike) -> None:
+def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise unless :func:`write_whole` can write there as things are: to be asked before minutes of work, not after.
 
     Raises:
@@ -43,7 +43,7 @@ def check_writable(path: str | os.PathLike) -> None:
         os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
 
 
-def write_whole(path: str | os.PathLike, content: bytes | str, keep: bool = False) -> None:
+def write_whole(path: str | os.PathLike[str], content: bytes | str, keep: bool = False) -> None:
     """Replace or make a file. Readers, other writers and a crash see the old content or the new, never a part.
 
     Args:
@@ -69,7 +69,7 @@ def write_whole(path: str | os.PathLike, content: bytes | str, keep: bool = Fals
 
 
 @contextmanager
-def _new_beside(path: str | os.PathLike) -> Iterator[tuple[BinaryIO, Path]]:
+def _new_beside(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, Path]]:
     """A new file with a name of its own in the folder of ``path``, gone at the end unless renamed, and what ``path``
     leads to."""
     target = Path(os.path.realpath(path))
@@ -101,7 +101,7 @@ def _kept(name: str, content: bytes) -> Path | None:
     return kept
 
 
-def open_locked(path: str | os.PathLike) -> BinaryIO:
+def open_locked(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file to read and write, unbuffered, made if missing; until it is closed no other process gets it so.
 
     Raises:
@@ -130,7 +130,7 @@ def open_locked(path: str | os.PathLike) -> BinaryIO:
         raise FileError(f"{path}: cannot be opened for writing: {error.strerror or error}") from error
 
 
-def check_readable(path: str | os.PathLike, error: type[DreamShardError], what: str = "file") -> None:
+def check_readable(path: str | os.PathLike[str], error: type[DreamShardError], what: str = "file") -> None:
     """Raise ``error`` unless there is a regular file of at most :data:`MAX_READ_BYTES` bytes."""
     try:
         found = os.stat(path)
@@ -143,7 +143,7 @@ def check_readable(path: str | os.PathLike, error: type[DreamShardError], what: 
         raise error(f"{path}: its {found.st_size:,} bytes are more than the {MAX_READ_BYTES:,} that are read")
 
 
-def read_json(path: str | os.PathLike, error: type[DreamShardError]) -> Any:
+def read_json(path: str | os.PathLike[str], error: type[DreamShardError]) -> Any:
     """The document in a JSON file, of at most :data:`MAX_NESTING` levels; raises ``error``, which names the file."""
     check_readable(path, error)
     try:
@@ -160,7 +160,7 @@ def parse_json(text: str | bytes) -> Any:
         document = json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
         raise ValueError(f"nests deeper than {MAX_NESTING} levels") from error
-    containers = [[document]]
+    containers: list[Any] = [[document]]
     for _ in range(MAX_NESTING + 1):
         parts = (c.values() if isinstance(c, dict) else c for c in containers)
         containers = [part for values in parts for part in values if isinstance(part, (dict, list))]

@@ -157,7 +157,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         Raises:
             StatisticsError: on every rank, where they do not merge.
         """
-        gathered: list[TableStatistics | None] = [None] * dist.get_world_size(group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
         with neutral():
             dist.all_gather_object(gathered, self, group=group)
         return TableStatistics.merge(gathered)

@@ -100,7 +100,7 @@ def svg(draw: Callable[[], Figure], name: str, alt: str) -> str:
         if _XLINK in element.attrib:
             element.set("href", f"#{name}-{element.attrib.pop(_XLINK)[1:]}")
         if "d" in element.attrib:
-            element.set("d", _DIGITS.sub(r"\1", element.get("d")))
+            element.set("d", _DIGITS.sub(r"\1", element.attrib["d"]))
         for attribute, value in element.attrib.items():
             value = re.sub(r"url\(#", f"url(#{name}-", value) if attribute != "href" else value
             element.set(attribute, _COLOUR.sub(lambda light: f"var(--{_NAMES[light[0]]})", value))
