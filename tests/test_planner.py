@@ -8,6 +8,7 @@ import json
 import random
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
