@@ -14,15 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dreamshard_planner.across_plans.layout import is_named, owner, paths, saved_tables, state_of, table_name
+from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
-from dreamshard_planner.across_plans.reads import Read, RefusedError, StateShard, add_share, landing, state_reads
+from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, StateShard, state_reads
 from dreamshard_planner.across_plans.rules import JOINS, STEP_COUNT, Join, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 from dreamshard_planner.support.formatting import nearest
@@ -53,13 +53,13 @@ def load_across_plans(
         inexact: tables whose optimizer states may be carried although no rule makes that exact.
 
     Raises:
-        CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help. Some
-            shards may have been filled by then.
+        CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help.
     """
-    reader = BoundedReader(checkpoint_id) if storage_reader is None and checkpoint_id is not None else storage_reader
+    if storage_reader is None and checkpoint_id is not None:
+        storage_reader = BoundedReader(checkpoint_id)
     planner = AcrossPlansLoadPlanner(added, dropped, inexact)
     try:
-        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+        dcp.load(state_dict, storage_reader=storage_reader, planner=planner, process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
 
@@ -77,105 +77,98 @@ class Asked:
     weights: frozenset[str]
     states: frozenset[tuple[str, str]]
     optimizer: bool
+    """Some optimizer's states, be they empty."""
 
 
-class AcrossPlansLoadPlanner(DefaultLoadPlanner):
-    """The load planner behind :func:`load_across_plans`, for those who call ``torch.distributed.checkpoint`` themselves."""
+class AcrossPlansLoadPlanner(FillingPlanner):
+    """The load planner of :func:`load_across_plans`, for those who call ``torch.distributed.checkpoint`` themselves."""
 
     def __init__(
         self, added: Collection[str] = (), dropped: Collection[str] = (), inexact: Collection[str] = ()
     ) -> None:
         super().__init__()
-        for consent in (added, dropped, inexact):
-            if isinstance(consent, str):
-                raise TypeError(f"give a list of tables, not the text {consent!r}")
+        if odd := [names for names in (added, dropped, inexact) if isinstance(names, str)]:
+            raise TypeError(f"give a list of tables, not the text {odd[0]!r}")
         self._added, self._dropped, self._inexact = frozenset(added), frozenset(dropped), frozenset(inexact)
-        self._shares: dict[ReadItem, float] = {}
-        self._groups: dict[tuple, dict[str, Any]] = {}
-        self._group_keys: dict[str, tuple] = {}
 
     def create_local_plan(self) -> LoadPlan:
         self._saved = saved_tables(self.metadata)
         self._weights = {path[-1]: key for key, path in self.mappings.items() if table_name(path[-1])}
-        self._states: dict[str, dict[str, str]] = {weight: {} for weight in self._weights}
-        for key, path in self.mappings.items():
+        self._states: dict[str, set[str]] = {weight: set() for weight in self._weights}
+        for path in self.mappings.values():
             if state := state_of(path, self._weights):
-                self._states[state[0]][state[1]] = key
+                self._states[state[0]].add(state[1])
         self._check_consent()
         reads, problems = [], []
         for key, value in self.state_dict.items():
             try:
-                reads += self._reads(key, value)
+                reads += self._reads(key, value, self.mappings[key])
             except RefusedError as problem:
                 problems.append(str(problem))
+        try:
+            self._rates = LearningRates(
+                self.original_state_dict, self.metadata, self._table, lambda name: is_named(name, self._added)
+            )
+            reads += map(Read, self._rates.reads())
+        except RefusedError as problem:
+            problems.append(str(problem))
         _raise(problems)
-        self._shares = {read.item: read.share for read in reads if read.share is not None}
-        states = {(weight, name) for weight, names in self._states.items() for name in names}
-        asked = Asked(frozenset(self._weights), frozenset(states), _has_states(self.original_state_dict))
-        return LoadPlan([read.item for read in reads], planner_data=asked)
+        states = frozenset((weight, name) for weight, names in self._states.items() for name in names)
+        asked = Asked(frozenset(self._weights), states, _has_states(self.original_state_dict))
+        return LoadPlan(self.keep(reads), planner_data=asked)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """On one rank: what no rank asks for."""
         asked = [plan.planner_data for plan in global_plan]
         weights = frozenset().union(*(rank.weights for rank in asked))
         states = frozenset().union(*(rank.states for rank in asked))
         problems = [
-            f"table {table_name(weight)}: in the checkpoint, not in the model; if it was removed, pass dropped="
+            f"table {table_name(weight)}: in the checkpoint, not in the model; if it was removed, pass "
+            f"dropped=[{table_name(weight)!r}]"
             for weight in sorted(self._saved.keys() - weights)
             if weights and not is_named(weight, self._dropped)
         ]
         if any(rank.optimizer for rank in asked):
             for weight in sorted(weights & self._saved.keys()):
-                asked_of = frozenset(name for owner_, name in states if owner_ == weight)
-                problems += self._left_over(weight, asked_of)
+                problems += self._left_over(weight, {name for of, name in states if of == weight})
         _raise(problems)
         return global_plan
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        for index in {item.dest_index for item in new_plan.items if item in self._shares}:
-            self.lookup_tensor(index).detach().zero_()
-        return new_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        shard = self.lookup_tensor(read_item.dest_index).detach()
-        return landing(shard, read_item, self._shares.get(read_item))
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        share = self._shares.get(read_item)
-        if share is not None:
-            add_share(self.lookup_tensor(read_item.dest_index).detach(), read_item, share, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(f"{key}: holds an object that is not read unseen: {error}") from error
-        path = self._group_keys.pop(key, None)
-        if path is None:
-            self._set(self.mappings[key], loaded)
-            return
-        self._groups.setdefault(path[:-1], {})[path[-1]] = loaded
-        if not self._group_keys:
-            self._carry_learning_rates()
+        except Exception as error:  # an unpickler's may be any
+            raise CheckpointError(f"{key}: holds what torch.load(weights_only=True) does not read: {error}") from error
+        try:
+            if self._rates.take(key, loaded):
+                return
+        except RefusedError as problem:
+            _raise([str(problem)])
+        *container, last = self.mappings[key]
+        found: Any = self.original_state_dict
+        for part in container:
+            found = found[part]
+        found[last] = loaded
 
-    def _set(self, path: tuple, value: Any) -> None:
-        container = self.original_state_dict
-        for part in path[:-1]:
-            container = container[part]
-        container[path[-1]] = value
+    def _table(self, parameter: str) -> str:
+        return owner(parameter, self._weights.keys() | self._saved.keys()) or parameter
 
     def _check_consent(self) -> None:
-        known = {table_name(weight) for weight in (*self._saved, *self._weights)}
-        names = known | {name.rpartition(".")[2] for name in known}
-        for name in sorted((self._added | self._dropped | self._inexact) - names):
-            raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, names)}")
+        tables = {table_name(weight) for weight in (*self._saved, *self._weights)}
+        known = tables | {name.rpartition(".")[2] for name in tables}
+        for name in sorted((self._added | self._dropped | self._inexact) - known):
+            raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
 
-    def _reads(self, key: str, value: Any) -> Iterator[Read]:
-        path = self.mappings[key]
+    def _reads(self, key: str, value: Any, path: tuple) -> list[Read]:
         if state := state_of(path, self._weights):
             return self._state_reads(key, value, *state)
-        if len(path) > 2 and path[-3] == "param_groups" and self._by_name(path):
-            return self._group_reads(path)
+        if len(path) > 2 and path[-3] == "param_groups" and isinstance(path[-2], int):
+            group: Any = self.original_state_dict
+            for part in path[:-1]:
+                group = group[part]
+            if any(isinstance(parameter, str) for parameter in group.get("params", ())):
+                return []  # see learning_rates.py
         if len(path) > 2 and path[-3] == "state" and str(path[-2]).isdigit():
             self._check_numbered(key, path)
         return self._same_key_reads(key, value, path)
@@ -183,139 +176,82 @@ class AcrossPlansLoadPlanner(DefaultLoadPlanner):
     def _same_key_reads(self, key: str, value: Any, path: tuple) -> list[Read]:
         entry = self.metadata.state_dict_metadata.get(key)
         table = table_name(path[-1])
-        if entry is None and table:
-            if is_named(path[-1], self._added):
-                return []
-            raise RefusedError(f"table {table}: not in the checkpoint; if it is new, pass added=[{table!r}]")
+        if entry is None and table and is_named(path[-1], self._added):
+            return []
         if entry is None:
-            raise RefusedError(f"{key}: not in the checkpoint")
+            help = f"; if it is new, pass added=[{table!r}]" if table else ""
+            raise RefusedError(f"{f'table {table}' if table else key}: not in the checkpoint{help}")
         if not isinstance(entry, BytesStorageMetadata):
-            if not isinstance(value, Tensor):
-                raise RefusedError(f"{key}: a tensor in the checkpoint, a {type(value).__name__} in the state dict")
-            if tuple(entry.size) != tuple(value.size()):
+            size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
+            if tuple(entry.size) != size:
                 what = f"table {table}" if table else key
-                raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {tuple(value.size())} here")
+                raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
         return [Read(item) for item in _create_read_items(key, entry, value)]
 
     def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
         what = f"table {table_name(weight)}, state {name}"
-        table = self._saved.get(weight)
+        table, inexact = self._saved.get(weight), is_named(weight, self._inexact)
         if table is None:
             return []  # its weights say so
-        inexact = is_named(weight, self._inexact)
         if name not in table.states:
-            if inexact or (name == STEP_COUNT and needs_no_step_count(frozenset(self._states[weight]))):
+            if inexact or (name == STEP_COUNT and needs_no_step_count(self._states[weight])):
                 return []
             had = ", ".join(sorted(table.states)) or "none"
-            raise RefusedError(f"{what}: not in the checkpoint, whose states of it are: {had}. {_consent(weight)}")
-        single = JOINS.get(name) is Join.SINGLE
-        chunks = sorted(enumerate(_create_chunk_list(value)), key=lambda found: found[1].offsets)
-        of_weights = _create_chunk_list(self.state_dict[self._weights[weight]])
-        of_weights.sort(key=lambda found: (found.offsets[1], found.offsets[0]))
-        if len(chunks) != len(of_weights):
-            raise RefusedError(f"{what}: has {len(chunks)} shards on this rank, and the weights {len(of_weights)}")
+            raise RefusedError(f"{what}: not in the checkpoint, whose states of it are: {had}; {_consent(weight)}")
+        shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets)
+        weights = _create_chunk_list(self.state_dict[self._weights[weight]])
+        weights.sort(key=lambda rectangle: (rectangle.offsets[1], rectangle.offsets[0]))
         reads = []
-        for (number, found), weights in zip(chunks, of_weights, strict=True):
-            shard = StateShard(MetadataIndex(key, found.offsets, number), tuple(found.sizes), weights)
-            if not (single or shard.per_row or shard.sizes == tuple(weights.sizes)):
-                raise RefusedError(f"{what}: a shard of size {shard.sizes} has neither a value for each row nor weight")
-            try:
+        try:
+            if len(shards) != len(weights):
+                raise RefusedError(f"has {len(shards)} shards on this rank, and the weights have {len(weights)}")
+            for (number, found), rectangle in zip(shards, weights, strict=True):
+                shard = StateShard(MetadataIndex(key, found.offsets, number), tuple(found.sizes), rectangle)
+                if JOINS.get(name) is not Join.SINGLE and not (shard.per_row or shard.per_weight):
+                    raise RefusedError(f"has a shard of size {shard.sizes} for weights of {tuple(rectangle.sizes)}")
                 reads += state_reads(self.metadata, table, name, shard, inexact)
-            except RefusedError as problem:
-                raise RefusedError(f"{what}: {problem}. {_consent(weight)}") from problem
+        except RefusedError as problem:
+            raise RefusedError(f"{what}: {problem}; {_consent(weight)}") from problem
         return reads
 
-    def _left_over(self, weight: str, asked: frozenset[str]) -> Iterator[str]:
-        """Saved states of a table that no rank asks for: loaded without them, its training would go on differently."""
-        for name in sorted(self._saved[weight].states.keys() - asked):
-            exempt = name == STEP_COUNT and needs_no_step_count(frozenset(self._saved[weight].states))
-            if not exempt and not is_named(weight, self._inexact):
-                yield (
-                    f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict. A replicated "
-                    "table's state is in its own optimizer's state dict, by name (KeyedOptimizerWrapper) and after "
-                    f"init_state(); {_consent(weight)}"
-                )
-
-    def _by_name(self, path: tuple) -> bool:
-        group: Any = self.original_state_dict
-        for part in path[:-1]:
-            group = group[part]
-        return any(isinstance(parameter, str) for parameter in group.get("params", ()))
-
-    def _group_reads(self, path: tuple) -> list[Read]:
-        """Of all learning rates in the checkpoint, once: which groups hold a table depends on the plan."""
-        if self._group_keys or path[-1] != "lr":
-            return []
-        for key, found in paths(self.metadata).items():
-            entry = self.metadata.state_dict_metadata[key]
-            if len(found) > 2 and found[-3] == "param_groups" and isinstance(entry, BytesStorageMetadata):
-                if found[-1] in ("params", "lr"):
-                    self._group_keys[key] = found
-        if not self._group_keys:
-            raise RefusedError(
-                f"{'.'.join(map(str, path))}: the checkpoint has no learning rates; save_param_groups(False)"
-            )
-        zero = torch.Size([0])
-        indices = map(MetadataIndex, self._group_keys)
-        return [Read(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)) for index in indices]
-
-    def _carry_learning_rates(self) -> None:
-        """Each group of the state dict takes the rate that the checkpoint has for its parameters."""
-        saved = [group for group in self._groups.values() if "lr" in group and "params" in group]
-        rates: dict[str, set[float]] = {}
-        for group in saved:
-            for parameter in group["params"]:
-                rates.setdefault(self._plain(parameter), set()).add(float(group["lr"]))
-        problems = []
-        for path in self.mappings.items():
-            pass
-        for path in [path for path in self.mappings.values() if len(path) > 2 and path[-3] == "param_groups"]:
-            if path[-1] != "lr" or not self._by_name(path):
+    def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
+        """Saved states of a table that no rank asks for: without them its training would go on differently."""
+        saved = self._saved[weight].states.keys()
+        for name in sorted(saved - asked):
+            if is_named(weight, self._inexact) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
-            group: Any = self.original_state_dict
-            for part in path[:-1]:
-                group = group[part]
-            names = [self._plain(parameter) for parameter in group["params"]]
-            names = [name for name in names if not is_named(name, self._added)]
-            found = {rate for name in names for rate in rates.get(name, ())}
-            lost = [name for name in names if name not in rates]
-            if len(found) > 1 or lost:
-                told = f"several learning rates {sorted(found)}" if len(found) > 1 else f"no learning rate of {lost[0]}"
-                problems.append(f"{'.'.join(map(str, path))}: the checkpoint has {told}")
-            elif found:
-                group["lr"] = found.pop()
-        _raise(problems)
-
-    def _plain(self, parameter: str) -> str:
-        return owner(parameter, self._weights.keys() | self._saved.keys()) or parameter
+            yield (
+                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict; put the table's "
+                "optimizer there (of a replicated table: in a KeyedOptimizerWrapper, after init_state()). "
+                f"{_consent(weight)}"
+            )
 
     def _check_numbered(self, key: str, path: tuple) -> None:
-        """Parameters that are numbered have other numbers where other tables are replicated."""
-        replicated = [w for w, k in self._weights.items() if type(self.state_dict[k]) in (Tensor, torch.nn.Parameter)]
-        numbers = {
-            where: {p[-2] for p in found.values() if len(p) > 2 and p[:-2] == path[:-2]}
-            for where, found in (("here", self.mappings), ("saved", paths(self.metadata)))
-        }
-        if replicated or numbers["here"] != numbers["saved"]:
+        """Parameters that an optimizer numbers have other numbers where other tables are replicated."""
+        here, saved = (
+            {found[-2] for found in where.values() if len(found) > 2 and found[:-2] == path[:-2]}
+            for where in (self.mappings, paths(self.metadata))
+        )
+        if here != saved or any(type(self.state_dict[key]) is Tensor for key in self._weights.values()):
             raise RefusedError(
                 f"{key}: an optimizer state by number, and numbers change with the tables that are replicated; save and "
-                "load the optimizer in a KeyedOptimizerWrapper, which names its parameters"
+                "load that optimizer in a KeyedOptimizerWrapper, which names its parameters"
             )
 
 
 def _has_states(state_dict: Any) -> bool:
-    """Whether an optimizer's state dict is in it, empty though its states may be."""
+    """Whether an optimizer's state dict is in it."""
     if not isinstance(state_dict, Mapping):
         return False
     return isinstance(state_dict.get("state"), Mapping) or any(map(_has_states, state_dict.values()))
 
 
 def _consent(weight: str) -> str:
-    return f"To go on without an exact state, pass inexact=[{table_name(weight)!r}]"
+    return f"to go on without an exact state, pass inexact=[{table_name(weight)!r}]"
 
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
+        more = f"\n(and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
         shown = "\n- ".join(problems[:MAX_PROBLEMS])
         raise CheckpointError(f"the checkpoint cannot be loaded under this plan:\n- {shown}{more}")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dreamshard_planner.across_plans.layout import SavedTable
@@ -46,7 +47,11 @@ class StateShard:
     def per_row(self) -> bool:
         """One value for each row of the shard, not one for each weight."""
         rows = self.weights.sizes[0]
-        return self.sizes in ((rows,), (rows, 1)) and self.sizes != tuple(self.weights.sizes)
+        return self.sizes in ((rows,), (rows, 1)) and not self.per_weight
+
+    @property
+    def per_weight(self) -> bool:
+        return self.sizes == tuple(self.weights.sizes)
 
 
 def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
@@ -150,19 +155,32 @@ def _first_value(key: str, entry: TensorStorageMetadata, index: MetadataIndex) -
     return ReadItem(LoadItemType.TENSOR, index, zero, source, zero, one)
 
 
-def landing(shard: Tensor, item: ReadItem, share: float | None) -> Tensor:
-    """Where a read goes: a part of the shard, or a buffer of its own where it is to be added."""
-    if share is not None:
-        return torch.empty(item.lengths, dtype=shard.dtype)
-    if shard.dim() == len(item.lengths):
-        return narrow_tensor_by_index(shard, item.dest_offsets, item.lengths)
-    rows = shard.narrow(0, item.dest_offsets[0], item.lengths[0]) if shard.dim() and item.lengths else shard
-    return rows.view(item.lengths)
+class FillingPlanner(DefaultLoadPlanner):
+    """Puts reads where they belong: copied, or added by their share."""
 
+    def keep(self, reads: list[Read]) -> list[ReadItem]:
+        """The items of reads, whose shares are kept until they come back."""
+        self._shares = {read.item: read.share for read in reads if read.share is not None}
+        return [read.item for read in reads]
 
-def add_share(shard: Tensor, item: ReadItem, share: float, value: Tensor) -> None:
-    """Add what was read, for each row or for each weight, to the rows of the shard."""
-    rows = item.lengths[0]
-    target = shard.view(shard.shape[0], -1).narrow(0, item.dest_offsets[0], rows)
-    value = value.view(rows, -1).to(shard.device)
-    target.add_(value.sum(1, keepdim=True) if target.shape[1] == 1 else value, alpha=share)
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        for index in {item.dest_index for item in self._shares}:
+            self.lookup_tensor(index).detach().zero_()
+        return new_plan
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        shard, lengths = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths
+        if read_item in self._shares:
+            return torch.empty(lengths, dtype=shard.dtype)
+        if shard.dim() == len(lengths):
+            return narrow_tensor_by_index(shard, read_item.dest_offsets, lengths)
+        rows = shard.narrow(0, read_item.dest_offsets[0], lengths[0]) if shard.dim() and lengths else shard
+        return rows.view(lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        if (share := self._shares.get(read_item)) is None:
+            return
+        shard, rows = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths[0]
+        target = shard.view(shard.shape[0], -1).narrow(0, read_item.dest_offsets[0], rows)
+        value = tensor.view(rows, -1).to(shard.device)
+        target.add_(value.sum(1, keepdim=True) if target.shape[1] == 1 else value, alpha=share)

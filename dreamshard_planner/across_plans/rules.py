@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -44,6 +45,6 @@ JOINS = {rule.name: rule.join for rule in RULES}
 STEP_COUNT = "iter"
 
 
-def needs_no_step_count(states: frozenset[str]) -> bool:
+def needs_no_step_count(states: Set[str]) -> bool:
     """Adagrad counts steps to decay its learning rate, which its fused kernels do not do: nothing hangs on the count."""
-    return states - {STEP_COUNT} == {"momentum1"}
+    return set(states) - {STEP_COUNT} == {"momentum1"}

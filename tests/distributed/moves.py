@@ -81,9 +81,15 @@ class Moving:
     plan: Mapping[str, Sharding]
     optimizer: str
     hosts: int = 1
+    ranks: int = 2
     groups: bool = False
     """Learning rates are in the state dict."""
     output_dtensor: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Of a global batch: as many on each rank."""
+        return SAMPLES // self.ranks * self.ranks
 
     @property
     def case(self) -> Case:
@@ -149,11 +155,10 @@ class Job:
     def train(self, first: int, steps: int) -> list[float]:
         """Losses, the mean over all ranks."""
         count, losses = SAMPLES // self.rank.world_size, []
-        mine = [SAMPLES * number // self.rank.world_size for number in (self.rank.rank, self.rank.rank + 1)]
         for step in range(first, first + steps):
             self.optimizer.zero_grad()
             self.top.zero_grad()
-            loss = self.model(*batches(self.case, step, mine[0], count))
+            loss = self.model(*batches(self.case, step, count * self.rank.rank, count))
             loss.backward()
             self.optimizer.step()
             self.top.step()
@@ -223,7 +228,7 @@ class Reference:
             self._average(name, moving.plan[name].slices(weight.shape[1]))
         for step in range(first, first + steps):
             self.model.zero_grad()
-            loss = self.model(*batches(self.case, step, 0, SAMPLES))
+            loss = self.model(*batches(self.case, step, 0, moving.samples))
             loss.backward()
             losses.append(loss.item())
             with torch.no_grad():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ POOLED = (
     Sharding("data_parallel"),
 )
 SEQUENCE = (Sharding("table_wise", (1,)), Sharding("column_wise", (1, 0), (8, 8)), Sharding("row_wise"))
+POOLED_KINDS = tuple(sorted({sharding.kind for sharding in POOLED}))
+SEQUENCE_KINDS = tuple(sorted({sharding.kind for sharding in SEQUENCE}))
 TABLES = {
     "bags": {f"bag{number}": TableSpec(9 + 2 * number, DIM) for number in range(len(POOLED))},
     "sequence": {f"sequence{number}": TableSpec(11 + number, DIM) for number in range(len(SEQUENCE))},
@@ -71,3 +74,36 @@ def check(result: Result, expected: Result) -> None:
         torch.testing.assert_close(
             result.weights[name], weight, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}"
         )
+
+
+def _save(rank: Rank, moving: Moving, folder: Path, plain: bool) -> Result:
+    return train_and_save(rank, moving, folder, plain)
+
+
+@pytest.mark.parametrize(("before_ranks", "after_ranks"), [(4, 2), (2, 3)])
+def test_other_numbers_of_ranks(before_ranks: int, after_ranks: int, tmp_path: Path) -> None:
+    before, after = (_random(seed, ranks, "row_wise_adagrad") for seed, ranks in ((1, before_ranks), (2, after_ranks)))
+    folder = tmp_path / "saved"
+    check(run_on_ranks(train_and_save, before, folder, False, world_size=before_ranks)[0], reference(before, before))
+    check(run_on_ranks(load_and_train, after, folder, world_size=after_ranks)[0], reference(before, after))
+
+
+def _random(seed: int, ranks: int, optimizer: str, tables: Any = TABLES) -> Moving:
+    """A random plan."""
+    generator = random.Random(f"{seed} {ranks}")
+    hosts, plan = generator.choice([h for h in (1, 2) if ranks % h == 0]), {}
+    for module, specs in tables.items():
+        widths = generator.choice([(8, 8), (4, 4, 4, 4)])  # those of a sequence module must be equal
+        for name in specs:
+            kinds = SEQUENCE_KINDS if module == "sequence" else POOLED_KINDS
+            kind = generator.choice(kinds)
+            if kind == "column_wise":
+                own = widths if module == "sequence" else generator.choice([(8, 8), (4, 4, 4, 4), (4, 12), (8, 4, 4)])
+                plan[name] = Sharding(kind, tuple(generator.randrange(ranks) for _ in own), own)
+            elif kind == "grid_shard":
+                plan[name] = Sharding(kind, tuple(generator.choices(range(hosts), k=2)), (8, 8))
+            elif kind in ("table_wise", "table_row_wise"):
+                plan[name] = Sharding(kind, (generator.randrange(ranks if kind == "table_wise" else hosts),))
+            else:
+                plan[name] = Sharding(kind)
+    return Moving(tables, plan, optimizer, hosts=hosts, ranks=ranks)
