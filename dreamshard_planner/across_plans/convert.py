@@ -6,40 +6,33 @@ from __future__ import annotations
 import io
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorEntry
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dreamshard_planner.across_plans.layout import (
-    SavedTable,
-    is_named,
-    paths,
-    saved_tables,
-    state_of,
-    table_name,
-)
+from dreamshard_planner.across_plans.layout import SavedTable, is_named, paths, saved_tables, table_name
 from dreamshard_planner.across_plans.learning_rates import read_bytes
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.reads import (
     FillingPlanner,
     Read,
     RefusedError,
-    StateShard,
     chunk,
     overlaps,
     pieces,
     state_reads,
 )
-from dreamshard_planner.across_plans.rules import JOINS, STEP_COUNT, Join, needs_no_step_count
+from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
 
 
 def convert(
@@ -47,28 +40,30 @@ def convert(
     target: str | Path,
     plan: SavedPlan,
     dropped: Collection[str] = (),
-    inexact: Collection[str] = (),
 ) -> None:
-    """Write a checkpoint as ranks under a plan would have saved it; for a replicated table, with states named as a
-    fused one's.
+    """Write a checkpoint as ranks under a plan would have saved it, a piece in memory at a time. States of a replicated
+    table get the names that a fused optimizer gives them.
 
     Args:
         source: folder of a checkpoint.
         target: a folder that does not exist yet.
-        dropped: see :func:`load_across_plans`.
-        inexact: see :func:`load_across_plans`.
+        dropped: as for :func:`load_across_plans`.
 
     Raises:
         CheckpointError: no checkpoint, or one that does not go with the plan; names the table.
         FileError: the target exists, or cannot be written.
     """
     reader, writer = BoundedReader(source), WholeWriter(target)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, True)
-    content = _Content(reader, metadata, plan, frozenset(dropped), frozenset(inexact))
+    content = _Content(reader, plan.inputs.topology.world_size)
+    for weight, sharding in _shardings(plan, content.saved, dropped).items():
+        try:
+            content.add_table(weight, sharding)
+        except RefusedError as problem:
+            raise CheckpointError(f"table {table_name(weight)}: {problem}") from problem
+    content.add_others()
+    writer.set_up_storage_writer(True)
+    writer.prepare_local_plan(SavePlan([]))
     try:
-        writer.set_up_storage_writer(True)
-        writer.prepare_local_plan(SavePlan([]))
         plans = writer.prepare_global_plan([SavePlan(items) for items in content.of_ranks])
         results = [writer.write_data(of_rank, content).value() for of_rank in plans]
         writer.finish(Metadata(content.entries, planner_data=content.paths), results)
@@ -76,119 +71,109 @@ def convert(
         shutil.rmtree(writer.path, ignore_errors=True)
 
 
+def _shardings(plan: SavedPlan, saved: dict[str, SavedTable], dropped: Collection[str]) -> dict[str, TableSharding]:
+    """Of every table that is written, by its weight."""
+    left, result = {weight for weight in saved if not is_named(weight, dropped)}, {}
+    for module, tables in plan.sharding.items():
+        for name, sharding in tables.items():
+            fqn = f"{module}.{name}".removeprefix(".")
+            found = [weight for weight in left if weight.startswith(module) and weight.split(".")[-2] == name]
+            if len(found) != 1:
+                raise CheckpointError(f"table {fqn}: in {plan.name}, not in the checkpoint")
+            size, planned = (
+                tuple(saved[found[0]].entry.size),
+                (plan.inputs.tables[fqn].rows, plan.inputs.tables[fqn].dim),
+            )
+            if size != planned:
+                raise CheckpointError(f"table {fqn}: of size {size} in the checkpoint, {planned} in {plan.name}")
+            result[found[0]] = sharding
+            left.remove(found[0])
+    if left:
+        names = ", ".join(sorted(str(table_name(weight)) for weight in left))
+        raise CheckpointError(
+            f"tables that are not in {plan.name}: {names}; if they were removed, pass them as dropped"
+        )
+    return result
+
+
 class _Content(DefaultSavePlanner):
     """What is written, made piece by piece when its turn comes."""
 
-    def __init__(
-        self,
-        reader: BoundedReader,
-        metadata: Metadata,
-        plan: SavedPlan,
-        dropped: frozenset[str],
-        inexact: frozenset[str],
-    ) -> None:
+    def __init__(self, reader: BoundedReader, world_size: int) -> None:
         super().__init__()
-        self._reader, self._metadata, self._inexact = reader, metadata, inexact
+        self._reader, self._saved = reader, reader.read_metadata()
+        reader.set_up_storage_reader(self._saved, True)
+        self.saved, self._where = saved_tables(self._saved), paths(self._saved)
+        fused = (path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in path[-1])
+        self._fused = next(fused, None)
         self._reads: dict[MetadataIndex, list[Read]] = {}
+        self._done: set[str] = set()
         self.entries: dict[str, Any] = {}
         self.paths: dict[str, tuple] = {}
-        self.of_ranks: list[list[WriteItem]] = [[] for _ in range(plan.inputs.topology.world_size)]
-        saved, where = saved_tables(metadata), paths(metadata)
-        shardings = _shardings(plan, saved, dropped)
-        fused = (path[:-2] for path in where.values() if (state := state_of(path, saved)) and "." in str(path[-1]))
-        self._states_path = next(fused, None)
-        for weight, sharding in shardings.items():
-            self._add_table(weight, saved[weight], sharding, where)
-        tables = {key for table in saved.values() for key in (table.key, *table.states.values())}
-        for key in where.keys() - tables:
-            self._add_other(key, where[key])
+        self.of_ranks: list[list[WriteItem]] = [[] for _ in range(world_size)]
 
-    def _add_table(self, weight: str, table: SavedTable, sharding: TableSharding, where: dict[str, tuple]) -> None:
-        shards = sharding.shards if sharding.sharding_type != "data_parallel" else sharding.shards[:1]
-        slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards if min(shard.size)})
-        self._declare(table.key, where[table.key], table.entry, tuple(table.entry.size))
-        keys = {}
+    def add_table(self, weight: str, sharding: TableSharding) -> None:
+        table, keys = self.saved[weight], {}
+        shards = sharding.shards[:1] if sharding.sharding_type == "data_parallel" else sharding.shards
+        slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards})
+        self._declare(table.key, self._where[table.key], table.entry, table.entry.size)
         for name, key in table.states.items():
-            entry = self._metadata.state_dict_metadata[key]
-            if name == STEP_COUNT and needs_no_step_count(table.states.keys()):
+            if JOINS.get(name) is not Join.SINGLE:
+                entry = self._saved.state_dict_metadata[key]
+                path = (*(self._fused or self._where[key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
+                keys[name] = ".".join(map(str, path))
+                size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
+                self._declare(keys[name], path, entry, size)
+                self._done.add(key)
+        for shard in shards:
+            down = slices.index((shard.offset[1], shard.size[1])) * table.entry.size[0]
+            for part in pieces(chunk(shard.offset, shard.size), table.entry):
+                index = MetadataIndex(table.key, part.offsets)
+                self._add(shard.rank, index, part, overlaps(table.key, table.entry, part, index))
+                for name, key in keys.items():
+                    per_row = chunk((down + part.offsets[0],), (part.sizes[0],))
+                    place = per_row if len(self.entries[key].size) == 1 else part
+                    index = MetadataIndex(key, place.offsets)
+                    reads = state_reads(self._saved, table, name, index, tuple(place.sizes), part)
+                    self._add(shard.rank, index, place, reads)
+
+    def add_others(self) -> None:
+        """What is no table's, as it is."""
+        self._done |= {table.key for table in self.saved.values()}
+        for key in self._where.keys() - self._done:
+            entry = self._saved.state_dict_metadata[key]
+            if isinstance(entry, BytesStorageMetadata):
+                self.entries[key], self.paths[key] = entry, self._where[key]
+                self.of_ranks[0].append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
-            per_weight = tuple(entry.size) == tuple(table.entry.size)
-            single = JOINS.get(name) is Join.SINGLE
-            size = tuple(entry.size) if per_weight else (len(shards) if single else table.entry.size[0] * len(slices),)
-            path = (*(self._states_path or where[key][:-2]), weight, f"{weight.split('.')[-2]}.{name}")
-            keys[name] = ".".join(map(str, path))
-            self._declare(keys[name], path, entry, size)
-        for number, shard in enumerate(shards):
-            if min(shard.size):
-                self._add_shard(number, shard, slices, weight, table, keys)
-
-    def _add_shard(
-        self,
-        number: int,
-        shard: ShardPlace,
-        slices: list[tuple[int, int]],
-        weight: str,
-        table: SavedTable,
-        keys: dict[str, str],
-    ) -> None:
-        down = slices.index((shard.offset[1], shard.size[1])) * table.entry.size[0]
-        for part in pieces(chunk(shard.offset, shard.size), table.entry.properties.dtype.itemsize):
-            index = MetadataIndex(table.key, part.offsets)
-            self._add(shard.rank, index, part, overlaps(table.key, table.entry, part, index))
-            for name, key in keys.items():
-                place = part
-                if JOINS.get(name) is Join.SINGLE:
-                    place = chunk((number,), (1,))
-                elif len(self.entries[key].size) == 1:
-                    place = chunk((down + part.offsets[0],), (part.sizes[0],))
-                index = MetadataIndex(key, place.offsets)
-                if index in self._reads:
-                    continue
-                state = StateShard(index, tuple(place.sizes), part)
-                try:
-                    reads = state_reads(self._metadata, table, name, state, is_named(weight, self._inexact))
-                except RefusedError as problem:
-                    raise CheckpointError(f"table {table_name(weight)}, state {name}: {problem}") from problem
-                self._add(shard.rank, index, place, reads)
-
-    def _add_other(self, key: str, path: tuple) -> None:
-        entry = self._metadata.state_dict_metadata[key]
-        if isinstance(entry, BytesStorageMetadata):
-            self.entries[key], self.paths[key] = entry, path
-            self.of_ranks[0].append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
-            return
-        self._declare(key, path, entry, tuple(entry.size))
-        for whole in entry.chunks:
-            for part in pieces(whole, entry.properties.dtype.itemsize):
+            self._declare(key, self._where[key], entry, entry.size)
+            for part in (part for whole in entry.chunks for part in pieces(whole, entry)):
                 index = MetadataIndex(key, part.offsets)
                 self._add(0, index, part, overlaps(key, entry, part, index))
 
-    def _declare(self, key: str, path: tuple, like: TensorStorageMetadata, size: tuple[int, ...]) -> None:
-        self.entries[key] = TensorStorageMetadata(like.properties, torch.Size(size), [])
-        self.paths[key] = path
+    def _declare(self, key: str, path: tuple, like: TensorEntry, size: tuple[int, ...]) -> None:
+        self.entries[key], self.paths[key] = TensorEntry(like.properties, torch.Size(size), []), path
 
-    def _add(self, rank: int, index: MetadataIndex, place: Any, reads: list[Read]) -> None:
-        entry = self.entries[index.fqn]
+    def _add(self, rank: int, index: MetadataIndex, place: ChunkStorageMetadata, reads: list[Read]) -> None:
+        entry, self._reads[index] = self.entries[index.fqn], reads
         entry.chunks.append(place)
-        self._reads[index] = reads
         data = TensorWriteData(place, entry.properties, entry.size)
         self.of_ranks[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index = write_item.index
-        filling = _Filling()
+        piece = _Piece()
         if write_item.type is WriteItemType.BYTE_IO:
-            items = [read_bytes(index.fqn)]
+            items = piece.keep([Read(read_bytes(write_item.index.fqn))])
         else:
             data = write_item.tensor_data
-            filling.content = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
-            items = filling.keep(self._reads[index])
-        self._reader.read_data(filling.finish_plan(LoadPlan(items)), filling)
-        return filling.content
+            piece.content = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+            items = piece.keep(self._reads[write_item.index])
+        self._reader.read_data(piece.finish_plan(LoadPlan(items)), piece)
+        return piece.content
 
 
-class _Filling(FillingPlanner):
-    """Of one piece."""
+class _Piece(FillingPlanner):
+    """Of what is written."""
 
     content: Tensor | io.BytesIO
 
@@ -199,65 +184,27 @@ class _Filling(FillingPlanner):
         self.content = value
 
 
-def _shardings(plan: SavedPlan, saved: dict[str, SavedTable], dropped: frozenset[str]) -> dict[str, TableSharding]:
-    """Of every table that is written, by its weight."""
-    left = {weight for weight in saved if not is_named(weight, dropped)}
-    result = {}
-    for module, tables in plan.sharding.items():
-        for name, sharding in tables.items():
-            fqn = f"{module}.{name}".removeprefix(".")
-            found = [w for w in left if w.startswith(module) and w.split(".")[-2] == name]
-            if len(found) != 1:
-                raise CheckpointError(f"table {fqn}: in the plan {plan.name}, not in the checkpoint")
-            inputs, size = plan.inputs.tables[fqn], tuple(saved[found[0]].entry.size)
-            if size != (inputs.rows, inputs.dim):
-                raise CheckpointError(
-                    f"table {fqn}: of size {size} in the checkpoint, {inputs.rows, inputs.dim} in the plan"
-                )
-            result[found[0]] = sharding
-            left.remove(found[0])
-    if left:
-        names = ", ".join(sorted(str(table_name(weight)) for weight in left))
-        raise CheckpointError(f"not in the plan {plan.name}: {names}; drop them by name if they were removed")
-    return result
-
-
 def describe(path: str | Path) -> dict[str, Any]:
-    """What is in a checkpoint: its tables with their cuts and states, and all else.
+    """What is in a checkpoint: its tables, with their cuts and states, and the keys of all else.
 
     Raises:
         CheckpointError: there is none, or a damaged one.
     """
     metadata = BoundedReader(path).read_metadata()
-    saved, entries = saved_tables(metadata), metadata.state_dict_metadata
-    sizes = defaultdict(int)
+    sizes, others, tables = defaultdict(int), set(metadata.state_dict_metadata), {}
     for index, stored in metadata.storage_data.items():
         sizes[index.fqn] += stored.length
-    keys = {weight: (table.key, *table.states.values()) for weight, table in saved.items()}
-    return {
-        "tables": {
-            str(table_name(weight)): dict(_told(table, entries)) | {"bytes": sum(sizes[key] for key in keys[weight])}
-            for weight, table in sorted(saved.items())
-        },
-        "others": sorted(entries.keys() - {key for found in keys.values() for key in found}),
-        "bytes": sum(sizes.values()),
-    }
-
-
-def _told(table: SavedTable, entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "rows", table.entry.size[0]
-    yield "dim", table.entry.size[1]
-    yield "data_type", str(table.entry.properties.dtype).removeprefix("torch.")
-    yield "column_slices", [width for _, width in table.slices]
-    yield "row_blocks", len({part.offsets[0] for part in table.entry.chunks})
-    yield (
-        "states",
-        {
-            name: "per weight"
-            if entries[key].size == table.entry.size
-            else "per table"
-            if JOINS.get(name) is Join.SINGLE
-            else "per row"
-            for name, key in table.states.items()
-        },
-    )
+    for weight, table in sorted(saved_tables(metadata).items()):
+        entries = {name: metadata.state_dict_metadata[key] for name, key in table.states.items()}
+        keys = {table.key, *table.states.values()}
+        others -= keys
+        tables[str(table_name(weight))] = {
+            "rows": table.entry.size[0],
+            "dim": table.entry.size[1],
+            "data_type": str(table.entry.properties.dtype).removeprefix("torch."),
+            "column_slices": [width for _, width in table.slices],
+            "row_blocks": len({part.offsets[0] for part in table.entry.chunks}),
+            "states": {name: list(entry.size) for name, entry in entries.items()},
+            "bytes": sum(sizes[key] for key in keys),
+        }
+    return {"tables": tables, "others": sorted(others), "bytes": sum(sizes.values())}

@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Learning rates in a state dict (``optimizer.save_param_groups(True)``): which group of parameters holds a table depends
-on the plan, and groups are saved by number, so rates are carried by the names of parameters."""
+"""Learning rates, where a state dict has them (``optimizer.save_param_groups(True)``). Groups of parameters are saved by
+number, and the plan decides which tables one holds: rates are carried by the names of parameters."""
 
 from __future__ import annotations
 
@@ -24,70 +24,48 @@ def read_bytes(key: str) -> ReadItem:
 def named_groups(state_dict: Any, path: tuple = ()) -> Iterator[tuple[tuple, dict[str, Any]]]:
     """Groups whose parameters have names, and where they are."""
     for key, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
-        if key == "param_groups" and isinstance(value, list):
-            for number, group in enumerate(value):
-                if any(isinstance(parameter, str) for parameter in group.get("params", ())):
-                    yield (*path, key, number), group
-        else:
-            yield from named_groups(value, (*path, str(key)))
+        for number, group in enumerate(value) if key == "param_groups" else ():
+            if any(isinstance(parameter, str) for parameter in group["params"]):
+                yield (*path, key, number), group
+        yield from named_groups(value, (*path, str(key)))
 
 
-class LearningRates:
-    """Fills the rates of a state dict's groups when all groups of the checkpoint were read.
+class SavedRates:
+    """Learning rates of a checkpoint, read one by one."""
 
-    Args:
-        table: the weight that a parameter is, or the parameter.
-        is_new: whether a parameter may be missing.
-    """
-
-    def __init__(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata,
-        table: Callable[[str], str],
-        is_new: Callable[[str], bool],
-    ) -> None:
-        self.groups = dict(named_groups(state_dict))
-        self._table, self._is_new = table, is_new
-        self._saved: dict[tuple, dict[str, Any]] = {}
-        self._unread: dict[str, tuple] = {}
-        for key, path in paths(metadata).items() if self.groups else ():
+    def __init__(self, metadata: Metadata) -> None:
+        self._groups: dict[tuple, dict[str, Any]] = {}
+        self.unread: dict[str, tuple] = {}
+        """Path by key of what is to be read."""
+        for key, path in paths(metadata).items():
             is_bytes = isinstance(metadata.state_dict_metadata[key], BytesStorageMetadata)
             if is_bytes and len(path) > 2 and path[-3] == "param_groups" and path[-1] in ("params", "lr"):
-                self._unread[key] = path
-        if self.groups and not self._unread:
-            raise RefusedError("learning rates: not in the checkpoint; leave them out with save_param_groups(False)")
+                self.unread[key] = path
 
-    def reads(self) -> list[ReadItem]:
-        return [read_bytes(key) for key in self._unread]
+    def take(self, key: str, value: Any) -> None:
+        path = self.unread.pop(key)
+        self._groups.setdefault(path[:-1], {})[path[-1]] = value
 
-    def take(self, key: str, value: Any) -> bool:
-        """Whether this was one of the reads; the last one fills the groups.
+    def fill(self, groups: dict[tuple, dict[str, Any]], name: Callable[[object], str]) -> None:
+        """Give groups of a state dict their rates.
+
+        Args:
+            name: of a parameter, the same in all optimizers and plans.
 
         Raises:
-            RefusedError: no rate of some parameter, or several for one group.
+            RefusedError: there is no rate for a parameter, or several for a group.
         """
-        path = self._unread.pop(key, None)
-        if path is None:
-            return False
-        self._saved.setdefault(path[:-1], {})[path[-1]] = value
-        if not self._unread:
-            self._fill()
-        return True
-
-    def _fill(self) -> None:
         rates: dict[str, set[float]] = {}
-        for group in self._saved.values():
-            for parameter in group.get("params", ()):
-                rates.setdefault(self._table(str(parameter)), set()).add(float(group["lr"]))
-        for group in self.groups.values():
-            names = [name for name in map(self._table, group["params"]) if not self._is_new(name)]
-            if lost := [name for name in names if name not in rates]:
+        for saved in self._groups.values():
+            for parameter in saved["params"]:
+                rates.setdefault(name(parameter), set()).add(float(saved["lr"]))
+        for group in groups.values():
+            found = {rate for parameter in group["params"] for rate in rates.get(name(parameter), ())}
+            lost = [parameter for parameter in group["params"] if name(parameter) not in rates]
+            if lost or len(found) != 1:
                 raise RefusedError(
-                    f"learning rate of {lost[0]}: not in the checkpoint, which has the groups of one rank where plain "
-                    "torch.distributed.checkpoint saved it; leave rates out with save_param_groups(False)"
+                    f"learning rate of {', '.join(lost or group['params'])}: the checkpoint has {sorted(found) or 'none'} "
+                    "(saved by plain torch.distributed.checkpoint, it has those of one rank's groups); to keep the "
+                    "script's, call save_param_groups(False)"
                 )
-            found = {rate for name in names for rate in rates[name]}
-            if len(found) > 1:
-                raise RefusedError(f"learning rates {sorted(found)} of {', '.join(names)}: one group has only one")
-            group["lr"] = found.pop() if found else group["lr"]
+            group["lr"] = found.pop()

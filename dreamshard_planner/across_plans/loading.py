@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dreamshard_planner.across_plans.layout import is_named, owner, paths, saved_tables, state_of, table_name
-from dreamshard_planner.across_plans.learning_rates import LearningRates
+from dreamshard_planner.across_plans.learning_rates import SavedRates, named_groups, read_bytes
 from dreamshard_planner.across_plans.reading import BoundedReader
-from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, StateShard, state_reads
-from dreamshard_planner.across_plans.rules import JOINS, STEP_COUNT, Join, needs_no_step_count
+from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, state_reads
+from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 from dreamshard_planner.support.formatting import nearest
 
@@ -39,7 +39,7 @@ def load_across_plans(
     process_group: dist.ProcessGroup | None = None,
     added: Collection[str] = (),
     dropped: Collection[str] = (),
-    inexact: Collection[str] = (),
+    fresh: Collection[str] = (),
 ) -> None:
     """``torch.distributed.checkpoint.load`` for a model whose plan, or number of ranks, is not that of the checkpoint.
 
@@ -50,14 +50,14 @@ def load_across_plans(
         storage_reader: for what is no folder; then what is held in memory at a time is up to it.
         added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack: they stay as they are.
         dropped: tables that the checkpoint has and the model may lack.
-        inexact: tables whose optimizer states may be carried although no rule makes that exact.
+        fresh: tables whose optimizer states may stay as they are where the checkpoint has none that a rule makes theirs.
 
     Raises:
         CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help.
     """
     if storage_reader is None and checkpoint_id is not None:
         storage_reader = BoundedReader(checkpoint_id)
-    planner = AcrossPlansLoadPlanner(added, dropped, inexact)
+    planner = AcrossPlansLoadPlanner(added, dropped, fresh)
     try:
         dcp.load(state_dict, storage_reader=storage_reader, planner=planner, process_group=process_group)
     except CheckpointException as failure:
@@ -83,13 +83,11 @@ class Asked:
 class AcrossPlansLoadPlanner(FillingPlanner):
     """The load planner of :func:`load_across_plans`, for those who call ``torch.distributed.checkpoint`` themselves."""
 
-    def __init__(
-        self, added: Collection[str] = (), dropped: Collection[str] = (), inexact: Collection[str] = ()
-    ) -> None:
+    def __init__(self, added: Collection[str] = (), dropped: Collection[str] = (), fresh: Collection[str] = ()) -> None:
         super().__init__()
-        if odd := [names for names in (added, dropped, inexact) if isinstance(names, str)]:
+        if odd := [names for names in (added, dropped, fresh) if isinstance(names, str)]:
             raise TypeError(f"give a list of tables, not the text {odd[0]!r}")
-        self._added, self._dropped, self._inexact = frozenset(added), frozenset(dropped), frozenset(inexact)
+        self._added, self._dropped, self._fresh = frozenset(added), frozenset(dropped), frozenset(fresh)
 
     def create_local_plan(self) -> LoadPlan:
         self._saved = saved_tables(self.metadata)
@@ -99,19 +97,15 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             if state := state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
         self._check_consent()
+        self._groups, self._rates = dict(named_groups(self.original_state_dict)), SavedRates(self.metadata)
         reads, problems = [], []
+        if self._groups:
+            reads += [Read(read_bytes(key)) for key in self._rates.unread]
         for key, value in self.state_dict.items():
             try:
                 reads += self._reads(key, value, self.mappings[key])
             except RefusedError as problem:
                 problems.append(str(problem))
-        try:
-            self._rates = LearningRates(
-                self.original_state_dict, self.metadata, self._table, lambda name: is_named(name, self._added)
-            )
-            reads += map(Read, self._rates.reads())
-        except RefusedError as problem:
-            problems.append(str(problem))
         _raise(problems)
         states = frozenset((weight, name) for weight, names in self._states.items() for name in names)
         asked = Asked(frozenset(self._weights), states, _has_states(self.original_state_dict))
@@ -140,35 +134,28 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             loaded = torch.load(value, weights_only=True)
         except Exception as error:  # an unpickler's may be any
             raise CheckpointError(f"{key}: holds what torch.load(weights_only=True) does not read: {error}") from error
-        try:
-            if self._rates.take(key, loaded):
-                return
-        except RefusedError as problem:
-            _raise([str(problem)])
-        *container, last = self.mappings[key]
-        found: Any = self.original_state_dict
-        for part in container:
-            found = found[part]
-        found[last] = loaded
-
-    def _table(self, parameter: str) -> str:
-        return owner(parameter, self._weights.keys() | self._saved.keys()) or parameter
+        if key not in self._rates.unread:
+            *container, last = self.mappings[key]
+            _at(self.original_state_dict, container)[last] = loaded
+            return
+        self._rates.take(key, loaded)
+        if not self._rates.unread:
+            try:
+                self._rates.fill(self._groups, lambda name: owner(name, self._weights) or str(name))
+            except RefusedError as problem:
+                _raise([str(problem)])
 
     def _check_consent(self) -> None:
         tables = {table_name(weight) for weight in (*self._saved, *self._weights)}
         known = tables | {name.rpartition(".")[2] for name in tables}
-        for name in sorted((self._added | self._dropped | self._inexact) - known):
+        for name in sorted((self._added | self._dropped | self._fresh) - known):
             raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
 
     def _reads(self, key: str, value: Any, path: tuple) -> list[Read]:
         if state := state_of(path, self._weights):
             return self._state_reads(key, value, *state)
-        if len(path) > 2 and path[-3] == "param_groups" and isinstance(path[-2], int):
-            group: Any = self.original_state_dict
-            for part in path[:-1]:
-                group = group[part]
-            if any(isinstance(parameter, str) for parameter in group.get("params", ())):
-                return []  # see learning_rates.py
+        if path[:-1] in self._groups:
+            return []
         if len(path) > 2 and path[-3] == "state" and str(path[-2]).isdigit():
             self._check_numbered(key, path)
         return self._same_key_reads(key, value, path)
@@ -181,44 +168,44 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         if entry is None:
             help = f"; if it is new, pass added=[{table!r}]" if table else ""
             raise RefusedError(f"{f'table {table}' if table else key}: not in the checkpoint{help}")
-        if not isinstance(entry, BytesStorageMetadata):
-            size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
-            if tuple(entry.size) != size:
-                what = f"table {table}" if table else key
-                raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
-        return [Read(item) for item in _create_read_items(key, entry, value)]
+        if isinstance(entry, BytesStorageMetadata):
+            return [Read(read_bytes(key))]
+        size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
+        if tuple(entry.size) != size:
+            what = f"table {table}" if table else key
+            raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
+        shards = enumerate(_create_chunk_list(value))
+        return [r for i, found in shards for r in overlaps(key, entry, found, MetadataIndex(key, found.offsets, i))]
 
     def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
-        what = f"table {table_name(weight)}, state {name}"
-        table, inexact = self._saved.get(weight), is_named(weight, self._inexact)
+        table, fresh = self._saved.get(weight), is_named(weight, self._fresh)
         if table is None:
             return []  # its weights say so
-        if name not in table.states:
-            if inexact or (name == STEP_COUNT and needs_no_step_count(self._states[weight])):
-                return []
-            had = ", ".join(sorted(table.states)) or "none"
-            raise RefusedError(f"{what}: not in the checkpoint, whose states of it are: {had}; {_consent(weight)}")
-        shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets)
-        weights = _create_chunk_list(self.state_dict[self._weights[weight]])
-        weights.sort(key=lambda rectangle: (rectangle.offsets[1], rectangle.offsets[0]))
-        reads = []
         try:
+            if name not in table.states:
+                if name == STEP_COUNT and needs_no_step_count(self._states[weight]):
+                    return []
+                raise RefusedError(f"not in the checkpoint, which has of it: {', '.join(table.states) or 'no state'}")
+            shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets)
+            weights = _create_chunk_list(self.state_dict[self._weights[weight]])
+            weights.sort(key=lambda found: (found.offsets[1], found.offsets[0]))
             if len(shards) != len(weights):
                 raise RefusedError(f"has {len(shards)} shards on this rank, and the weights have {len(weights)}")
-            for (number, found), rectangle in zip(shards, weights, strict=True):
-                shard = StateShard(MetadataIndex(key, found.offsets, number), tuple(found.sizes), rectangle)
-                if JOINS.get(name) is not Join.SINGLE and not (shard.per_row or shard.per_weight):
-                    raise RefusedError(f"has a shard of size {shard.sizes} for weights of {tuple(rectangle.sizes)}")
-                reads += state_reads(self.metadata, table, name, shard, inexact)
+            reads = []
+            for (number, found), of in zip(shards, weights, strict=True):
+                index = MetadataIndex(key, found.offsets, number)
+                reads += state_reads(self.metadata, table, name, index, tuple(found.sizes), of)
+            return reads
         except RefusedError as problem:
-            raise RefusedError(f"{what}: {problem}; {_consent(weight)}") from problem
-        return reads
+            if fresh:
+                return []
+            raise RefusedError(f"table {table_name(weight)}, state {name}: {problem}; {_consent(weight)}") from problem
 
     def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
         """Saved states of a table that no rank asks for: without them its training would go on differently."""
         saved = self._saved[weight].states.keys()
         for name in sorted(saved - asked):
-            if is_named(weight, self._inexact) or (name == STEP_COUNT and needs_no_step_count(saved)):
+            if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
             yield (
                 f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict; put the table's "
@@ -234,9 +221,15 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         )
         if here != saved or any(type(self.state_dict[key]) is Tensor for key in self._weights.values()):
             raise RefusedError(
-                f"{key}: an optimizer state by number, and numbers change with the tables that are replicated; save and "
-                "load that optimizer in a KeyedOptimizerWrapper, which names its parameters"
+                f"{key}: an optimizer state by number, and numbers change with the tables that are replicated; name the "
+                "parameters: save and load that optimizer in a KeyedOptimizerWrapper"
             )
+
+
+def _at(state_dict: Any, path: Iterable[Any]) -> Any:
+    for part in path:
+        state_dict = state_dict[part]
+    return state_dict
 
 
 def _has_states(state_dict: Any) -> bool:
@@ -247,7 +240,7 @@ def _has_states(state_dict: Any) -> bool:
 
 
 def _consent(weight: str) -> str:
-    return f"to go on without an exact state, pass inexact=[{table_name(weight)!r}]"
+    return f"to go on without it, pass fresh=[{table_name(weight)!r}]"
 
 
 def _raise(problems: list[str]) -> None:

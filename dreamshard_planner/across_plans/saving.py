@@ -82,7 +82,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
         if item.type is WriteItemType.BYTE_IO:
             return [item]
         data = item.tensor_data
-        parts = list(pieces(data.chunk, data.properties.dtype.itemsize))
+        parts = list(pieces(data.chunk, data))
         if len(parts) == 1:
             return [item]
         result = []

@@ -19,8 +19,6 @@ checkpoint = typer.Typer(
 )
 app.add_typer(checkpoint, name="checkpoint")
 
-TablesOption = Annotated[str, typer.Option(help="Tables, separated by commas; see load_across_plans.")]
-
 
 @command("dreamshard checkpoint info checkpoints/1000", name="info", of=checkpoint)
 def info(path: Annotated[Path, typer.Argument(help="Folder.")], format: FormatOption = Format.table) -> None:
@@ -32,11 +30,12 @@ def info(path: Annotated[Path, typer.Argument(help="Folder.")], format: FormatOp
     columns = ("table", "rows", "dim", "type", "column slices", "row blocks", "states", "size")
     rows = []
     for name, table in found["tables"].items():
-        *facts, states, count = table.values()
-        told = ", ".join(f"{state} ({shape})" for state, shape in states.items())
-        rows.append((name, *facts, told or "-", size_in_words(count)))
-    others = f"Besides: {', '.join(found['others']) or 'nothing'}. In all {size_in_words(found['bytes'])}."
-    show(found, format, grid(columns, rows), others)
+        *facts, states, size = table.values()
+        told = ", ".join(f"{state} {' x '.join(map(str, shape))}" for state, shape in states.items())
+        rows.append((name, *facts, told or "-", size_in_words(size)))
+    show(
+        found, format, grid(columns, rows), f"and {len(found['others'])} others; {size_in_words(found['bytes'])} in all"
+    )
 
 
 @command(
@@ -48,13 +47,12 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder.")],
     target: Annotated[Path, typer.Argument(help="New folder: there whole, or not at all.")],
     plan: Annotated[Path, typer.Option(help="Plan, .json, to cut for.")],
-    dropped: TablesOption = "",
-    inexact: TablesOption = "",
+    dropped: Annotated[str, typer.Option(help="Tables to leave out, separated by commas.")] = "",
 ) -> None:
     """Cut a checkpoint for another plan or number of ranks, with little memory."""
     with quiet():
         from dreamshard_planner.across_plans import convert as converting
         from dreamshard_planner.plans.plan_file import SavedPlan
 
-        converting.convert(source, target, SavedPlan.load(plan), listed(dropped), listed(inexact))
+        converting.convert(source, target, SavedPlan.load(plan), listed(dropped))
     typer.echo(f"wrote {target}", err=True)

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import load_across_plans, save_across_plans
+from dreamshard_planner import DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
+from dreamshard_planner.plans.plan_file import ShardPlace, TableSharding
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -173,12 +175,41 @@ class Job:
         else:
             save_across_plans(self.state(), folder)
 
-    def load(self, folder: Path, **consent: Any) -> None:
+    def load(self, folder: Path, plain: bool = False, **consent: Any) -> None:
         state = self.state()
-        load_across_plans(state, folder, **consent)
+        if plain:
+            dcp.load(state, checkpoint_id=folder)
+        else:
+            load_across_plans(state, folder, **consent)
         if all(len(set(sharding.widths)) < 2 for sharding in self.plan.values()):  # TorchRec's fails with uneven slices
             self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def plan_file(moving: Moving, file: Path) -> None:
+    """The plan as a file, with inputs and costs of a plan that was made for the same tables."""
+    planner = DreamShardPlanner(
+        topology=Topology(moving.ranks, "cpu", local_world_size=moving.ranks // moving.hosts),
+        batch_size=SAMPLES,
+        stats=[],
+        debug=False,
+        sharding_types=["table_wise"],
+    )
+    planner.plan(MixedModel(moving.case), sharders(moving.case))
+    planner.save_plan(file)
+    saved = SavedPlan.load(file)
+    sharding: dict[str, dict[str, TableSharding]] = {}
+    for module, tables in moving.tables.items():
+        sharding[module] = {}
+        for name, spec in tables.items():
+            own = moving.plan[name]
+            if own.kind == "data_parallel":
+                shards = [(rank, 0, 0, spec.rows, spec.dim) for rank in range(moving.ranks)]
+            else:
+                shards = own.shards(spec.rows, spec.dim, moving.ranks, moving.hosts)
+            places = tuple(ShardPlace(rank, (row, column), (rows, dims)) for rank, row, column, rows, dims in shards)
+            sharding[module][name] = TableSharding(own.kind, "fused", places)
+    replace(saved, sharding=sharding).save(file)
 
 
 @dataclass(frozen=True)

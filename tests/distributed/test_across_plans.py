@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from mixed import TableSpec
 from moves import (
     OPTIMIZERS,
@@ -16,11 +18,15 @@ from moves import (
     Result,
     Sharding,
     load_and_train,
+    plan_file,
     reference,
     train_and_save,
     trains_alike,
 )
 from ranks import Rank, run_on_ranks
+
+from dreamshard_planner import SavedPlan
+from dreamshard_planner.across_plans.convert import convert
 
 DIM = 16
 POOLED = (
@@ -76,8 +82,26 @@ def check(result: Result, expected: Result) -> None:
         )
 
 
-def _save(rank: Rank, moving: Moving, folder: Path, plain: bool) -> Result:
-    return train_and_save(rank, moving, folder, plain)
+def _converted(rank: Rank, before: Moving, after: Moving, folder: Path) -> Result:
+    train_and_save(rank, before, folder / "saved")
+    if rank.rank == 0:
+        plan_file(after, folder / "plan.json")
+        convert(folder / "saved", folder / "converted", SavedPlan.load(folder / "plan.json"))
+    dist.barrier()
+    replicated = any(sharding.kind == "data_parallel" for sharding in after.plan.values())
+    return load_and_train(rank, after, folder / "converted", plain=not replicated)
+
+
+@pytest.mark.parametrize("optimizer", ["row_wise_adagrad", "adagrad"])
+def test_a_converted_checkpoint_needs_nothing_of_ours(optimizer: str, tmp_path: Path) -> None:
+    """But for tables whose own optimizer has other names."""
+    before, after = _turned(0, optimizer), _turned(4, optimizer)
+    plan = {name: Sharding("row_wise") if s.kind == "data_parallel" else s for name, s in after.plan.items()}
+    for number, moving in enumerate((replace(after, plan=plan), after)):
+        (tmp_path / str(number)).mkdir()
+        check(
+            run_on_ranks(_converted, before, moving, tmp_path / str(number), world_size=2)[0], reference(before, moving)
+        )
 
 
 @pytest.mark.parametrize(("before_ranks", "after_ranks"), [(4, 2), (2, 3)])
