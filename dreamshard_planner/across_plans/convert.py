@@ -18,29 +18,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dreamshard_planner.across_plans.layout import SavedTable, is_named, paths, saved_tables, table_name
-from dreamshard_planner.across_plans.learning_rates import read_bytes
 from dreamshard_planner.across_plans.reading import BoundedReader
-from dreamshard_planner.across_plans.reads import (
-    FillingPlanner,
-    Read,
-    RefusedError,
-    chunk,
-    overlaps,
-    pieces,
-    state_reads,
-)
+from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, read_bytes, rectangle
+
+from dreamshard_planner.across_plans.reads import overlaps, pieces, state_reads  # isort: skip
 from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
 
 
-def convert(
-    source: str | Path,
-    target: str | Path,
-    plan: SavedPlan,
-    dropped: Collection[str] = (),
-) -> None:
+def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Collection[str] = ()) -> None:
     """Write a checkpoint as ranks under a plan would have saved it, a piece in memory at a time. States of a replicated
     table get the names that a fused optimizer gives them.
 
@@ -56,10 +44,7 @@ def convert(
     reader, writer = BoundedReader(source), WholeWriter(target)
     content = _Content(reader, plan.inputs.topology.world_size)
     for weight, sharding in _shardings(plan, content.saved, dropped).items():
-        try:
-            content.add_table(weight, sharding)
-        except RefusedError as problem:
-            raise CheckpointError(f"table {table_name(weight)}: {problem}") from problem
+        content.add_table(weight, sharding)
     content.add_others()
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(SavePlan([]))
@@ -127,14 +112,17 @@ class _Content(DefaultSavePlanner):
                 self._done.add(key)
         for shard in shards:
             down = slices.index((shard.offset[1], shard.size[1])) * table.entry.size[0]
-            for part in pieces(chunk(shard.offset, shard.size), table.entry):
+            for part in pieces(rectangle(shard.offset, shard.size), table.entry):
                 index = MetadataIndex(table.key, part.offsets)
                 self._add(shard.rank, index, part, overlaps(table.key, table.entry, part, index))
                 for name, key in keys.items():
-                    per_row = chunk((down + part.offsets[0],), (part.sizes[0],))
+                    per_row = rectangle((down + part.offsets[0],), (part.sizes[0],))
                     place = per_row if len(self.entries[key].size) == 1 else part
                     index = MetadataIndex(key, place.offsets)
-                    reads = state_reads(self._saved, table, name, index, tuple(place.sizes), part)
+                    try:
+                        reads = state_reads(self._saved, table, name, index, tuple(place.sizes), part)
+                    except RefusedError as problem:
+                        raise CheckpointError(f"table {table_name(weight)}, state {name}: {problem}") from problem
                     self._add(shard.rank, index, place, reads)
 
     def add_others(self) -> None:

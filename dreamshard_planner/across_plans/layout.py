@@ -2,21 +2,21 @@
 """Tables in a checkpoint of ``torch.distributed.checkpoint``: their weights, how those were cut, and the states of
 their optimizers, all read from its metadata.
 
-TorchRec's state dicts (seen in 1.6.1, 1.8.0 and 1.9.2) name the weights of a table ``ebc.embedding_bags.t.weight``, and
+TorchRec's state dicts (seen in 1.6.1, 1.8.0 and 1.9.2) name the weights of a table ``ebc.embedding_bags.t.weight`` and
 a fused optimizer's state of it ``state`` / ``ebc.embedding_bags.t.weight`` / ``t.momentum1``, on the ranks that have a
 shard. Row-wise states of column slices follow on each other: row r of slice k is element k * rows + r. A replicated
-table is a plain tensor whose states are those of the script's optimizer: ``state`` / ``dense.ebc.embedding_bags.t.weight``
-/ ``sum``, where ``dense`` is the key of a ``CombinedOptimizer``.
+table is a plain tensor with the states of the script's optimizer: ``state`` / ``dense.ebc.embedding_bags.t.weight`` /
+``sum``, where ``dense`` is the key of a ``CombinedOptimizer``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dreamshard_planner.across_plans.rules import NAMES
 
@@ -51,11 +51,6 @@ def state_of(path: Sequence[object], weights: Container[str]) -> tuple[str, str]
     return weight, NAMES.get(name, name)
 
 
-def column_slices(chunks: Iterable[ChunkStorageMetadata]) -> tuple[tuple[int, int], ...]:
-    """First column and width of each."""
-    return tuple(sorted({(chunk.offsets[1], chunk.sizes[1]) for chunk in chunks if chunk.sizes[1]}))
-
-
 @dataclass(frozen=True)
 class SavedTable:
     """A table in a checkpoint."""
@@ -70,7 +65,7 @@ class SavedTable:
     @property
     def slices(self) -> tuple[tuple[int, int], ...]:
         """First column and width of each column slice."""
-        return column_slices(self.entry.chunks)
+        return tuple(sorted({(part.offsets[1], part.sizes[1]) for part in self.entry.chunks if part.sizes[1]}))
 
 
 def paths(metadata: Metadata) -> dict[str, tuple]:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +21,12 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dreamshard_planner.across_plans.layout import is_named, owner, paths, saved_tables, state_of, table_name
-from dreamshard_planner.across_plans.learning_rates import SavedRates, named_groups, read_bytes
+from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
-from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, state_reads
+from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, read_bytes, state_reads
 from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 from dreamshard_planner.support.formatting import nearest
-
-MAX_PROBLEMS = 10
-"""Named in one message."""
 
 
 def load_across_plans(
@@ -50,7 +48,7 @@ def load_across_plans(
         storage_reader: for what is no folder; then what is held in memory at a time is up to it.
         added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack: they stay as they are.
         dropped: tables that the checkpoint has and the model may lack.
-        fresh: tables whose optimizer states may stay as they are where the checkpoint has none that a rule makes theirs.
+        fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
 
     Raises:
         CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help.
@@ -67,17 +65,9 @@ def load_across_plans(
 def users_error(failure: CheckpointException) -> BaseException:
     """The first rank's own error, where it is meant for users."""
     errors = [error for error, _ in failure.failures.values()]
+    if "metadata is None" in str(errors[0]):  # what the reader said of it comes behind
+        return CheckpointError(str(errors[0]).rpartition("failed: ")[2])
     return next((error for error in errors if isinstance(error, DreamShardError)), failure)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a rank's state dict has."""
-
-    weights: frozenset[str]
-    states: frozenset[tuple[str, str]]
-    optimizer: bool
-    """Some optimizer's states, be they empty."""
 
 
 class AcrossPlansLoadPlanner(FillingPlanner):
@@ -85,8 +75,6 @@ class AcrossPlansLoadPlanner(FillingPlanner):
 
     def __init__(self, added: Collection[str] = (), dropped: Collection[str] = (), fresh: Collection[str] = ()) -> None:
         super().__init__()
-        if odd := [names for names in (added, dropped, fresh) if isinstance(names, str)]:
-            raise TypeError(f"give a list of tables, not the text {odd[0]!r}")
         self._added, self._dropped, self._fresh = frozenset(added), frozenset(dropped), frozenset(fresh)
 
     def create_local_plan(self) -> LoadPlan:
@@ -97,32 +85,28 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             if state := state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
         self._check_consent()
-        self._groups, self._rates = dict(named_groups(self.original_state_dict)), SavedRates(self.metadata)
-        reads, problems = [], []
-        if self._groups:
-            reads += [Read(read_bytes(key)) for key in self._rates.unread]
+        self._rates = LearningRates(self.original_state_dict, self.metadata)
+        reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []
         for key, value in self.state_dict.items():
             try:
                 reads += self._reads(key, value, self.mappings[key])
             except RefusedError as problem:
                 problems.append(str(problem))
         _raise(problems)
-        states = frozenset((weight, name) for weight, names in self._states.items() for name in names)
-        asked = Asked(frozenset(self._weights), states, _has_states(self.original_state_dict))
+        states = {(weight, name) for weight, names in self._states.items() for name in names}
+        asked = set(self._weights), states, _has_states(self.original_state_dict)
         return LoadPlan(self.keep(reads), planner_data=asked)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """On one rank: what no rank asks for."""
-        asked = [plan.planner_data for plan in global_plan]
-        weights = frozenset().union(*(rank.weights for rank in asked))
-        states = frozenset().union(*(rank.states for rank in asked))
+        of_ranks = zip(*(plan.planner_data for plan in global_plan), strict=True)
+        weights, states, optimizer = (functools.reduce(operator.or_, of_rank) for of_rank in of_ranks)
         problems = [
-            f"table {table_name(weight)}: in the checkpoint, not in the model; if it was removed, pass "
-            f"dropped=[{table_name(weight)!r}]"
+            f"table {table_name(weight)}: in the checkpoint, not in the model; if it was removed, name it in dropped="
             for weight in sorted(self._saved.keys() - weights)
             if weights and not is_named(weight, self._dropped)
         ]
-        if any(rank.optimizer for rank in asked):
+        if optimizer:
             for weight in sorted(weights & self._saved.keys()):
                 problems += self._left_over(weight, {name for of, name in states if of == weight})
         _raise(problems)
@@ -134,16 +118,11 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             loaded = torch.load(value, weights_only=True)
         except Exception as error:  # an unpickler's may be any
             raise CheckpointError(f"{key}: holds what torch.load(weights_only=True) does not read: {error}") from error
-        if key not in self._rates.unread:
-            *container, last = self.mappings[key]
-            _at(self.original_state_dict, container)[last] = loaded
+        if key in self._rates.unread:
+            self._rates.take(key, loaded, lambda name: owner(name, self._weights) or str(name))
             return
-        self._rates.take(key, loaded)
-        if not self._rates.unread:
-            try:
-                self._rates.fill(self._groups, lambda name: owner(name, self._weights) or str(name))
-            except RefusedError as problem:
-                _raise([str(problem)])
+        *container, last = self.mappings[key]
+        functools.reduce(operator.getitem, container, self.original_state_dict)[last] = loaded
 
     def _check_consent(self) -> None:
         tables = {table_name(weight) for weight in (*self._saved, *self._weights)}
@@ -154,7 +133,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
     def _reads(self, key: str, value: Any, path: tuple) -> list[Read]:
         if state := state_of(path, self._weights):
             return self._state_reads(key, value, *state)
-        if path[:-1] in self._groups:
+        if path[:-1] in self._rates.groups:
             return []
         if len(path) > 2 and path[-3] == "state" and str(path[-2]).isdigit():
             self._check_numbered(key, path)
@@ -208,9 +187,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
             yield (
-                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict; put the table's "
-                "optimizer there (of a replicated table: in a KeyedOptimizerWrapper, after init_state()). "
-                f"{_consent(weight)}"
+                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict: put its "
+                f"optimizer there (a replicated table's in a KeyedOptimizerWrapper, after init_state()); {_consent(weight)}"
             )
 
     def _check_numbered(self, key: str, path: tuple) -> None:
@@ -219,17 +197,11 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             {found[-2] for found in where.values() if len(found) > 2 and found[:-2] == path[:-2]}
             for where in (self.mappings, paths(self.metadata))
         )
-        if here != saved or any(type(self.state_dict[key]) is Tensor for key in self._weights.values()):
+        if here != saved or any(type(self.state_dict[weight]) is Tensor for weight in self._weights.values()):
             raise RefusedError(
-                f"{key}: an optimizer state by number, and numbers change with the tables that are replicated; name the "
-                "parameters: save and load that optimizer in a KeyedOptimizerWrapper"
+                f"{key}: an optimizer state by number, which changes with the tables that are replicated; save and "
+                "load that optimizer by name, in a KeyedOptimizerWrapper"
             )
-
-
-def _at(state_dict: Any, path: Iterable[Any]) -> Any:
-    for part in path:
-        state_dict = state_dict[part]
-    return state_dict
 
 
 def _has_states(state_dict: Any) -> bool:
@@ -245,6 +217,4 @@ def _consent(weight: str) -> str:
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        more = f"\n(and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
-        shown = "\n- ".join(problems[:MAX_PROBLEMS])
-        raise CheckpointError(f"the checkpoint cannot be loaded under this plan:\n- {shown}{more}")
+        raise CheckpointError("\n- ".join(["the checkpoint cannot be loaded under this plan:", *sorted(problems)]))

@@ -34,7 +34,13 @@ class Read:
     share: float | None = None
 
 
-def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+def read_bytes(key: str) -> ReadItem:
+    """A read of what is no tensor."""
+    index, zero = MetadataIndex(key), torch.Size([0])
+    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+
+
+def rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
@@ -46,7 +52,7 @@ def pieces(whole: ChunkStorageMetadata, like: TensorStorageMetadata) -> Iterator
     step = max(1, PIECE_BYTES // max(1, like.properties.dtype.itemsize * math.prod(like.size[1:])))
     for start in range(0, whole.sizes[0], step):
         rows = min(step, whole.sizes[0] - start)
-        yield chunk((whole.offsets[0] + start, *whole.offsets[1:]), (rows, *whole.sizes[1:]))
+        yield rectangle((whole.offsets[0] + start, *whole.offsets[1:]), (rows, *whole.sizes[1:]))
 
 
 def overlaps(
@@ -61,26 +67,20 @@ def overlaps(
     Raises:
         RefusedError: the checkpoint lacks a part of it.
     """
-    reads = []
-    for part in pieces(wanted, entry):
-        found = create_read_items_for_chunk_list(key, entry, [part])
-        if sum(math.prod(item.lengths) for item in found) != math.prod(part.sizes):
-            raise RefusedError(f"the checkpoint does not hold all of {key}")
-        for item in found:
-            offsets = list(item.dest_offsets)
-            if offsets:
-                offsets[0] += part.offsets[0] - wanted.offsets[0]
-            reads.append(Read(replace(item, dest_index=index, dest_offsets=torch.Size(offsets)), share))
+    parts, reads = list(pieces(wanted, entry)), []
+    found = create_read_items_for_chunk_list(key, entry, parts)
+    if sum(math.prod(item.lengths) for item in found) != math.prod(wanted.sizes):
+        raise RefusedError(f"the checkpoint does not hold all of {key}")
+    for item in found:
+        offsets = list(item.dest_offsets)
+        if offsets:
+            offsets[0] += parts[item.dest_index.index].offsets[0] - wanted.offsets[0]
+        reads.append(Read(replace(item, dest_index=index, dest_offsets=torch.Size(offsets)), share))
     return reads
 
 
 def state_reads(
-    metadata: Metadata,
-    table: SavedTable,
-    name: str,
-    index: MetadataIndex,
-    sizes: tuple[int, ...],
-    weights: ChunkStorageMetadata,
+    metadata: Metadata, table: SavedTable, name: str, index: MetadataIndex, sizes: tuple, weights: ChunkStorageMetadata
 ) -> list[Read]:
     """Reads that make up a shard of an optimizer state by :data:`RULES`.
 
@@ -102,21 +102,20 @@ def state_reads(
     per_row = tuple(entry.size) in ((rows * len(table.slices),), (rows, 1))
     if not per_row or sizes not in ((weights.sizes[0],), (weights.sizes[0], 1)):
         raise RefusedError(
-            f"no rule makes a shard of size {sizes} for weights of size {tuple(weights.sizes)} of the saved one, of size "
-            f"{tuple(entry.size)} for weights of size {tuple(table.entry.size)}"
+            f"of size {tuple(entry.size)} for weights of {tuple(table.entry.size)} in the checkpoint, of {sizes} for "
+            f"{tuple(weights.sizes)} here, and no rule makes one of the other"
         )
-    return _row_reads(key, entry, table, name, index, weights)
+    reads, slices = [], _slices_in_common(table, name, weights)
+    width = sum(slices.values())
+    for number, columns in slices.items():
+        down = number * rows + weights.offsets[0]
+        wanted = rectangle((down, 0)[: len(entry.size)], (weights.sizes[0], 1)[: len(entry.size)])
+        reads += overlaps(key, entry, wanted, index, columns / width if len(slices) > 1 else None)
+    return reads
 
 
-def _row_reads(
-    key: str,
-    entry: TensorStorageMetadata,
-    table: SavedTable,
-    name: str,
-    index: MetadataIndex,
-    weights: ChunkStorageMetadata,
-) -> list[Read]:
-    """Of a state with one value for each row of a column slice."""
+def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadata) -> dict[int, int]:
+    """Saved column slices that a shard's row-wise state is made of, by number, and how many columns they share."""
     first, width = weights.offsets[1], weights.sizes[1]
     common = {
         number: min(start + columns, first + width) - max(start, first)
@@ -126,14 +125,7 @@ def _row_reads(
     join = JOINS.get(name)
     if join is None and (first, width) not in table.slices:
         raise RefusedError("has one value for each row, and no rule says what other column slices make of it")
-    if join is Join.SAME:
-        common = dict(list(common.items())[:1])
-    reads = []
-    for number, columns in common.items():
-        down = number * table.entry.size[0] + weights.offsets[0]
-        wanted = chunk((down, 0)[: len(entry.size)], (weights.sizes[0], 1)[: len(entry.size)])
-        reads += overlaps(key, entry, wanted, index, columns / width if len(common) > 1 else None)
-    return reads
+    return dict(list(common.items())[:1]) if join is Join.SAME else common
 
 
 class FillingPlanner(DefaultLoadPlanner):

@@ -46,5 +46,5 @@ STEP_COUNT = "iter"
 
 
 def needs_no_step_count(states: Set[str]) -> bool:
-    """Adagrad counts steps to decay its learning rate, which its fused kernels do not do: nothing hangs on the count."""
+    """Adagrad counts steps to decay its learning rate, which its fused kernels do not do: nothing hangs on it."""
     return set(states) - {STEP_COUNT} == {"momentum1"}

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -53,21 +52,17 @@ def save_across_plans(
         raise users_error(failure) from failure
 
 
-def _with_groups_of_all_ranks(state_dict: dict[str, Any], process_group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _with_groups_of_all_ranks(value: Any, process_group: dist.ProcessGroup | None) -> Any:
     """A copy whose lists ``param_groups`` hold those of all ranks: saved under their number alone, groups of one rank
     would hide those of another, and with them the learning rates of its tables."""
-
-    def gathered(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: join(part) if key == "param_groups" else gathered(part) for key, part in value.items()}
-
-    def join(groups: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    copy = {key: _with_groups_of_all_ranks(part, process_group) for key, part in value.items()}
+    if "param_groups" in copy:
         of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(of_ranks, groups, group=process_group)
-        return [group for number, group in enumerate(sum(of_ranks, [])) if group not in sum(of_ranks, [])[:number]]
-
-    return gathered(state_dict)
+        dist.all_gather_object(of_ranks, copy["param_groups"], group=process_group)
+        copy["param_groups"] = list({repr(group): group for groups in of_ranks for group in groups}.values())
+    return copy
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
@@ -83,7 +78,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
             return [item]
         data = item.tensor_data
         parts = list(pieces(data.chunk, data))
-        if len(parts) == 1:
+        if len(parts) < 2:
             return [item]
         result = []
         for part in parts:
@@ -93,18 +88,17 @@ class PiecesSavePlanner(DefaultSavePlanner):
         return result
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        whole = self._wholes.get(index)
-        if whole is None:
+        if index not in self._wholes:
             return super().lookup_object(index)
-        shard: Tensor = super().lookup_object(whole[0])
-        return shard.narrow(0, whole[1], whole[2])
+        whole, start, rows = self._wholes[index]
+        return super().lookup_object(whole).narrow(0, start, rows)
 
 
 class WholeWriter(FileSystemWriter):
     """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk.
 
     Raises:
-        FileError: the folder exists, or the one it is to be in does not; names it.
+        FileError: the folder exists; names it.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -114,8 +108,6 @@ class WholeWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._target.exists():
             raise FileError(f"{self._target}: exists; save to a new folder, and remove the old one then")
-        if not self._target.parent.is_dir():
-            raise FileError(f"{self._target}: there is no folder {self._target.parent}")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -126,18 +118,7 @@ class WholeWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        _sync(Path(self.path))
         os.rename(self.path, self._target)
-        _sync(self._target.parent)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id)
-
-
-def _sync(folder: Path) -> None:
-    """Names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

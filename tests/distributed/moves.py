@@ -20,6 +20,7 @@ from ranks import Rank
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed import comm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
@@ -124,6 +125,7 @@ class Job:
 
     def __init__(self, moving: Moving, rank: Rank) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(rank.world_size // moving.hosts)
+        comm._INTRA_PG = comm._CROSS_PG = None  # TorchRec keeps the groups of the first number of hosts
         self.case, self.plan, self.rank = moving.case, moving.plan, rank
         optimizer = OPTIMIZERS[moving.optimizer]
         settings = {"lr": LEARNING_RATE} | ({} if moving.optimizer == "sgd" else {"eps": EPS})
