@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorEntry
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dreamshard_planner.across_plans import reads
 from dreamshard_planner.across_plans.layout import SavedTable, is_named, paths, saved_tables, table_name
 from dreamshard_planner.across_plans.reading import BoundedReader
-from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, read_bytes, rectangle
-
-from dreamshard_planner.across_plans.reads import overlaps, pieces, state_reads  # isort: skip
 from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
 from dreamshard_planner.errors import CheckpointError
@@ -44,7 +42,10 @@ def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Co
     reader, writer = BoundedReader(source), WholeWriter(target)
     content = _Content(reader, plan.inputs.topology.world_size)
     for weight, sharding in _shardings(plan, content.saved, dropped).items():
-        content.add_table(weight, sharding)
+        try:
+            content.add_table(weight, sharding)
+        except reads.RefusedError as problem:
+            raise CheckpointError(f"table {table_name(weight)}: {problem}") from problem
     content.add_others()
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(SavePlan([]))
@@ -91,8 +92,8 @@ class _Content(DefaultSavePlanner):
         self.saved, self._where = saved_tables(self._saved), paths(self._saved)
         fused = (path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in path[-1])
         self._fused = next(fused, None)
-        self._reads: dict[MetadataIndex, list[Read]] = {}
-        self._done: set[str] = set()
+        self._reads: dict[MetadataIndex, list[reads.Read]] = {}
+        self._kept: set[str] = set()
         self.entries: dict[str, Any] = {}
         self.paths: dict[str, tuple] = {}
         self.of_ranks: list[list[WriteItem]] = [[] for _ in range(world_size)]
@@ -103,47 +104,45 @@ class _Content(DefaultSavePlanner):
         slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards})
         self._declare(table.key, self._where[table.key], table.entry, table.entry.size)
         for name, key in table.states.items():
-            if JOINS.get(name) is not Join.SINGLE:
+            if JOINS.get(name) is Join.SINGLE:
+                self._kept.add(key)
+            else:
                 entry = self._saved.state_dict_metadata[key]
                 path = (*(self._fused or self._where[key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
                 keys[name] = ".".join(map(str, path))
                 size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
                 self._declare(keys[name], path, entry, size)
-                self._done.add(key)
         for shard in shards:
             down = slices.index((shard.offset[1], shard.size[1])) * table.entry.size[0]
-            for part in pieces(rectangle(shard.offset, shard.size), table.entry):
+            for part in reads.pieces(reads.rectangle(shard.offset, shard.size), table.entry):
                 index = MetadataIndex(table.key, part.offsets)
-                self._add(shard.rank, index, part, overlaps(table.key, table.entry, part, index))
+                self._add(shard.rank, index, part, reads.overlaps(table.key, table.entry, part, index))
                 for name, key in keys.items():
-                    per_row = rectangle((down + part.offsets[0],), (part.sizes[0],))
+                    per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
                     place = per_row if len(self.entries[key].size) == 1 else part
                     index = MetadataIndex(key, place.offsets)
-                    try:
-                        reads = state_reads(self._saved, table, name, index, tuple(place.sizes), part)
-                    except RefusedError as problem:
-                        raise CheckpointError(f"table {table_name(weight)}, state {name}: {problem}") from problem
-                    self._add(shard.rank, index, place, reads)
+                    made_of = reads.state_reads(self._saved, table, name, index, tuple(place.sizes), part)
+                    self._add(shard.rank, index, place, made_of)
 
     def add_others(self) -> None:
         """What is no table's, as it is."""
-        self._done |= {table.key for table in self.saved.values()}
-        for key in self._where.keys() - self._done:
+        of_tables = {key for table in self.saved.values() for key in (table.key, *table.states.values())}
+        for key in sorted(self._where.keys() - (of_tables - self._kept)):
             entry = self._saved.state_dict_metadata[key]
             if isinstance(entry, BytesStorageMetadata):
                 self.entries[key], self.paths[key] = entry, self._where[key]
                 self.of_ranks[0].append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
             self._declare(key, self._where[key], entry, entry.size)
-            for part in (part for whole in entry.chunks for part in pieces(whole, entry)):
+            for part in (part for whole in entry.chunks for part in reads.pieces(whole, entry)):
                 index = MetadataIndex(key, part.offsets)
-                self._add(0, index, part, overlaps(key, entry, part, index))
+                self._add(0, index, part, reads.overlaps(key, entry, part, index))
 
     def _declare(self, key: str, path: tuple, like: TensorEntry, size: tuple[int, ...]) -> None:
         self.entries[key], self.paths[key] = TensorEntry(like.properties, torch.Size(size), []), path
 
-    def _add(self, rank: int, index: MetadataIndex, place: ChunkStorageMetadata, reads: list[Read]) -> None:
-        entry, self._reads[index] = self.entries[index.fqn], reads
+    def _add(self, rank: int, index: MetadataIndex, place: ChunkStorageMetadata, made_of: list[reads.Read]) -> None:
+        entry, self._reads[index] = self.entries[index.fqn], made_of
         entry.chunks.append(place)
         data = TensorWriteData(place, entry.properties, entry.size)
         self.of_ranks[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
@@ -151,7 +150,7 @@ class _Content(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         piece = _Piece()
         if write_item.type is WriteItemType.BYTE_IO:
-            items = piece.keep([Read(read_bytes(write_item.index.fqn))])
+            items = piece.keep([reads.Read(reads.read_bytes(write_item.index.fqn))])
         else:
             data = write_item.tensor_data
             piece.content = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
@@ -160,7 +159,7 @@ class _Content(DefaultSavePlanner):
         return piece.content
 
 
-class _Piece(FillingPlanner):
+class _Piece(reads.FillingPlanner):
     """Of what is written."""
 
     content: Tensor | io.BytesIO
@@ -173,17 +172,16 @@ class _Piece(FillingPlanner):
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What is in a checkpoint: its tables, with their cuts and states, and the keys of all else.
+    """What is in a checkpoint: its tables, with their cuts and the sizes of their states, and the keys of all else.
 
     Raises:
         CheckpointError: there is none, or a damaged one.
     """
     metadata = BoundedReader(path).read_metadata()
-    sizes, others, tables = defaultdict(int), set(metadata.state_dict_metadata), {}
+    sizes, others, tables = Counter(), set(metadata.state_dict_metadata), {}
     for index, stored in metadata.storage_data.items():
         sizes[index.fqn] += stored.length
     for weight, table in sorted(saved_tables(metadata).items()):
-        entries = {name: metadata.state_dict_metadata[key] for name, key in table.states.items()}
         keys = {table.key, *table.states.values()}
         others -= keys
         tables[str(table_name(weight))] = {
@@ -192,7 +190,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             "data_type": str(table.entry.properties.dtype).removeprefix("torch."),
             "column_slices": [width for _, width in table.slices],
             "row_blocks": len({part.offsets[0] for part in table.entry.chunks}),
-            "states": {name: list(entry.size) for name, entry in entries.items()},
+            "states": {name: list(metadata.state_dict_metadata[key].size) for name, key in table.states.items()},
             "bytes": sum(sizes[key] for key in keys),
         }
     return {"tables": tables, "others": sorted(others), "bytes": sum(sizes.values())}

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader
 
 from dreamshard_planner.across_plans.layout import is_named, owner, paths, saved_tables, state_of, table_name
 from dreamshard_planner.across_plans.learning_rates import LearningRates
@@ -31,10 +30,9 @@ from dreamshard_planner.support.formatting import nearest
 
 def load_across_plans(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike | None = None,
-    *,
-    storage_reader: StorageReader | None = None,
+    path: str | os.PathLike,
     process_group: dist.ProcessGroup | None = None,
+    *,
     added: Collection[str] = (),
     dropped: Collection[str] = (),
     fresh: Collection[str] = (),
@@ -44,8 +42,7 @@ def load_across_plans(
     Args:
         state_dict: as for ``load``, filled in place: the model's state dict and its optimizers' in one, such as
             ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}``.
-        checkpoint_id: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
-        storage_reader: for what is no folder; then what is held in memory at a time is up to it.
+        path: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
         added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack: they stay as they are.
         dropped: tables that the checkpoint has and the model may lack.
         fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
@@ -53,11 +50,9 @@ def load_across_plans(
     Raises:
         CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help.
     """
-    if storage_reader is None and checkpoint_id is not None:
-        storage_reader = BoundedReader(checkpoint_id)
-    planner = AcrossPlansLoadPlanner(added, dropped, fresh)
+    reader, planner = BoundedReader(path), AcrossPlansLoadPlanner(added, dropped, fresh)
     try:
-        dcp.load(state_dict, storage_reader=storage_reader, planner=planner, process_group=process_group)
+        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
 
@@ -71,7 +66,7 @@ def users_error(failure: CheckpointException) -> BaseException:
 
 
 class AcrossPlansLoadPlanner(FillingPlanner):
-    """The load planner of :func:`load_across_plans`, for those who call ``torch.distributed.checkpoint`` themselves."""
+    """The load planner of :func:`load_across_plans`, for who calls ``torch.distributed.checkpoint`` oneself."""
 
     def __init__(self, added: Collection[str] = (), dropped: Collection[str] = (), fresh: Collection[str] = ()) -> None:
         super().__init__()
@@ -187,8 +182,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
             yield (
-                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict: put its "
-                f"optimizer there (a replicated table's in a KeyedOptimizerWrapper, after init_state()); {_consent(weight)}"
+                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict: put its optimizer "
+                f"there (if replicated: in a KeyedOptimizerWrapper, after init_state()); {_consent(weight)}"
             )
 
     def _check_numbered(self, key: str, path: tuple) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""How each state of an optimizer is carried from one plan to another: the table that code and documentation share."""
+"""How each state of an optimizer is carried to another plan: one table, for the code and for the documentation."""
 
 from __future__ import annotations
 
@@ -9,32 +9,26 @@ from enum import Enum
 
 
 class Join(Enum):
-    """What a row-wise state becomes where slices of columns are cut or joined."""
+    """What becomes of a state that is not of the shape of the weights; one that is, is cut like them."""
 
-    MEAN = "a slice takes it as it is; slices join as the mean weighted by width"
-    SAME = "the same in every slice: taken of one"
-    SINGLE = "one value for the whole table"
+    MEAN = "one value per row: a slice takes it as it is, slices join as the mean weighted by width"
+    SAME = "one value per row, the same in every slice: as it is"
+    SINGLE = "one value per table: as it is"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A state, by the name that TorchRec's fused optimizers give it. A state of the shape of the weights is always cut
-    like them; the rule is for states with one value per row, or one per table."""
+    """``name`` is what TorchRec's fused optimizers call a state; ``aliases`` are the names in optimizers of torch and
+    TorchRec, which train replicated tables."""
 
     name: str
     aliases: tuple[str, ...]
-    """Names of the same in optimizers of torch and TorchRec that train replicated tables."""
     join: Join
     why: str
 
 
 RULES = (
-    Rule(
-        "momentum1",
-        ("sum", "exp_avg"),
-        Join.MEAN,
-        "row-wise Adagrad sums the mean square of a row's gradient, which is the mean over its slices by width",
-    ),
+    Rule("momentum1", ("sum", "exp_avg"), Join.MEAN, "row-wise Adagrad sums the mean square of a row's gradient"),
     Rule("exp_avg_sq", ("momentum2",), Join.MEAN, "row-wise Adam and LAMB average the same mean square"),
     Rule("prev_iter", (), Join.SAME, "every slice sees the same lookups"),
     Rule("row_counter", (), Join.SAME, "every slice sees the same lookups"),

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dreamshard_planner.across_plans.loading import users_error
 from dreamshard_planner.across_plans.reads import pieces
@@ -25,28 +25,23 @@ from dreamshard_planner.errors import FileError
 
 
 def save_across_plans(
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike | None = None,
-    *,
-    storage_writer: StorageWriter | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    state_dict: dict[str, Any], path: str | os.PathLike, process_group: dist.ProcessGroup | None = None
 ) -> None:
     """``torch.distributed.checkpoint.save``, in bounded memory beside the shards, into a folder that is there whole or
     not at all. What it writes, plain ``torch.distributed.checkpoint`` reads too.
 
     Args:
         state_dict: as for ``save``: the model's state dict and its optimizers' in one.
-        checkpoint_id: a folder that does not exist yet, in one that all ranks share.
-        storage_writer: for what is no folder; then being whole is up to it.
+        path: a folder that does not exist yet, which all ranks can write to.
 
     Raises:
         FileError: the folder exists, or cannot be written.
     """
-    writer = WholeWriter(checkpoint_id) if storage_writer is None and checkpoint_id is not None else storage_writer
     state_dict = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
     if dist.is_available() and dist.is_initialized():
         state_dict = _with_groups_of_all_ranks(state_dict, process_group)
     try:
+        writer = WholeWriter(path)
         dcp.save(state_dict, storage_writer=writer, planner=PiecesSavePlanner(), process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
@@ -119,6 +114,3 @@ class WholeWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         os.rename(self.path, self._target)
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self._target), save_id=self.save_id)

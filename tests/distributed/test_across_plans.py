@@ -250,7 +250,7 @@ def test_what_has_no_exact_rule_is_refused_by_name(tmp_path: Path) -> None:
 
 def _learning_rates(rank: Rank, folder: Path) -> tuple[str, list[float], str]:
     before, after = (Job(turned(turn, "adagrad", groups=True), rank) for turn in (0, 1))
-    for number, group in enumerate(before.optimizer.param_groups):
+    for group in before.optimizer.param_groups:
         group["lr"] = 0.25
     before.save(folder / "plain", plain=True)
     before.save(folder / "ours", plain=False)
