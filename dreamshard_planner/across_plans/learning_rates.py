@@ -54,7 +54,7 @@ class LearningRates:
             lost = [parameter for parameter in group["params"] if name(parameter) not in rates]
             if lost or len(found) != 1:
                 raise CheckpointError(
-                    f"learning rate of {', '.join(lost or group['params'])}: {sorted(found) or 'none'} in the checkpoint "
-                    "(plain torch.distributed.checkpoint saves one rank's); to keep the script's: save_param_groups(False)"
+                    f"learning rate of {', '.join(lost or group['params'])}: {sorted(found) or 'none'} saved; "
+                    "plain torch.distributed.checkpoint keeps one rank's; save_param_groups(False) keeps the script's"
                 )
             group["lr"] = found.pop()

@@ -173,7 +173,11 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         except RefusedError as problem:
             if fresh:
                 return []
-            raise RefusedError(f"table {table_name(weight)}, state {name}: {problem}; {_consent(weight)}") from problem
+            what, consent = (
+                f"table {table_name(weight)}, state {name}",
+                f"to go on without, pass fresh=[{table_name(weight)!r}]",
+            )
+            raise RefusedError(f"{what}: {problem}; {consent}") from problem
 
     def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
         """Saved states of a table that no rank asks for: without them its training would go on differently."""
@@ -182,8 +186,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
             yield (
-                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict: put its optimizer "
-                f"there (if replicated: in a KeyedOptimizerWrapper, after init_state()); {_consent(weight)}"
+                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict; its optimizer "
+                f"belongs there (if replicated: in a KeyedOptimizerWrapper, after init_state()); or pass fresh=[{table_name(weight)!r}]"
             )
 
     def _check_numbered(self, key: str, path: tuple) -> None:
@@ -204,10 +208,6 @@ def _has_states(state_dict: Any) -> bool:
     if not isinstance(state_dict, Mapping):
         return False
     return isinstance(state_dict.get("state"), Mapping) or any(map(_has_states, state_dict.values()))
-
-
-def _consent(weight: str) -> str:
-    return f"to go on without it, pass fresh=[{table_name(weight)!r}]"
 
 
 def _raise(problems: list[str]) -> None:
