@@ -106,7 +106,7 @@ def states() -> str:
     from dreamshard_planner.across_plans.rules import RULES
 
     rows = (
-        f"| `{rule.name}` | {', '.join(f'`{alias}`' for alias in rule.aliases) or '-'} | {rule.join.value} | {rule.why} |"
+        f"| `{rule.name}` | {', '.join(map('`{}`'.format, rule.aliases)) or '-'} | {rule.join.value} | {rule.why} |"
         for rule in RULES
     )
     return "\n".join(["| fused state | in dense optimizers | carried | since |", "|---|---|---|---|", *rows])

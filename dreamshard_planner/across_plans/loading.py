@@ -173,11 +173,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         except RefusedError as problem:
             if fresh:
                 return []
-            what, consent = (
-                f"table {table_name(weight)}, state {name}",
-                f"to go on without, pass fresh=[{table_name(weight)!r}]",
-            )
-            raise RefusedError(f"{what}: {problem}; {consent}") from problem
+            named = table_name(weight)
+            raise RefusedError(f"table {named}, state {name}: {problem}; or pass fresh=[{named!r}]") from problem
 
     def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
         """Saved states of a table that no rank asks for: without them its training would go on differently."""
@@ -185,9 +182,10 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         for name in sorted(saved - asked):
             if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
+            table = table_name(weight)
             yield (
-                f"table {table_name(weight)}, state {name}: in the checkpoint, not in the state dict; its optimizer "
-                f"belongs there (if replicated: in a KeyedOptimizerWrapper, after init_state()); or pass fresh=[{table_name(weight)!r}]"
+                f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there (if "
+                f"replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
             )
 
     def _check_numbered(self, key: str, path: tuple) -> None:

@@ -20,7 +20,7 @@ checkpoint = typer.Typer(
 app.add_typer(checkpoint, name="checkpoint")
 
 
-@command("dreamshard checkpoint info checkpoints/1000", name="info", of=checkpoint)
+@command("dreamshard checkpoint info checkpoints/1000", of=checkpoint)
 def info(path: Annotated[Path, typer.Argument(help="Folder.")], format: FormatOption = Format.table) -> None:
     """Which tables a checkpoint holds, how they are cut, and which optimizer states they have."""
     with quiet():
@@ -38,11 +38,7 @@ def info(path: Annotated[Path, typer.Argument(help="Folder.")], format: FormatOp
     )
 
 
-@command(
-    "dreamshard checkpoint convert checkpoints/1000 checkpoints/1000-new --plan plan.json",
-    name="convert",
-    of=checkpoint,
-)
+@command("dreamshard checkpoint convert checkpoints/1000 checkpoints/new --plan plan.json", of=checkpoint)
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder.")],
     target: Annotated[Path, typer.Argument(help="New folder: there whole, or not at all.")],

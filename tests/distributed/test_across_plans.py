@@ -128,7 +128,7 @@ def random_tables(seed: int) -> dict[str, dict[str, TableSpec]]:
 
 def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     """4 to 2 to 3."""
-    first, second, third = (random_plan(1, ranks, "row_wise_adagrad", TABLES) for ranks in (4, 2, 3))
+    first, second, third = (random_plan(1, ranks, "row_wise_adagrad", random_tables(2)) for ranks in (4, 2, 3))
     unmoved = run_on_ranks(train_and_save, first, tmp_path / "4", False, world_size=4)[0]
     check(unmoved, reference(first, first))
     moved = run_on_ranks(_move_and_save, second, tmp_path / "4", tmp_path / "2", world_size=2)[0]
