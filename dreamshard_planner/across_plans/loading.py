@@ -184,8 +184,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 continue
             table = table_name(weight)
             yield (
-                f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there (if "
-                f"replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
+                f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there "
+                f"(if replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
             )
 
     def _check_numbered(self, key: str, path: tuple) -> None:

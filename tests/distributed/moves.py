@@ -288,10 +288,12 @@ class Reference:
         weight -= LEARNING_RATE * gradient_RD / (self.states_RD[name].sqrt() + EPS)
 
 
-def reference(before: Moving, after: Moving) -> Result:
-    """Losses before and after a move, and the weights in the end."""
+def reference(before: Moving, *after: Moving) -> Result:
+    """Losses before and after moves, trained on after the last alone, and the weights in the end."""
     model = Reference(before)
-    losses = model.train(before, 0, STEPS) + model.train(after, STEPS, STEPS)
+    losses = model.train(before, 0, STEPS)
+    for number, moving in enumerate(after, start=1):
+        losses += model.train(moving, STEPS, STEPS if number == len(after) else 0)
     return Result(losses, {name: weight.detach() for name, weight in model.weights.items()})
 
 

@@ -133,7 +133,7 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     check(unmoved, reference(first, first))
     moved = run_on_ranks(_move_and_save, second, tmp_path / "4", tmp_path / "2", world_size=2)[0]
     check(moved, reference(first, second))
-    check(run_on_ranks(load_and_train, third, tmp_path / "2", world_size=3)[0], reference(first, third))
+    check(run_on_ranks(load_and_train, third, tmp_path / "2", world_size=3)[0], reference(first, second, third))
 
 
 def _move_and_save(rank: Rank, moving: Moving, source: Path, target: Path) -> Result:
