@@ -3,7 +3,7 @@
 
 The command line's reference (cli.md), the sharding types and those never proposed (sharding_types.md), how optimizer
 states are carried (checkpoints_across_plans.md), and the README's report, which a plan makes.
-Blocks are found by ``<!-- generated: NAME -->`` and ``<!-- end -->``; the tests fail where a page is not what this writes.
+Blocks are found by ``<!-- generated: NAME -->`` and ``<!-- end -->``; the tests fail where a page differs.
 """
 
 from __future__ import annotations

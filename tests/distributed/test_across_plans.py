@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -268,3 +271,25 @@ def test_learning_rates_go_with_their_tables(tmp_path: Path) -> None:
     assert rates and set(rates) == {0.25}
     assert "learning rate of" in told and "save_param_groups(False)" in told
     assert "by number" in numbered and "KeyedOptimizerWrapper" in numbered
+
+
+MATRIX = Path(__file__).parents[2] / ".matrix"
+"""Other releases of TorchRec, a folder each, where there are any."""
+
+
+@pytest.mark.parametrize("release", ["installed", "1.6.1", "1.7.0", "1.9.2"])
+def test_checkpoints_of_jobs_without_this_package(release: str, tmp_path: Path) -> None:
+    if release != "installed" and not (MATRIX / release).is_dir():
+        pytest.skip(f"no TorchRec {release} in {MATRIX}")
+    paths = [str(MATRIX / release)] if release != "installed" else []
+    command = [sys.executable, str(Path(__file__).with_name("plain_job.py")), str(tmp_path / "saved")]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    whole = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert all(states["momentum1"].any() for states in whole.values())
+    sums = {f"dense.{key}": {"sum": torch.zeros(len(states["weight"]), 1)} for key, states in whole.items()}
+    weights = {key: torch.zeros_like(states["weight"]) for key, states in whole.items()}
+    state = {"model": weights, "optimizer": {"state": sums}}
+    load_across_plans(state, tmp_path / "saved")
+    for key, states in whole.items():
+        torch.testing.assert_close(weights[key], states["weight"])
+        torch.testing.assert_close(sums[f"dense.{key}"]["sum"][:, 0], states["momentum1"])
