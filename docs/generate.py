@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Write what the pages say of the code: python docs/generate.py
 
-The command line's reference (cli.md), the sharding types and those never proposed (sharding_types.md), and the README's
-report, which a plan makes. Blocks are found by ``<!-- generated: NAME -->`` and ``<!-- end -->``; the tests fail where
-a page is not what this writes.
+The command line's reference (cli.md), the sharding types and those never proposed (sharding_types.md), how optimizer
+states are carried (checkpoints_across_plans.md), and the README's report, which a plan makes.
+Blocks are found by ``<!-- generated: NAME -->`` and ``<!-- end -->``; the tests fail where a page differs.
 """
 
 from __future__ import annotations
@@ -101,6 +101,17 @@ def never_proposed() -> str:
     )
 
 
+def states() -> str:
+    """The table of rules.py."""
+    from dreamshard_planner.across_plans.rules import RULES
+
+    rows = (
+        f"| `{rule.name}` | {', '.join(map('`{}`'.format, rule.aliases)) or '-'} | {rule.join.value} | {rule.why} |"
+        for rule in RULES
+    )
+    return "\n".join(["| fused state | in dense optimizers | carried | since |", "|---|---|---|---|", *rows])
+
+
 def report() -> str:
     """What the README's command prints, without its list of tables, where the costs that ship were measured."""
     from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
@@ -116,6 +127,7 @@ def report() -> str:
 BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
     "sharding types": (DOCS / "sharding_types.md", sharding_types),
     "never proposed": (DOCS / "sharding_types.md", never_proposed),
+    "states": (DOCS / "checkpoints_across_plans.md", states),
     "report": (ROOT / "README.md", report),
 }
 

@@ -13,6 +13,8 @@ from dreamshard_planner.environment import EnvironmentWarning, explained, warn_o
 from dreamshard_planner.errors import MissingLibraryError
 
 if TYPE_CHECKING:
+    from dreamshard_planner.across_plans.loading import AcrossPlansLoadPlanner, load_across_plans
+    from dreamshard_planner.across_plans.saving import save_across_plans
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.errors import (
         CheckpointError,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.workload.tables import FeatureStatistics
 
 __all__ = [
+    "AcrossPlansLoadPlanner",
     "Checkpoint",
     "CheckpointError",
     "Comparison",
@@ -58,6 +61,8 @@ __all__ = [
     "TaskError",
     "attach_optimizers",
     "compare",
+    "load_across_plans",
+    "save_across_plans",
 ]
 
 __version__ = "0.1.0"
@@ -76,6 +81,8 @@ _HOMES = (
     "torchrec_components.model_parallel",
     "torchrec_components.plan_loader",
     "torchrec_components.replica_optimizers",
+    "across_plans.loading",
+    "across_plans.saving",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""
 

@@ -90,9 +90,9 @@ def test_every_command_has_help_with_an_example_that_works(
     monkeypatch.chdir(folder)
     program, *arguments = shlex.split(info.epilog.removeprefix("Example: "))
     assert program == "dreamshard" and info.epilog.startswith("Example: ")
-    words = arguments[:2] if arguments[0] == "stats" else arguments[:1]
+    words = arguments[:2] if arguments[0] in ("stats", "checkpoint") else arguments[:1]
     assert "Example:" in run(*words, "--help").stdout
-    if words[0] in MEASURING:
+    if words[0] in (*MEASURING, "checkpoint"):  # of a checkpoint: test_across_plans.py
         return parse(*arguments)
     if words == ["stats", "parquet"]:
         pytest.importorskip("pyarrow")

@@ -152,6 +152,10 @@ def test_what_is_never_proposed_is_what_the_planner_leaves_out() -> None:
     assert GENERATE["block"]("never proposed") == GENERATE["never_proposed"](), "run: python docs/generate.py"
 
 
+def test_how_states_are_carried_is_what_the_code_does() -> None:
+    assert GENERATE["block"]("states") == GENERATE["states"](), "run: python docs/generate.py"
+
+
 def test_the_readmes_report_is_what_its_command_prints() -> None:
     """In words and totals: processors round differently, so that rows may swap and ties go to other ranks."""
     shown, made = GENERATE["block"]("report"), GENERATE["report"]()

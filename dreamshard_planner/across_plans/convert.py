@@ -1,0 +1,196 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Cut a checkpoint for another plan without its ranks, and tell what is in one."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorEntry
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from dreamshard_planner.across_plans import reads
+from dreamshard_planner.across_plans.layout import SavedTable, is_named, paths, saved_tables, table_name
+from dreamshard_planner.across_plans.reading import BoundedReader
+from dreamshard_planner.across_plans.rules import JOINS, Join
+from dreamshard_planner.across_plans.saving import WholeWriter
+from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
+
+
+def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Collection[str] = ()) -> None:
+    """Write a checkpoint as ranks under a plan would have saved it, a piece in memory at a time. States of a replicated
+    table get the names that a fused optimizer gives them.
+
+    Args:
+        source: folder of a checkpoint.
+        target: a folder that does not exist yet.
+        dropped: as for :func:`load_across_plans`.
+
+    Raises:
+        CheckpointError: no checkpoint, or one that does not go with the plan; names the table.
+        FileError: the target exists, or cannot be written.
+    """
+    reader, writer = BoundedReader(source), WholeWriter(target)
+    content = _Content(reader, plan.inputs.topology.world_size)
+    for weight, sharding in _shardings(plan, content.saved, dropped).items():
+        try:
+            content.add_table(weight, sharding)
+        except reads.RefusedError as problem:
+            raise CheckpointError(f"table {table_name(weight)}: {problem}") from problem
+    content.add_others()
+    writer.set_up_storage_writer(True)
+    writer.prepare_local_plan(SavePlan([]))
+    try:
+        plans = writer.prepare_global_plan([SavePlan(items) for items in content.of_ranks])
+        results = [writer.write_data(of_rank, content).value() for of_rank in plans]
+        writer.finish(Metadata(content.entries, planner_data=content.paths), results)
+    finally:
+        shutil.rmtree(writer.path, ignore_errors=True)
+
+
+def _shardings(plan: SavedPlan, saved: dict[str, SavedTable], dropped: Collection[str]) -> dict[str, TableSharding]:
+    """Of every table that is written, by its weight."""
+    left, result = {weight for weight in saved if not is_named(weight, dropped)}, {}
+    for module, tables in plan.sharding.items():
+        for name, sharding in tables.items():
+            fqn = f"{module}.{name}".removeprefix(".")
+            found = [weight for weight in left if weight.startswith(module) and weight.split(".")[-2] == name]
+            if len(found) != 1:
+                raise CheckpointError(f"table {fqn}: in {plan.name}, not in the checkpoint")
+            size, planned = (
+                tuple(saved[found[0]].entry.size),
+                (plan.inputs.tables[fqn].rows, plan.inputs.tables[fqn].dim),
+            )
+            if size != planned:
+                raise CheckpointError(f"table {fqn}: of size {size} in the checkpoint, {planned} in {plan.name}")
+            result[found[0]] = sharding
+            left.remove(found[0])
+    if left:
+        names = ", ".join(sorted(str(table_name(weight)) for weight in left))
+        raise CheckpointError(
+            f"tables that are not in {plan.name}: {names}; if they were removed, pass them as dropped"
+        )
+    return result
+
+
+class _Content(DefaultSavePlanner):
+    """What is written, made piece by piece when its turn comes."""
+
+    def __init__(self, reader: BoundedReader, world_size: int) -> None:
+        super().__init__()
+        self._reader, self._saved = reader, reader.read_metadata()
+        reader.set_up_storage_reader(self._saved, True)
+        self.saved, self._where = saved_tables(self._saved), paths(self._saved)
+        fused = (path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in path[-1])
+        self._fused = next(fused, None)
+        self._reads: dict[MetadataIndex, list[reads.Read]] = {}
+        self._kept: set[str] = set()
+        self.entries: dict[str, Any] = {}
+        self.paths: dict[str, tuple] = {}
+        self.of_ranks: list[list[WriteItem]] = [[] for _ in range(world_size)]
+
+    def add_table(self, weight: str, sharding: TableSharding) -> None:
+        table, keys = self.saved[weight], {}
+        shards = sharding.shards[:1] if sharding.sharding_type == "data_parallel" else sharding.shards
+        slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards})
+        self._declare(table.key, self._where[table.key], table.entry, table.entry.size)
+        for name, key in table.states.items():
+            if JOINS.get(name) is Join.SINGLE:
+                self._kept.add(key)
+            else:
+                entry = self._saved.state_dict_metadata[key]
+                path = (*(self._fused or self._where[key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
+                keys[name] = ".".join(map(str, path))
+                size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
+                self._declare(keys[name], path, entry, size)
+        for shard in shards:
+            down = slices.index((shard.offset[1], shard.size[1])) * table.entry.size[0]
+            for part in reads.pieces(reads.rectangle(shard.offset, shard.size), table.entry):
+                index = MetadataIndex(table.key, part.offsets)
+                self._add(shard.rank, index, part, reads.overlaps(table.key, table.entry, part, index))
+                for name, key in keys.items():
+                    per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
+                    place = per_row if len(self.entries[key].size) == 1 else part
+                    index = MetadataIndex(key, place.offsets)
+                    made_of = reads.state_reads(self._saved, table, name, index, tuple(place.sizes), part)
+                    self._add(shard.rank, index, place, made_of)
+
+    def add_others(self) -> None:
+        """What is no table's, as it is."""
+        of_tables = {key for table in self.saved.values() for key in (table.key, *table.states.values())}
+        for key in sorted(self._where.keys() - (of_tables - self._kept)):
+            entry = self._saved.state_dict_metadata[key]
+            if isinstance(entry, BytesStorageMetadata):
+                self.entries[key], self.paths[key] = entry, self._where[key]
+                self.of_ranks[0].append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+                continue
+            self._declare(key, self._where[key], entry, entry.size)
+            for part in (part for whole in entry.chunks for part in reads.pieces(whole, entry)):
+                index = MetadataIndex(key, part.offsets)
+                self._add(0, index, part, reads.overlaps(key, entry, part, index))
+
+    def _declare(self, key: str, path: tuple, like: TensorEntry, size: tuple[int, ...]) -> None:
+        self.entries[key], self.paths[key] = TensorEntry(like.properties, torch.Size(size), []), path
+
+    def _add(self, rank: int, index: MetadataIndex, place: ChunkStorageMetadata, made_of: list[reads.Read]) -> None:
+        entry, self._reads[index] = self.entries[index.fqn], made_of
+        entry.chunks.append(place)
+        data = TensorWriteData(place, entry.properties, entry.size)
+        self.of_ranks[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        piece = _Piece()
+        if write_item.type is WriteItemType.BYTE_IO:
+            items = piece.keep([reads.Read(reads.read_bytes(write_item.index.fqn))])
+        else:
+            data = write_item.tensor_data
+            piece.content = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+            items = piece.keep(self._reads[write_item.index])
+        self._reader.read_data(piece.finish_plan(LoadPlan(items)), piece)
+        return piece.content
+
+
+class _Piece(reads.FillingPlanner):
+    """Of what is written."""
+
+    content: Tensor | io.BytesIO
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.content
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.content = value
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """What is in a checkpoint: its tables, with their cuts and the sizes of their states, and the keys of all else.
+
+    Raises:
+        CheckpointError: there is none, or a damaged one.
+    """
+    metadata = BoundedReader(path).read_metadata()
+    sizes, others, tables = Counter(), set(metadata.state_dict_metadata), {}
+    for index, stored in metadata.storage_data.items():
+        sizes[index.fqn] += stored.length
+    for weight, table in sorted(saved_tables(metadata).items()):
+        keys = {table.key, *table.states.values()}
+        others -= keys
+        tables[str(table_name(weight))] = {
+            "rows": table.entry.size[0],
+            "dim": table.entry.size[1],
+            "data_type": str(table.entry.properties.dtype).removeprefix("torch."),
+            "column_slices": [width for _, width in table.slices],
+            "row_blocks": len({part.offsets[0] for part in table.entry.chunks}),
+            "states": {name: list(metadata.state_dict_metadata[key].size) for name, key in table.states.items()},
+            "bytes": sum(sizes[key] for key in keys),
+        }
+    return {"tables": tables, "others": sorted(others), "bytes": sum(sizes.values())}

@@ -1,0 +1,213 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Load a checkpoint of a sharded model under any other plan of the same tables."""
+
+from __future__ import annotations
+
+import functools
+import io
+import operator
+import os
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+from dreamshard_planner.across_plans.layout import is_named, owner, paths, saved_tables, state_of, table_name
+from dreamshard_planner.across_plans.learning_rates import LearningRates
+from dreamshard_planner.across_plans.reading import BoundedReader
+from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, read_bytes, state_reads
+from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
+from dreamshard_planner.errors import CheckpointError, DreamShardError
+from dreamshard_planner.support.formatting import nearest
+
+
+def load_across_plans(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    added: Collection[str] = (),
+    dropped: Collection[str] = (),
+    fresh: Collection[str] = (),
+) -> None:
+    """``torch.distributed.checkpoint.load`` for a model whose plan, or number of ranks, is not that of the checkpoint.
+
+    Args:
+        state_dict: as for ``load``, filled in place: the model's state dict and its optimizers' in one, such as
+            ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}``.
+        path: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
+        added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack: they stay as they are.
+        dropped: tables that the checkpoint has and the model may lack.
+        fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
+
+    Raises:
+        CheckpointError: no checkpoint, or one that cannot be carried; names tables, states, and what would help.
+    """
+    reader, planner = BoundedReader(path), AcrossPlansLoadPlanner(added, dropped, fresh)
+    try:
+        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+    except CheckpointException as failure:
+        raise users_error(failure) from failure
+
+
+def users_error(failure: CheckpointException) -> BaseException:
+    """The first rank's own error, where it is meant for users."""
+    errors = [error for error, _ in failure.failures.values()]
+    if "metadata is None" in str(errors[0]):  # what the reader said of it comes behind
+        return CheckpointError(str(errors[0]).rpartition("failed: ")[2])
+    return next((error for error in errors if isinstance(error, DreamShardError)), failure)
+
+
+class AcrossPlansLoadPlanner(FillingPlanner):
+    """The load planner of :func:`load_across_plans`, for who calls ``torch.distributed.checkpoint`` oneself."""
+
+    def __init__(self, added: Collection[str] = (), dropped: Collection[str] = (), fresh: Collection[str] = ()) -> None:
+        super().__init__()
+        self._added, self._dropped, self._fresh = frozenset(added), frozenset(dropped), frozenset(fresh)
+
+    def create_local_plan(self) -> LoadPlan:
+        self._saved = saved_tables(self.metadata)
+        self._weights = {path[-1]: key for key, path in self.mappings.items() if table_name(path[-1])}
+        self._states: dict[str, set[str]] = {weight: set() for weight in self._weights}
+        for path in self.mappings.values():
+            if state := state_of(path, self._weights):
+                self._states[state[0]].add(state[1])
+        self._check_consent()
+        self._rates = LearningRates(self.original_state_dict, self.metadata)
+        reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []
+        for key, value in self.state_dict.items():
+            try:
+                reads += self._reads(key, value, self.mappings[key])
+            except RefusedError as problem:
+                problems.append(str(problem))
+        _raise(problems)
+        states = {(weight, name) for weight, names in self._states.items() for name in names}
+        asked = set(self._weights), states, _has_states(self.original_state_dict)
+        return LoadPlan(self.keep(reads), planner_data=asked)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """On one rank: what no rank asks for."""
+        of_ranks = zip(*(plan.planner_data for plan in global_plan), strict=True)
+        weights, states, optimizer = (functools.reduce(operator.or_, of_rank) for of_rank in of_ranks)
+        problems = [
+            f"table {table_name(weight)}: in the checkpoint, not in the model; if it was removed, name it in dropped="
+            for weight in sorted(self._saved.keys() - weights)
+            if weights and not is_named(weight, self._dropped)
+        ]
+        if optimizer:
+            for weight in sorted(weights & self._saved.keys()):
+                problems += self._left_over(weight, {name for of, name in states if of == weight})
+        _raise(problems)
+        return global_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except Exception as error:  # an unpickler's may be any
+            raise CheckpointError(f"{key}: holds what torch.load(weights_only=True) does not read: {error}") from error
+        if key in self._rates.unread:
+            self._rates.take(key, loaded, lambda name: owner(name, self._weights) or str(name))
+            return
+        *container, last = self.mappings[key]
+        functools.reduce(operator.getitem, container, self.original_state_dict)[last] = loaded
+
+    def _check_consent(self) -> None:
+        tables = {table_name(weight) for weight in (*self._saved, *self._weights)}
+        known = tables | {name.rpartition(".")[2] for name in tables}
+        for name in sorted((self._added | self._dropped | self._fresh) - known):
+            raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
+
+    def _reads(self, key: str, value: Any, path: tuple) -> list[Read]:
+        if state := state_of(path, self._weights):
+            return self._state_reads(key, value, *state)
+        if path[:-1] in self._rates.groups:
+            return []
+        if len(path) > 2 and path[-3] == "state" and str(path[-2]).isdigit():
+            self._check_numbered(key, path)
+        return self._same_key_reads(key, value, path)
+
+    def _same_key_reads(self, key: str, value: Any, path: tuple) -> list[Read]:
+        entry = self.metadata.state_dict_metadata.get(key)
+        table = table_name(path[-1])
+        if entry is None and table and is_named(path[-1], self._added):
+            return []
+        if entry is None:
+            help = f"; if it is new, pass added=[{table!r}]" if table else ""
+            raise RefusedError(f"{f'table {table}' if table else key}: not in the checkpoint{help}")
+        if isinstance(entry, BytesStorageMetadata):
+            return [Read(read_bytes(key))]
+        size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
+        if tuple(entry.size) != size:
+            what = f"table {table}" if table else key
+            raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
+        shards = enumerate(_create_chunk_list(value))
+        return [r for i, found in shards for r in overlaps(key, entry, found, MetadataIndex(key, found.offsets, i))]
+
+    def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
+        table, fresh = self._saved.get(weight), is_named(weight, self._fresh)
+        if table is None:
+            return []  # its weights say so
+        try:
+            if name not in table.states:
+                if name == STEP_COUNT and needs_no_step_count(self._states[weight]):
+                    return []
+                raise RefusedError(f"not in the checkpoint, which has of it: {', '.join(table.states) or 'no state'}")
+            shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets)
+            weights = _create_chunk_list(self.state_dict[self._weights[weight]])
+            weights.sort(key=lambda found: (found.offsets[1], found.offsets[0]))
+            if len(shards) != len(weights):
+                raise RefusedError(f"has {len(shards)} shards on this rank, and the weights have {len(weights)}")
+            reads = []
+            for (number, found), of in zip(shards, weights, strict=True):
+                index = MetadataIndex(key, found.offsets, number)
+                reads += state_reads(self.metadata, table, name, index, tuple(found.sizes), of)
+            return reads
+        except RefusedError as problem:
+            if fresh:
+                return []
+            named = table_name(weight)
+            raise RefusedError(f"table {named}, state {name}: {problem}; or pass fresh=[{named!r}]") from problem
+
+    def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
+        """Saved states of a table that no rank asks for: without them its training would go on differently."""
+        saved = self._saved[weight].states.keys()
+        for name in sorted(saved - asked):
+            if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
+                continue
+            table = table_name(weight)
+            yield (
+                f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there "
+                f"(if replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
+            )
+
+    def _check_numbered(self, key: str, path: tuple) -> None:
+        """Parameters that an optimizer numbers have other numbers where other tables are replicated."""
+        here, saved = (
+            {found[-2] for found in where.values() if len(found) > 2 and found[:-2] == path[:-2]}
+            for where in (self.mappings, paths(self.metadata))
+        )
+        if here != saved or any(type(self.state_dict[weight]) is Tensor for weight in self._weights.values()):
+            raise RefusedError(
+                f"{key}: an optimizer state by number, which changes with the tables that are replicated; save and "
+                "load that optimizer by name, in a KeyedOptimizerWrapper"
+            )
+
+
+def _has_states(state_dict: Any) -> bool:
+    """Whether an optimizer's state dict is in it."""
+    if not isinstance(state_dict, Mapping):
+        return False
+    return isinstance(state_dict.get("state"), Mapping) or any(map(_has_states, state_dict.values()))
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError("\n- ".join(["the checkpoint cannot be loaded under this plan:", *sorted(problems)]))

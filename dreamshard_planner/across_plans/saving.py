@@ -1,0 +1,116 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Save a sharded model so that any plan can load it: in small pieces, and whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dreamshard_planner.across_plans.loading import users_error
+from dreamshard_planner.across_plans.reads import pieces
+from dreamshard_planner.errors import FileError
+
+
+def save_across_plans(
+    state_dict: dict[str, Any], path: str | os.PathLike, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """``torch.distributed.checkpoint.save``, in bounded memory beside the shards, into a folder that is there whole or
+    not at all. What it writes, plain ``torch.distributed.checkpoint`` reads too.
+
+    Args:
+        state_dict: as for ``save``: the model's state dict and its optimizers' in one.
+        path: a folder that does not exist yet, which all ranks can write to.
+
+    Raises:
+        FileError: the folder exists, or cannot be written.
+    """
+    state_dict = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    if dist.is_available() and dist.is_initialized():
+        state_dict = _with_groups_of_all_ranks(state_dict, process_group)
+    try:
+        writer = WholeWriter(path)
+        dcp.save(state_dict, storage_writer=writer, planner=PiecesSavePlanner(), process_group=process_group)
+    except CheckpointException as failure:
+        raise users_error(failure) from failure
+
+
+def _with_groups_of_all_ranks(value: Any, process_group: dist.ProcessGroup | None) -> Any:
+    """A copy whose lists ``param_groups`` hold those of all ranks: saved under their number alone, groups of one rank
+    would hide those of another, and with them the learning rates of its tables."""
+    if not isinstance(value, dict):
+        return value
+    copy = {key: _with_groups_of_all_ranks(part, process_group) for key, part in value.items()}
+    if "param_groups" in copy:
+        of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(of_ranks, copy["param_groups"], group=process_group)
+        copy["param_groups"] = list({repr(group): group for groups in of_ranks for group in groups}.values())
+    return copy
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """Writes shards as blocks of rows, so that nobody who reads or writes one holds more than a piece of it."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self._wholes: dict[MetadataIndex, tuple[MetadataIndex, int, int]] = {}
+        return replace(plan, items=[piece for item in plan.items for piece in self._pieces(item)])
+
+    def _pieces(self, item: WriteItem) -> list[WriteItem]:
+        if item.type is WriteItemType.BYTE_IO:
+            return [item]
+        data = item.tensor_data
+        parts = list(pieces(data.chunk, data))
+        if len(parts) < 2:
+            return [item]
+        result = []
+        for part in parts:
+            index = MetadataIndex(item.index.fqn, part.offsets)
+            self._wholes[index] = (item.index, part.offsets[0] - data.chunk.offsets[0], part.sizes[0])
+            result.append(WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=part)))
+        return result
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index not in self._wholes:
+            return super().lookup_object(index)
+        whole, start, rows = self._wholes[index]
+        return super().lookup_object(whole).narrow(0, start, rows)
+
+
+class WholeWriter(FileSystemWriter):
+    """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk.
+
+    Raises:
+        FileError: the folder exists; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self._target = Path(os.path.abspath(path))
+        super().__init__(self._target.with_name(f".{self._target.name}.part"))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._target.exists():
+            raise FileError(f"{self._target}: exists; save to a new folder, and remove the old one then")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On one rank, before any writes: nothing is left of a save that was killed."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.fs.mkdir(self.path)
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        os.rename(self.path, self._target)
