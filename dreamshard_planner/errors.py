@@ -1,6 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The errors a user can meet. Infeasible plans raise TorchRec's own ``PlannerError`` instead."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class DreamShardError(Exception):
     """Root of the package's own errors."""
@@ -12,6 +16,14 @@ class CheckpointError(DreamShardError):
 
 class DatasetError(DreamShardError):
     """A cost dataset or journal is missing, damaged or of other hardware; names the file."""
+
+
+class CalibrationRefused(DreamShardError):
+    """A calibration left everything as it was, and says why; ``checks`` holds the errors that it found."""
+
+    def __init__(self, reason: str, checks: Sequence[dict] = ()) -> None:
+        super().__init__(reason)
+        self.checks = checks
 
 
 class PlanError(DreamShardError, ValueError):

@@ -17,11 +17,10 @@ from dreamshard_planner.training import calibrate
 
 def main(seconds: float, out: Path) -> None:
     shipped = resolve("auto", "cpu")
-    calibrated = calibrate(shipped, out, seconds=seconds)  # times fused kernels; shows a bar
-    told = calibrated.metadata["calibration"]
-    for when in ("before", "after"):
-        forward, backward = told[f"{when}_mape"]
-        print(f"{when}: {forward:.1%} forward and {backward:.1%} backward off, {told['check_sets']} held-out sets")
+    # Times fused kernels; shows a bar. Without force, refuses to write what a busy machine has measured.
+    calibrated = calibrate(shipped, out, seconds=seconds, force=True)
+    for check in calibrated.metadata["calibration"]["checks"]:
+        print(check["said"])
 
     machine = Machine(ranks_per_host=2, device="cpu", memory_bytes=64 * 10**9)
     job = Job(model=read_model("merlin_tiny"), machine=machine, batch_size=512, settings={"checkpoint": out})

@@ -17,7 +17,7 @@ from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.workload.features import FEATURE_NAMES, MEMORY_FEATURES
+from dreamshard_planner.workload.features import FEATURE_NAMES, LATER_FEATURES
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")
 PAPER = (PaperPolicy(PaperPolicyConfig()), PaperCostNetwork(PaperCostConfig(), seed=5), "paper")
@@ -105,7 +105,7 @@ def test_features_that_no_network_reads_may_be_missing(saved: Path) -> None:
     with safe_open(saved, framework="pt") as file:
         description = json.loads(file.metadata()["description"])
     assert description["features"] == list(FEATURE_NAMES)
-    for missing in range(len(MEMORY_FEATURES) + 1):
+    for missing in range(len(LATER_FEATURES) + 1):
         description["features"] = list(FEATURE_NAMES[: len(FEATURE_NAMES) - missing])
         rewrite(saved, description=json.dumps(description))
         assert Checkpoint.load(saved).metadata["hardware_name"] == "a machine"

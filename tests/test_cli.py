@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cli import app
+from dreamshard_planner.cli import app, diagnosis
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.correction import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.training import QUICK, calibrate, measuring, train
+from dreamshard_planner.training import QUICK, TrainingConfig, calibrate, calibration, measuring, train
 
 
 def dreamshard(*arguments: str, status: int = 0):
@@ -83,16 +87,22 @@ def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path
         assert Checkpoint.load(out).recipe == recipe
 
 
-def test_calibrate_fits_a_checkpoint_on_and_plans_take_it(
+def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever else this machine does just now: --force."""
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
-    result = dreamshard("calibrate", "--checkpoint", str(trained), "--seconds", "6", "--format", "json")
+    options = ("--checkpoint", str(trained), "--seconds", "4", "--force", "--format", "json")
+    result = dreamshard("calibrate", *options)
     told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # no journal that a later one takes
     assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")
-    assert told["from"] == trained.name and told["sets"] >= 8 and len(told["after_mape"]) == 2
+    assert told["from"] == trained.name and told["clock"] == "processor time" and 0 <= told["others_share"] <= 1
+    stages = [(check["optimizer"], check["direction"]) for check in told["checks"]]
+    assert stages == [(name, way) for name in OPTIMIZERS for way in ("forward", "backward")]
+    assert all(check["after"] <= check["before"] for check in told["checks"])
     made = Checkpoint.load(out).metadata
     assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
+    assert set(made["corrections"]) <= set(OPTIMIZERS)
     job = (
         "--tables",
         "merlin_tiny",
@@ -106,13 +116,34 @@ def test_calibrate_fits_a_checkpoint_on_and_plans_take_it(
         "0.1",
     )
     report = json.loads(dreamshard("plan", *job, "--format", "json").stdout)["report"]
-    assert out.name in report["cost_source"] and any(
-        f"{out.name} is one of your own" in n["text"] for n in report["notes"]
-    )
+    said = " ".join(note["text"] for note in report["notes"])
+    assert out.name in report["cost_source"]
+    assert f"{out.name} is one of your own" in said and made["calibration"]["checked"] in said
+
+
+def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path, tmp_path: Path) -> None:
+    tables = {"schema": "dreamshard_planner.table_list/1", "tables": [
+        {"name": f"t{rows}", "num_embeddings": rows, "embedding_dim": 16, "optimizer": name, "pooling_factor": 3.0}
+        for rows, name in ((1000, "adagrad"), (5000, "adagrad"), (3000, "adam"))
+    ]}  # fmt: skip
+    (tmp_path / "tables.json").write_text(json.dumps(tables))
+    plan, out = str(tmp_path / "plan.json"), str(tmp_path / "x.safetensors")
+    given = ("--tables", str(tmp_path / "tables.json"))
+    job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--search-seconds", "0.1", "--out", plan)
+    dreamshard("plan", *job)
+    options = ("calibrate", "--checkpoint", str(trained), "--seconds", "1", "--force", "--out", out)
+    for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):
+        dreamshard(*options, *source)
+        told = Checkpoint.load(out).metadata["calibration"]
+        # Adam goes with row-wise Adagrad.
+        assert {check["optimizer"] for check in told["checks"]} == {"rowwise_adagrad", "adagrad"}
+        assert f"dims 16 to 16, batches {batches}" in told["checked"]
+    for wrong in ((*given, "--plan", plan), ("--statistics", plan), ("--tables", "json:loads")):
+        dreamshard(*options, *wrong, status=1 if "json:loads" in wrong else 2)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["this machine", "another machine"])
-def test_calibration_keeps_collectives_of_this_machine_only(same: bool, trained: Path, tmp_path: Path) -> None:
+def test_calibration_keeps_measured_collectives(same: bool, trained: Path, tmp_path: Path) -> None:
     start = Checkpoint.load(trained)
     name = describe_hardware("cpu", 1)["name"] if same else "another processor"
     start.metadata["collectives"] = {
@@ -121,8 +152,62 @@ def test_calibration_keeps_collectives_of_this_machine_only(same: bool, trained:
         "hardware": {"device": "cpu", "name": name},
         "fits": {operation: asdict(CollectiveFit(0.1, 1e6, 1e6, 0.1)) for operation in OPERATIONS},
     }
-    kept = calibrate(start, tmp_path / "here.safetensors", seconds=4, progress=False).metadata["collectives"]
-    assert kept == (start.metadata["collectives"] if same else None)
+    made = calibrate(start, tmp_path / "here.safetensors", seconds=2, force=True, progress=False)
+    assert made.metadata["collectives"] == start.metadata["collectives"]
+
+
+@pytest.fixture
+def quick_sets(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Calibration on invented measurements: a share of the core that others had, and so many sets for each half, which
+    take so many times what the checkpoint's network says."""
+
+    def invent(checkpoint: Checkpoint, others: float = 0.0, sets: int = 60, factor: float = 2.0) -> None:
+        def measured(drawn: list, config: TrainingConfig, *_given) -> tuple[CostDataset, float]:
+            drawn = drawn[:sets]
+            ms_X2 = factor * predict_ms(checkpoint.cost, LabelledSets.of(drawn, torch.ones(len(drawn), 2)))
+            return CostDataset.from_sets(drawn, ms_X2[:, None].double(), describe_hardware("cpu", 1)), others
+
+        monkeypatch.setattr(calibration, "_measure", measured)
+
+    return invent
+
+
+@pytest.mark.parametrize(
+    ("invented", "reason"),
+    [
+        ({"others": 0.6}, "others had the core for 60 % of the time"),
+        ({"sets": 12}, "fewer than 6 tell nothing: --seconds 180"),
+    ],
+    ids=["busy core", "few sets"],
+)
+def test_calibration_refuses_and_leaves_what_is_there(
+    invented: dict, reason: str, quick_sets: Callable[..., None], tmp_path: Path
+) -> None:
+    out = tmp_path / "x.safetensors"
+    shipped = Checkpoint.load(SHIPPED / "cpu.safetensors")
+    out.write_bytes(b"what is there")
+    quick_sets(shipped, **invented)
+    options = ("calibrate", "--checkpoint", str(SHIPPED / "cpu.safetensors"), "--out", str(out))
+    said = " ".join(dreamshard(*options, status=1).stderr.split())
+    assert reason in said and f"{out} stays as it was" in said and "--force" in said
+    assert "backward of row-wise Adagrad" in said and out.read_bytes() == b"what is there"
+    quick_sets(shipped)
+    said = dreamshard(*options).stdout.splitlines()
+    assert said[3] == "backward of row-wise Adagrad was 50 % too low, is now 0 % off: good" and len(said) == 6
+    made = Checkpoint.load(out)
+    quick_sets(shipped)  # what is right already stays, and is said to be checked
+    again = calibrate(made, tmp_path / "again.safetensors", progress=False)
+    assert again.metadata["corrections"] == made.metadata["corrections"]
+    assert not any(check["changed"] for check in again.metadata["calibration"]["checks"])
+
+
+def test_doctor_tells_how_far_off_costs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "MEASURED_SECONDS", 1.0)
+    findings = json.loads(dreamshard("doctor", "--measure", "--format", "json").stdout)
+    found = {finding["subject"]: finding["found"] for finding in findings}
+    assert all(
+        "% " in found[f"cpu, {way} of {name}"] for name in OPTIMIZERS.values() for way in ("forward", "backward")
+    )
 
 
 def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
@@ -153,5 +238,5 @@ def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path, monkeypatch
 
 def test_reports_mark_a_checkpoint_that_was_made_in_a_hurry(trained: Path) -> None:
     topology = Machine(ranks_per_host=1, device="cpu").topology()
-    quick, few = checkpoint_notes(Checkpoint.load(trained), topology)
+    quick, few, _ = checkpoint_notes(Checkpoint.load(trained), topology)
     assert "--quick" in quick and "too few to rely on" in few

@@ -70,12 +70,14 @@ def test_costs_of_one_device_used_on_another_are_noted() -> None:
     assert checkpoint_notes(measured, cuda, uses_network=False) == ()
     here = describe_hardware("cpu", 1)["name"]
     at_home = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": here}})
-    assert checkpoint_notes(at_home, cpu) == ()
+    (note,) = checkpoint_notes(at_home, cpu)
+    assert "not checked on this machine" in note and "dreamshard doctor --measure" in note
     elsewhere = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": "abacus"}})
     (note,) = checkpoint_notes(elsewhere, cpu)
     assert "measured on abacus" in note and here in note and "dreamshard calibrate" in note
-    few = replace(at_home, metadata={**at_home.metadata, "dataset": {"sets": 80}, "calibration": {"sets": 8}})
-    assert [("80" in note, "too few" in note) for note in checkpoint_notes(few, cpu)] == [(True, True), (False, True)]
+    told = {"dataset": {"sets": 80}, "calibration": {"sets": 90, "checked": "SGD (7 and 8 % off); dims 4 to 64"}}
+    few, checked = checkpoint_notes(replace(at_home, metadata={**at_home.metadata, **told}), cpu)
+    assert "80" in few and "too few" in few and f"checked on {here} with SGD (7 and 8 % off); dims 4 to 64" in checked
 
 
 def test_reports_say_so() -> None:

@@ -68,7 +68,7 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def _calibrated(told: str) -> None:
-    assert re.search(r"^before: .*\nafter: .* held-out sets$", told, re.MULTILINE)
+    assert len(re.findall(r"^(?:forward|backward) of .* % .*: .*$", told, re.MULTILINE)) == 6
     assert "Compute: network (my.safetensors" in told and ", calibrated on " in told
     assert Path("my.safetensors").stat().st_size
 

@@ -99,15 +99,6 @@ def network_errors() -> str:
     return f"errs by {forward * 100:.0f} % forward and {backward * 100:.0f} % backward"
 
 
-def a_minute() -> str:
-    mape = read("2026-11-22-transfer.json")["mape"]
-    before, after, full = ([f"{100 * x:.1f}" for x in mape[k]] for k in ("as shipped", "calibrated", "full"))
-    return (
-        f"from {before[0]} to {after[0]} % forward and from {before[1]} to {after[1]} % backward, where five minutes "
-        f"on the target alone ended at {full[0]} and {full[1]} %"
-    )
-
-
 FIGURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("README.md", on_torchrecs_terms),
     ("README.md", seconds_to_plan),
@@ -119,7 +110,6 @@ FIGURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("README.md", hot_step),
     ("README.md", plain_steps),
     ("README.md", network_errors),
-    ("docs/calibration.md", a_minute),
 )
 """Page, and what it says by the results."""
 

@@ -84,8 +84,10 @@ def test_forward_and_sgd_match_plain_torch(group: list[Workload], with_arena: bo
         kernel.move()
 
 
-def test_rowwise_adagrad_matches_its_formula() -> None:
-    group = [workload(optimizer="rowwise_adagrad"), workload("b", dim=4, rows=5, optimizer="rowwise_adagrad")]
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
+def test_adagrad_matches_its_formula(optimizer: str) -> None:
+    """With a state per row, the mean over its weights, or per weight; wherever the windows lie."""
+    group = [workload(optimizer=optimizer), workload("b", dim=4, rows=5, optimizer=optimizer)]
     kernel = FusedKernel(group, "cpu", seed=1, arena=Arena("cpu", size_bytes=1 << 20))
     tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
     (states,) = zip(*kernel.module.split_optimizer_states(), strict=True)
@@ -94,8 +96,9 @@ def test_rowwise_adagrad_matches_its_formula() -> None:
     kernel.forward()
     kernel.backward()
     for table, state, old, new in zip(tables, states, before, kernel.module.split_embedding_weights(), strict=True):
-        squares = old + table.grad.square().mean(dim=1)
-        step = table.grad / (squares.sqrt() + 1e-8).unsqueeze(1)
+        squares = table.grad.square()
+        squares = old + (squares.mean(dim=1) if optimizer == "rowwise_adagrad" else squares.view_as(old))
+        step = table.grad / (squares.sqrt() + 1e-8).view(len(table), -1)
         torch.testing.assert_close(state, squares)
         torch.testing.assert_close(new, table.detach() - LEARNING_RATE * step, rtol=1e-5, atol=1e-7)
 

@@ -28,6 +28,7 @@ from dreamshard_planner.checkpoints.file import (
 )
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.correction import CorrectedCost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
@@ -45,6 +46,7 @@ class Checkpoint:
 
     policy: AnyPolicy
     cost: ComputeCost | None
+    """As it was fitted; what calibration corrected is in the metadata, and in :meth:`compute_cost`."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Hardware, library versions, dataset digest, validation errors and the like."""
     name: str = "unsaved"
@@ -53,7 +55,10 @@ class Checkpoint:
 
     def compute_cost(self, topology) -> ComputeCost:
         """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
-        return RooflineCost.of_topology(topology) if self.cost is None else self.cost
+        if self.cost is None:
+            return RooflineCost.of_topology(topology)
+        corrections = self.metadata.get("corrections")
+        return CorrectedCost(self.cost, corrections) if corrections else self.cost
 
     @property
     def recipe(self) -> str:
@@ -114,7 +119,6 @@ def resolve(
     compute_device: str,
     recipe: str = "default",
     threads: int | None = None,
-    calibrated: bool = True,
 ) -> Checkpoint:
     """The checkpoint to plan with: a :class:`Checkpoint`, a path, or ``"auto"``.
 
@@ -127,14 +131,13 @@ def resolve(
         compute_device: ``cpu`` or ``cuda``.
         recipe: that it must be of.
         threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
-        calibrated: whether ``"auto"`` may take one that was calibrated.
 
     Raises:
         CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own
             can't be read, since plans would be made by other costs than those that the user measured.
     """
     if checkpoint == "auto":
-        checkpoint = _auto(compute_device, recipe, threads, calibrated)
+        checkpoint = _auto(compute_device, recipe, threads)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
     if checkpoint.recipe != recipe:
@@ -142,7 +145,7 @@ def resolve(
     return checkpoint
 
 
-def _auto(compute_device: str, recipe: str, threads: int | None, calibrated: bool) -> Checkpoint:
+def _auto(compute_device: str, recipe: str, threads: int | None) -> Checkpoint:
     """One of the user's own, else what ships."""
     try:
         described = {path: describe(path) for path in user_folder.files()}
@@ -164,11 +167,7 @@ def _auto(compute_device: str, recipe: str, threads: int | None, calibrated: boo
         return _shipped(compute_device, recipe)
     here = user_folder.Here.of(compute_device, threads)  # for CUDA this asks for the card, which starts CUDA
     best = here.best(
-        {
-            path: metadata
-            for path, metadata in alike.items()
-            if metadata.get("recipe", "default") == recipe and (calibrated or "calibration" not in metadata)
-        }
+        {path: metadata for path, metadata in alike.items() if metadata.get("recipe", "default") == recipe}
     )
     if best is None:
         made = _shipped(compute_device, recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.collectives import fits_of
 from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.correction import check_corrections
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.support.documents import parsed
@@ -26,7 +27,8 @@ from dreamshard_planner.workload.features import covers, feature_matrix
 from dreamshard_planner.workload.tables import Workload
 
 FORMAT = "dreamshard_planner"
-VERSION = 1
+VERSION = 2
+"""Files of version 1 have no corrections."""
 MAX_SIZE = 4096
 """Widest layer of a network, and most of anything that its configuration counts."""
 UNBOUNDED = ("_low", "_high")
@@ -59,12 +61,14 @@ class _Description:
     calibration: _Counts = _Counts()
     validation: _Counts = _Counts()
     collectives: dict[str, Any] | None = None
+    corrections: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"its recipe must be one of {', '.join(RECIPES)}, got {brief(self.recipe)}")
         if self.collectives is not None:
             fits_of(self.collectives)
+        check_corrections(self.corrections)
 
 
 def describe(path: Path) -> dict[str, Any]:

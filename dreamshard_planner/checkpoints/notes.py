@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 FEW_SETS = 1_000
 """Sets that a cost network is fitted to, below which it is no good: 1,680 make one that errs by 5 to 7 %."""
-FEW_CALIBRATION_SETS = 40
-"""Below which what calibration changes is noise."""
 FEW_TASKS = 20
 """Validation tasks of a policy that was trained in earnest; ``--quick`` has four."""
 
@@ -33,7 +31,7 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
     if tasks is not None and tasks < FEW_TASKS:
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
     if uses_network and checkpoint.cost is not None:
-        notes += [*_too_few(checkpoint), *_other_hardware(checkpoint, topology.compute_device)]
+        notes += [*_too_few(checkpoint), *_from_where(checkpoint, topology.compute_device)]
     return tuple(notes)
 
 
@@ -45,28 +43,23 @@ def _too_few(checkpoint: Checkpoint) -> list[str]:
             f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on (fewer "
             f"than {FEW_SETS:,})"
         )
-    calibrated = metadata.get("calibration", {}).get("sets")
-    if calibrated is not None and calibrated < FEW_CALIBRATION_SETS:
-        notes.append(
-            f"{checkpoint.name} was calibrated on {calibrated} measured sets, too few to rely on (fewer than "
-            f"{FEW_CALIBRATION_SETS})"
-        )
     return notes
 
 
-def _other_hardware(checkpoint: Checkpoint, compute_device: str) -> list[str]:
-    measured = checkpoint.metadata.get("hardware", {})
+def _from_where(checkpoint: Checkpoint, compute_device: str) -> list[str]:
+    """On which hardware, and which optimizers and dims were checked there."""
+    measured, calibration = (checkpoint.metadata.get(section, {}) for section in ("hardware", "calibration"))
     device, name = measured.get("device"), measured.get("name")
     if device is not None and device != compute_device:
         return [
             f"these costs were measured on {device} ({name}) and say little of {compute_device}, which the plan is for"
         ]
-    if device != "cpu":
-        return []
-    here = describe_hardware("cpu", 1)["name"]
-    if name is None or name == here:
-        return []
-    return [
-        f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
-        "fits them to it"
-    ]
+    here = describe_hardware("cpu", 1)["name"] if device == "cpu" else name
+    if name not in (None, here):
+        return [
+            f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
+            "fits them to it"
+        ]
+    if "checked" in calibration:
+        return [f"costs were checked on {name} with {calibration['checked']}"]
+    return ["costs were not checked on this machine, with no optimizer or dim: dreamshard doctor --measure does it"]

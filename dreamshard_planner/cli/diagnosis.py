@@ -25,13 +25,35 @@ class Finding:
     advice: str = ""
 
 
-def diagnose() -> list[Finding]:
-    """All findings; never raises for what is missing."""
+def diagnose(measure: bool = False) -> list[Finding]:
+    """All findings; never raises for what is missing. Where asked to, measures what can be run here."""
     findings = [_python(), _dreamshard(), *map(_library, LIBRARIES)]
     if any(finding.verdict == "missing" for finding in findings):
         return findings
     findings += [_cpu(), *_cuda(), _own_checkpoints()]
-    return [*findings, *(_checkpoint(device) for device in ("cpu", "cuda"))]
+    findings += [_checkpoint(device) for device in ("cpu", "cuda")]
+    return findings + _measured() if measure else findings
+
+
+MEASURED_SECONDS = 10.0
+
+
+def _measured() -> list[Finding]:
+    """How far off the costs are that a plan would be made with, by optimizer and direction."""
+    import torch
+
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.devices import Machine
+    from dreamshard_planner.training import check
+
+    findings = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        checkpoint, topology = resolve("auto", device), Machine(ranks_per_host=1, device=device).topology()
+        threads = checkpoint.metadata.get("hardware", {}).get("threads", 1)
+        for one in check(checkpoint.compute_cost(topology), seconds=MEASURED_SECONDS, device=device, threads=threads):
+            verdict = () if one.good else ("note", f"dreamshard calibrate --device {device} measures longer")
+            findings.append(Finding(f"{device}, {one.stage}", one.off, *verdict))
+    return findings
 
 
 def _python() -> Finding:

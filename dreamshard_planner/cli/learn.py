@@ -31,6 +31,7 @@ from dreamshard_planner.support.files import check_writable
 if TYPE_CHECKING:
     from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import TrainingConfig
+    from dreamshard_planner.workload.tables import Table
 
 
 KEPT = "default: among your own checkpoints, named by the hardware, where auto finds it."
@@ -206,47 +207,83 @@ def fit(
 def calibrate(
     out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
     checkpoint: Annotated[
-        str,
-        typer.Option(help="Checkpoint to start from; auto: your own that was trained on this machine, or what ships."),
+        str, typer.Option(help="Checkpoint to do better than; auto: what plans take on this machine now.")
     ] = "auto",
     seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
+    tables: Annotated[
+        str | None,
+        typer.Option(help="Your tables, a .json list or a collection: their optimizers and dims.", metavar="SOURCE"),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Or a plan file: its tables, and the batches of its ranks.")] = None,
+    statistics: Annotated[Path | None, typer.Option(help="How these read their tables, of dreamshard stats.")] = None,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     collectives: CollectivesOption = None,
     seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Keep the result whatever speaks against it.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """Fit a checkpoint's cost network on to this machine; tells its error before and after.
+    """Correct a checkpoint's costs for this machine, by optimizer and direction; tells their errors before and after.
 
-    Under torchrun all ranks measure.
+    What held-out sets do not confirm stays. Where others used the core, or sets are few, nothing is written, and the
+    exit status is 1. Under torchrun all ranks measure.
     """
     from dreamshard_planner.checkpoints.checkpoint import resolve
-    from dreamshard_planner.errors import CheckpointError
+    from dreamshard_planner.errors import CalibrationRefused, CheckpointError
     from dreamshard_planner.training import calibrate
 
-    start = resolve(checkpoint, device.value, threads=threads, calibrated=False)
+    start = resolve(checkpoint, device.value, threads=threads)
     if start.cost is None:
         raise CheckpointError(
             f"{start.name} holds a policy and no cost network to calibrate, since nothing was measured on a device "
             f"like this: make one with dreamshard train --device {device.value}{'' if out is None else f' --out {out}'}"
         )
+    own, batches = _own_tables(tables, plan, statistics)
     path = out or _kept(_described(device, threads), calibrated=True)
     with _measuring(device) as ranks:
-        made = calibrate(
-            start,
-            path,
-            seconds=seconds,
-            device=device.value,
-            threads=threads,
-            collectives=_read_collectives(collectives),
-            seed=seed,
-            ranks=ranks,
-        )
+        try:
+            made = calibrate(
+                start,
+                path,
+                seconds=seconds,
+                device=device.value,
+                threads=threads,
+                tables=own,
+                batch_sizes=batches,
+                collectives=_read_collectives(collectives),
+                seed=seed,
+                force=force,
+                ranks=ranks,
+            )
+        except CalibrationRefused as refused:
+            for check in refused.checks:
+                typer.echo(check["said"], err=True)
+            raise CalibrationRefused(f"{path} stays as it was: {refused}; or --force") from refused
         if not ranks.leads:
             return
     told = made.metadata["calibration"]
     _tell_where(path, out is not None)
-    show(told, format, facts(told, str(path)))
+    show(told, format, "\n".join(check["said"] for check in told["checks"]))
+
+
+def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
+    """Tables of a list or of a plan, None where nobody gave them; and what batches the kernels of the plan see."""
+    from dreamshard_planner.offline.jobs import read_model
+    from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    if (source is None) == (plan is None):
+        if source is not None or statistics is not None:
+            raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
+        return None, []
+    known = TableStatistics({}) if statistics is None else TableStatistics.from_json(statistics)
+    if plan is not None:
+        inputs = SavedPlan.load(plan).inputs
+        of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
+        return of_plan, [inputs.batch_size * inputs.topology.world_size]
+    if not (specs := read_model(source).specs):
+        raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
+    return [spec.table(known) for spec in specs], []
 
 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:

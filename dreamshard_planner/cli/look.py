@@ -18,7 +18,12 @@ from dreamshard_planner.support.files import read_json
 
 
 @command("dreamshard doctor")
-def doctor(format: FormatOption = Format.table) -> None:
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time kernels for ten seconds: how far off costs are, by optimizer.")
+    ] = False,
+    format: FormatOption = Format.table,
+) -> None:
     """What is installed, which devices there are, which checkpoint would be used and why, what CUDA lacks.
 
     Exit status 1 where planning is not possible.
@@ -26,7 +31,7 @@ def doctor(format: FormatOption = Format.table) -> None:
     with quiet():
         from dreamshard_planner.cli.diagnosis import diagnose
 
-        findings = diagnose()
+        findings = diagnose(measure)
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
     show([asdict(finding) for finding in findings], format, grid(("", "found", "", "advice"), rows))
     if any(finding.verdict == "missing" for finding in findings):

@@ -6,7 +6,6 @@ Shapes: X sets, S shards (of all sets, flat), F features, E ensemble members, 2 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix, features_of
 from dreamshard_planner.workload.tables import Workload
 
@@ -99,18 +97,6 @@ class FitConfig:
         return min(self.batch_sets, max(8, sets // 8))
 
 
-CALIBRATIONS: dict[str, FitConfig | None] = {
-    "scale": None,
-    "weights, gently": FitConfig(epochs=20, batch_sets=64, learning_rate=2e-4),
-    "weights": FitConfig(epochs=60, batch_sets=64, learning_rate=1e-3),
-}
-"""How much of a network that knows other hardware may change: from one constant per stage to everything."""
-CALIBRATION_CHECK = 0.25
-"""Share of the sets that choose between them."""
-CALIBRATION_DOUBT = 2.0
-"""Standard errors by which more change has to do better than less."""
-
-
 def fit_cost_network(
     train: LabelledSets,
     network_config: CostNetworkConfig | None = None,
@@ -127,57 +113,6 @@ def fit_cost_network(
         raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network = CostNetwork(network_config or CostNetworkConfig(), seed=config.seed)
     network.initialize(train.features_SF, train.set_S, train.labels_ms_X2)
-    return _descend(network, train, config, on_epoch)
-
-
-def calibrate_cost_network(network: CostNetwork, train: LabelledSets, seed: int = 0) -> tuple[CostNetwork, str]:
-    """A copy of ``network`` fitted on to few sets of other hardware, and which of :data:`CALIBRATIONS` made it.
-
-    Hardware may differ by little but its speed, where more than a constant only fits the noise of few sets, or in
-    everything: sets held back from a first fit choose, and the choice is then fitted to all sets.
-
-    Args:
-        network: fitted to much data of some hardware.
-        train: at least 8 sets of the hardware at hand.
-        seed: of the sets held back.
-    """
-    if len(train) < 8:
-        raise TaskError(f"calibration needs at least 8 measured sets, got {len(train)}: measure for longer")
-    order_X = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    held_back, others = (
-        train.select(part) for part in order_X.tensor_split([math.ceil(CALIBRATION_CHECK * len(train))])
-    )
-
-    def error_X(choice: str) -> Tensor:
-        predicted_X2 = predict_ms(_calibrated(network, others, CALIBRATIONS[choice]), held_back)
-        return ((predicted_X2 - held_back.labels_ms_X2) / held_back.labels_ms_X2).abs().mean(-1)
-
-    chosen, *others_to_try = CALIBRATIONS
-    chosen_X = error_X(chosen)
-    for choice in others_to_try:
-        choice_X = error_X(choice)
-        gain_X = chosen_X - choice_X
-        if float(gain_X.mean()) > CALIBRATION_DOUBT * float(gain_X.std()) / math.sqrt(len(gain_X)):
-            chosen, chosen_X = choice, choice_X
-    return _calibrated(network, train, CALIBRATIONS[chosen]), chosen
-
-
-def _calibrated(network: CostNetwork, train: LabelledSets, config: FitConfig | None) -> CostNetwork:
-    """A copy at the scale of these sets, its weights fitted to them if there is a ``config``."""
-    network = copy.deepcopy(network)
-    log_ratio_X2 = (train.labels_ms_X2 / predict_ms(network, train)).log()
-    with torch.no_grad():
-        network.head.biases[-1] += log_ratio_X2.median(0).values.float()
-    return network if config is None else _descend(network.requires_grad_(True), train, config)
-
-
-def _descend(
-    network: CostNetwork,
-    train: LabelledSets,
-    config: FitConfig,
-    on_epoch: Callable[[int, float], None] | None = None,
-) -> CostNetwork:
-    """Train ``network`` in place; returns it, ready to use."""
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one

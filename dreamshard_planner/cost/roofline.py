@@ -120,7 +120,8 @@ class RooflineCost(ComputeCost):
         repeats = (lookups - distinct_rows).clamp_min(0) * row_bytes
         outputs = column("output_elements") * OUTPUT_BYTES
         indices = lookups * INDEX_BYTES
-        optimizer_state = column("stateful_optimizer") * distinct_rows * OUTPUT_BYTES * 2
+        states = distinct_rows * (1 + column("adagrad") * (dim - 1))
+        optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES * 2
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
         backward_ms = 1 / (kernels.backward_share * self.memory_bytes_per_ms)

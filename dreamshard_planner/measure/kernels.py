@@ -33,6 +33,8 @@ from dreamshard_planner.workload.tables import Workload
 GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer", "memory")
 """What all shards of one fused kernel have in common."""
 
+_OPTIMIZER = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
+"""All else is costed like row-wise Adagrad, and measured so."""
 _PRECISION = {4: SparseType.FP32, 2: SparseType.FP16}
 _ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
@@ -217,11 +219,13 @@ class FusedKernel:
         on_cpu = self.device.type == "cpu"
         precision = _PRECISION[first.weight_bytes]
         self._dtype = precision.as_dtype()
+        self._mirrors = first.optimizer == "adagrad"
+        weight_bytes = 4 if self._mirrors else first.weight_bytes  # no more weights than fp32 states fit there
         if arena is None:
-            needed = sum(-(-w.rows * w.dim // _ALIGN) * _ALIGN for w in workloads) * first.weight_bytes
+            needed = sum(-(-w.rows * w.dim // _ALIGN) * _ALIGN for w in workloads) * weight_bytes
             arena = Arena(self.device, size_bytes=needed)
         self.arena = arena
-        self._capacity = arena.weights(self._dtype).numel()
+        self._capacity = arena.weights(self._dtype).numel() * first.weight_bytes // weight_bytes
         held = [min(w.rows, self._capacity // w.dim) for w in workloads]
         self._sizes = [rows * w.dim for rows, w in zip(held, workloads, strict=True)]
         self._state_sizes = [0] * len(held) if first.optimizer == "sgd" else held
@@ -239,7 +243,7 @@ class FusedKernel:
             feature_table_map=[t for t, w in enumerate(workloads) for _ in range(w.num_features)],
             weights_precision=precision,
             output_dtype=SparseType.FP32,
-            optimizer=EmbOptimType.EXACT_SGD if first.optimizer == "sgd" else EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            optimizer=_OPTIMIZER.get(first.optimizer, EmbOptimType.EXACT_ROWWISE_ADAGRAD),
             pooling_mode=PoolingMode.SUM if first.pooled else PoolingMode.NONE,
             learning_rate=_LEARNING_RATE,
             device=self.device,
@@ -257,14 +261,16 @@ class FusedKernel:
         """Point the tables at fresh random windows of the arena: the next run finds cold rows."""
         arena, states_N = self.arena, None
         if any(self._state_sizes):
-            states_N = arena.states(sum(-(-size // _ALIGN) * _ALIGN for size in self._state_sizes))
+            needed = sum(-(-size // _ALIGN) * _ALIGN for size in self._state_sizes)
+            states_N = arena.states(self._capacity if self._mirrors else needed)
         if not self._moves:
             # Copies to a GPU wait for all that is queued there: many moves with one copy.
             count = 1 if self.device.type == "cpu" else _MOVES_AT_ONCE
             weights = self._windows(self._sizes, self._capacity, count)
-            states = (
-                self._windows(self._state_sizes, states_N.numel(), count) if states_N is not None else [None] * count
-            )
+            if states_N is None or self._mirrors:  # FBGEMM's CPU kernel finds Adagrad's states where the weights are
+                states = weights
+            else:
+                states = self._windows(self._state_sizes, states_N.numel(), count)
             self._moves.extend(zip(weights, states, strict=True))
         weights, states = self._moves.popleft()
         self.module.use_window("weights", arena.weights(self._dtype), *weights)

@@ -40,8 +40,8 @@ that takes longer, the device writes as often as it has to, up to the second fig
 
 
 _ATTEMPTS, _STOLEN_SHARE, _LONG_MS = 3, 0.01, 250.0
-"""Runs on the CPU at most, to get one during which others had the core for no more than this share of it: on a busy
-core they always do. Runs longer than the last figure are kept: a time slice of a few ms matters little there."""
+"""Runs by the wall clock at most, to get one during which others had the core for no more than this share of it: on a
+busy core they always do. Runs longer than the last figure are kept: a time slice of a few ms matters little there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +172,33 @@ def time_groups(
     ]
 
 
-_PROCESSOR_TIME: ContextVar[bool] = ContextVar("_PROCESSOR_TIME", default=False)
+@dataclass
+class Clock:
+    """What kernels on the CPU are timed by, and of all their runs, how long they took, and for how long of that others
+    had the core; of several threads, interrupted runs count in full."""
+
+    by_thread: bool = False
+    run_ns: int = 0
+    others_ns: float = 0.0
+
+    @property
+    def others_share(self) -> float:
+        return self.others_ns / max(1, self.run_ns)
+
+
+_CLOCK: ContextVar[Clock | None] = ContextVar("_CLOCK", default=None)
 
 
 @contextmanager
-def processor_time() -> Iterator[None]:
+def processor_time(by_thread: bool = True) -> Iterator[Clock]:
     """Inside, kernels on the CPU are timed by the seconds that their thread computes, not by the wall clock: for
     machines that others compute on as well. Only with one intra-op thread; what others do to caches and memory is still
-    in the times."""
-    token = _PROCESSOR_TIME.set(True)
+    in the times. What it yields counts how long others had the core, also where the wall clock is to count."""
+    token = _CLOCK.set(clock := Clock(by_thread))
     try:
-        yield
+        yield clock
     finally:
-        _PROCESSOR_TIME.reset(token)
+        _CLOCK.reset(token)
 
 
 class _CpuRuns:
@@ -192,24 +206,26 @@ class _CpuRuns:
     which others had the core tells nothing of its kernel, and is done again."""
 
     def __init__(self) -> None:
-        self._by_thread, self._threads = _PROCESSOR_TIME.get(), torch.get_num_threads()
-        if self._by_thread and self._threads > 1:
+        self._clock, self._threads = _CLOCK.get() or Clock(), torch.get_num_threads()
+        if self._clock.by_thread and self._threads > 1:
             raise TaskError(f"processor time is that of one thread, but {self._threads} compute")
-        self._now = time.thread_time_ns if self._by_thread else time.perf_counter_ns
+        self._now = time.thread_time_ns if self._clock.by_thread else time.perf_counter_ns
 
     def warm_up(self, kernel: FusedKernel) -> None:
         """A run that counts for nothing."""
         self._run(kernel)
 
     def __call__(self, kernel: FusedKernel) -> tuple[int, int, int]:
-        if self._by_thread:
-            return self._run(kernel)
         for _ in range(_ATTEMPTS):
-            before = _usage()
+            begin_ns, before = time.perf_counter_ns(), _usage()
             marks = self._run(kernel)
-            run_ns = marks[-1] - marks[0]
-            if run_ns > _LONG_MS * 1e6 or self._stolen_ns(run_ns, before, _usage()) <= _STOLEN_SHARE * run_ns:
+            run_ns = time.perf_counter_ns() - begin_ns
+            stolen_ns = self._stolen_ns(run_ns, before, _usage())
+            long = run_ns > _LONG_MS * 1e6
+            if self._clock.by_thread or long or stolen_ns <= _STOLEN_SHARE * run_ns:
                 break
+        self._clock.run_ns += run_ns
+        self._clock.others_ns += min(stolen_ns, run_ns)
         return marks
 
     def _stolen_ns(self, run_ns: int, before: tuple[int, int], after: tuple[int, int]) -> float:

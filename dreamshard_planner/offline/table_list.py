@@ -17,7 +17,7 @@ from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
-from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -82,6 +82,16 @@ class TableSpec(_Declared):
             weighted=table.weighted,
             optimizer=table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad",
             compute_kernels=None if kernel == FUSED else (kernel,),
+        )
+
+    def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
+        """As workloads are made of it; statistics of real data go before what the list says."""
+        return Table(
+            name=self.name,
+            rows=self.num_embeddings,
+            dim=self.embedding_dim,
+            features=tuple(statistics.get(name, told) for name, told in self.features.items()),
+            optimizer=costed_optimizer(self.optimizer),
         )
 
 

@@ -63,10 +63,13 @@ class NetworkCosts:
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint, "all_to_all") is not None
+        # Networks tell Adagrad from row-wise Adagrad where calibration did.
+        told_apart = not self.uses_network or "adagrad" in self.checkpoint.metadata.get("corrections", {})
+        unknown = () if self.takes_estimates else ("other",) if told_apart else ("other", "adagrad")
         return (
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
             *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=self.uses_network)),
-            *noted("optimizer", () if self.takes_estimates else costed_optimizers(plan, reader, self.topology)),
+            *noted("optimizer", costed_optimizers(plan, reader, self.topology, unknown)),
         )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
@@ -27,14 +27,16 @@ def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_
     ]
 
 
-def costed_optimizers(plan: Sequence[ShardingOption], reader: TableReader, topology: Topology) -> tuple[str, ...]:
-    """A sentence on tables whose optimizer no cost model of ours knows, where there are some."""
-    others = [fqn_of(option) for option in plan if reader.table(option, topology).optimizer == "other"]
+def costed_optimizers(
+    plan: Sequence[ShardingOption], reader: TableReader, topology: Topology, unknown: Container[str]
+) -> tuple[str, ...]:
+    """A sentence on tables whose optimizer is ``unknown`` to the costs, where there are some."""
+    others = [fqn_of(option) for option in plan if reader.table(option, topology).optimizer in unknown]
     if not others:
         return ()
     return (
-        f"{_names(others)}: costed as with row-wise Adagrad, since of other optimizers only SGD's kernels are known; "
-        "those with a state for every weight take longer",
+        f"{_names(others)}: costed as with row-wise Adagrad, since no kernels of their optimizer are known; those with "
+        "a state for every weight take longer, and dreamshard calibrate measures Adagrad's",
     )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import ranks_in_words
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 3
@@ -119,6 +120,12 @@ class TableInputs:
     def weight_bytes(self) -> int:
         """Of one weight."""
         return getattr(torch, self.data_type).itemsize
+
+    def table(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> Table:
+        """As workloads are made of it; features that the statistics lack are read once per sample."""
+        once = FeatureStatistics(1.0)
+        features = tuple(statistics.get(feature, once) for feature in self.features)
+        return Table(name, self.rows, self.dim, features, optimizer=costed_optimizer(self.optimizer))
 
 
 @dataclass(frozen=True)

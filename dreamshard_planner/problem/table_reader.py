@@ -29,9 +29,7 @@ from dreamshard_planner.search_space.modules import (
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table
-
-_OPTIMIZERS = {"sgd": "sgd", "exact_sgd": "sgd", "exact_rowwise_adagrad": "rowwise_adagrad"}
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table, costed_optimizer
 
 
 class TableReader:
@@ -169,7 +167,7 @@ class TableReader:
             weight_bytes=option.tensor.element_size(),
             pooled=option.is_pooled,
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
-            optimizer=_OPTIMIZERS.get(optimizer_name(option.tensor, self._fused_params(option)), "other"),
+            optimizer=costed_optimizer(optimizer_name(option.tensor, self._fused_params(option))),
             memory="device" if on_host else memory_of(option.compute_kernel),
             cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),

@@ -4,7 +4,7 @@
 The only part that needs hardware is the collection; everything after it works on the dataset.
 """
 
-from dreamshard_planner.training.calibration import calibrate
+from dreamshard_planner.training.calibration import calibrate, check
 from dreamshard_planner.training.config import QUICK, WITH_ROOM, TrainingConfig, pool_tables
 from dreamshard_planner.training.measuring import MAX_SETS_PER_SECOND
 from dreamshard_planner.training.policies import PricedTask, priced_tasks, proposed_sets, rated_ms, validate_policy
@@ -17,6 +17,7 @@ __all__ = [
     "PricedTask",
     "TrainingConfig",
     "calibrate",
+    "check",
     "learn",
     "pool_tables",
     "priced_tasks",

@@ -1,24 +1,39 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""A checkpoint's cost network fitted on to this machine."""
+"""A checkpoint's costs corrected for this machine, and how far off they are on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.correction import FEW_SETS, OPTIMIZERS, StageCheck, check_costs, choose_corrections
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import LabelledSets, calibrate_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
-from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.measure.collect import BATCH_SIZES
+from dreamshard_planner.errors import CalibrationRefused, CheckpointError
+from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, draw_sets
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
+from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
 from dreamshard_planner.training.measuring import measure, most_sets
+from dreamshard_planner.workload.tables import Table, Workload
+
+BUSY_SHARE = 0.25
+"""Of the time of kernels: where others had the core for longer, caches and memory are not as they are in training."""
+POOL = "broad"
+"""Tables to measure with where nobody gives any."""
+_MAX_TABLES, _WORK_SHARE, _ARENA_BYTES = 40, 0.5, {"cpu": 1 << 30}
+"""Of a set; of ``MAX_SET_WORK``, so that a minute measures many sets; of weights, beside which Adagrad has as many
+states."""
 
 
 def calibrate(
@@ -28,22 +43,33 @@ def calibrate(
     seconds: float = 60.0,
     device: str = "cpu",
     threads: int = 1,
+    tables: Sequence[Table] | None = None,
+    batch_sizes: Sequence[int] | None = None,
     collectives: dict[str, Any] | None = None,
     seed: int = 0,
+    force: bool = False,
     progress: bool = True,
     ranks: Ranks | None = None,
 ) -> Checkpoint:
-    """Fit a checkpoint's cost network on to this machine with few measurements, and write the result ``out``. All
-    ``ranks`` measure, the first one does the rest.
+    """Correct a checkpoint's costs for this machine with few measurements, and write the result ``out``. All ``ranks``
+    measure, the first one does the rest.
 
-    A quarter of the time goes into sets of held-out tables, which tell the error before and after (in the metadata
-    under ``calibration``, with what of the network was ``changed``). The policy stays as it is: what it observes is
-    relative to the task's own cost. Collectives of other hardware are dropped in favour of ``collectives``, if given.
+    Half of the time goes into sets that corrections are fitted to, half into sets of other tables, which choose between
+    these and what is in use (:mod:`dreamshard_planner.cost.correction`), and tell the errors before and after: in the
+    metadata under ``calibration``. Networks and measured collectives stay as they are. With one thread, processor time
+    counts; else the wall clock. An interrupted calibration, started again with the same settings, goes on.
 
-    An interrupted calibration, started again with the same settings, continues its measurements, and says so.
+    Args:
+        checkpoint: what is in use.
+        tables: whose optimizers, dims and lookups count; default: the pool ``broad`` with every optimizer.
+        batch_sizes: samples that kernels see; default: a ladder by device.
+        collectives: of this machine, in place of the checkpoint's.
+        force: write the result whatever speaks against it.
 
     Raises:
-        CheckpointError: the checkpoint has no cost network of recipe ``default``, or doesn't say what it was fitted to.
+        CalibrationRefused: nothing was written: too few sets, a core that others used as well, or costs that are not
+            good and that nothing made better.
+        CheckpointError: the checkpoint has no cost network of recipe ``default``.
         DatasetError: an interrupted calibration with other settings left its journals there.
         FileError: ``out`` cannot be written; before anything is measured.
     """
@@ -51,63 +77,121 @@ def calibrate(
     check_writable(out)
     if not isinstance(network, CostNetwork):
         raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
-    if lacking := [key for key in ("batch_sizes", "pools", "extra_pools") if key not in checkpoint.metadata]:
-        raise CheckpointError(f"{checkpoint.name}: does not say what it was fitted to: no {', '.join(lacking)}")
-    known_sizes = tuple(checkpoint.metadata["batch_sizes"])  # a minute has no time for the largest
-    config = TrainingConfig(
-        pools=tuple(checkpoint.metadata["pools"]),
-        extra_pools=tuple(checkpoint.metadata["extra_pools"]),
-        batch_sizes=tuple(size for size in known_sizes if size in BATCH_SIZES[device]) or known_sizes,
-        device=device,
-        threads=threads,
-        seconds=seconds,
-        seed=seed,
-    )
-    train_tables, test_tables = pool_tables((*config.pools, *config.extra_pools))
-    max_sets = most_sets(seconds, ranks)
-    parts = (("calibrate", train_tables, 0.75), ("check", test_tables, 0.25))
-    journals = [out.with_suffix(f".{name}.journal") for name, *_ in parts]
-    data = [
-        measure(config, config.draw_sets(tables, max_sets, seed + 31 * part), journals[part], share, progress, ranks)
-        for part, (_, tables, share) in enumerate(parts)
-    ]
-    calibrated = ranks.from_first(lambda: _calibrated(checkpoint, out, data, collectives, seed))
+    config = _config(seconds, device, threads, batch_sizes, seed)
+    halves = pool_tables((POOL,)) if tables is None else (tables, tables)
+    journals = [out.with_suffix(f".{name}.journal") for name in ("calibrate", "check")]
+    measured = []
+    for part, (half, journal) in enumerate(zip(halves, journals, strict=True)):
+        pools = dict.fromkeys(OPTIMIZERS, half) if tables is None else _by_optimizer(half)
+        measured.append(_measure(_draw(pools, config, seed + part, ranks), config, journal, 0.5, progress, ranks))
+    data, others_share = [part for part, _ in measured], max(share for _, share in measured)
     remove_journals(journals, ranks)  # another calibration is of the machine as it is then
-    return calibrated
 
-
-def _calibrated(
-    checkpoint: Checkpoint,
-    out: Path,
-    data: Sequence[CostDataset],
-    collectives: dict[str, Any] | None,
-    seed: int,
-) -> Checkpoint:
-    """Fit on to measured sets, ``data[0]``, check on ``data[1]``, and write."""
-    network = checkpoint.cost
-    sets, check = (LabelledSets.of_dataset(part, data[0].usual_ms) for part in data)
-    calibrated, changed = calibrate_cost_network(network, sets, seed)
-    errors = {
-        f"{when}_mape": [round(value, 4) for value in mape_2(predict_ms(cost, check), check.labels_ms_X2).tolist()]
-        for when, cost in (("before", network), ("after", calibrated))
-    }
-    known = checkpoint.metadata.get("collectives")
-    if known is not None and all(known["hardware"][key] == data[0].hardware[key] for key in ("device", "name")):
-        collectives = collectives or known
-    before, here = checkpoint.metadata.get("hardware_name", "?"), hardware_name(data[0].hardware)
-    metadata = {
-        **checkpoint.metadata,
-        "collectives": collectives,
-        "hardware": data[0].hardware,
-        "hardware_name": f"{before}, calibrated on {here}",
-        "reference_ms": data[0].usual_ms,
-        "calibration": {
+    def corrected() -> Checkpoint:
+        sets, check = (LabelledSets.of_dataset(part, data[0].usual_ms) for part in data)
+        in_use = checkpoint.metadata.get("corrections", {})
+        corrections, checks = choose_corrections(network, in_use, sets, check, others_share)
+        if not force:
+            _refuse(len(sets), checks, others_share, seconds)
+        told = {
             "from": checkpoint.name,
-            "changed": changed,
             "sets": len(sets),
             "check_sets": len(check),
-            **errors,
-        },
-    }
-    Checkpoint(checkpoint.policy, calibrated, metadata).save(out)
-    return Checkpoint.load(out)
+            "clock": "processor time" if (device, threads) == ("cpu", 1) else "wall clock",
+            "others_share": round(others_share, 3),
+            "checked": _checked(checks, data[1]),
+            "checks": [one.to_dict(seconds) for one in checks],
+        }
+        before = checkpoint.metadata.get("hardware_name", "?").partition(", calibrated on ")[0]
+        metadata = {
+            **checkpoint.metadata,
+            "corrections": corrections,
+            "collectives": collectives or checkpoint.metadata.get("collectives"),
+            "hardware": data[0].hardware,
+            "hardware_name": f"{before}, calibrated on {hardware_name(data[0].hardware)}",
+            "reference_ms": data[0].usual_ms,
+            "calibration": told,
+        }
+        Checkpoint(checkpoint.policy, network, metadata).save(out)
+        return Checkpoint.load(out)
+
+    return ranks.from_first(corrected)
+
+
+def check(
+    compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", threads: int = 1, seed: int = 1
+) -> list[StageCheck]:
+    """How far a compute cost is off on this machine, by optimizer and direction, on sets of random tables."""
+    config, ranks = _config(seconds, device, threads, None, seed), Ranks()
+    sets = _draw(dict.fromkeys(OPTIMIZERS, pool_tables((POOL,))[1]), config, seed, ranks)
+    with TemporaryDirectory() as folder:
+        data, _ = _measure(sets, config, Path(folder) / "check.journal", 1.0, True, ranks)
+    return check_costs(compute, LabelledSets.of_dataset(data))
+
+
+def _config(seconds: float, device: str, threads: int, batch_sizes: Sequence[int] | None, seed: int) -> TrainingConfig:
+    sizes, arena = tuple(batch_sizes or BATCH_SIZES[device]), _ARENA_BYTES.get(device)
+    return TrainingConfig(
+        batch_sizes=sizes, device=device, threads=threads, seconds=seconds, arena_bytes=arena, seed=seed
+    )
+
+
+def _by_optimizer(tables: Sequence[Table]) -> dict[str, list[Table]]:
+    """A user's tables. Where their ids lie has no part in the kernel of a whole table."""
+    pools: dict[str, list[Table]] = {}
+    for table in tables:
+        features = tuple(replace(feature, ids=None) for feature in table.features)
+        costed = table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad"
+        pools.setdefault(costed, []).append(replace(table, features=features))
+    return pools
+
+
+def _draw(
+    pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int, ranks: Ranks
+) -> list[list[Workload]]:
+    """Random sets with one optimizer after the other, each of its tables."""
+    count, mix = most_sets(config.seconds, ranks) // len(pools) + 1, GroupMix(rowwise_adagrad=0.0)
+    work = _WORK_SHARE * MAX_SET_WORK[config.device]
+    drawn = [
+        draw_sets(pool, count, 100 * seed + k, config.batch_sizes, _MAX_TABLES, mix, work, config.device)
+        for k, pool in enumerate(pools.values())
+    ]
+    return [
+        [replace(workload, optimizer=name) for workload in group]
+        for groups in zip(*drawn, strict=True)
+        for name, group in zip(pools, groups, strict=True)
+    ]
+
+
+def _measure(
+    sets: Sequence[Sequence[Workload]], config: TrainingConfig, journal: Path, part: float, progress: bool, ranks: Ranks
+) -> tuple[CostDataset, float]:
+    """Measured sets, and for what share of their time others had the core, on the rank where that was most."""
+    with processor_time((config.device, config.threads) == ("cpu", 1)) as clock:
+        data = measure(config, sets, journal, part, progress, ranks)
+    return data, max(ranks.gather(lambda: clock.others_share))
+
+
+def _refuse(sets: int, checks: Sequence[StageCheck], others_share: float, seconds: float) -> None:
+    """Raises CalibrationRefused where the result would be no better, or where that can't be known."""
+    reasons, fewest = [], min(2 * sets // len(checks), *(check.sets for check in checks))
+    if others_share > BUSY_SHARE:
+        share = f"{100 * others_share:.0f} % of the time of the kernels (at most {100 * BUSY_SHARE:.0f} %)"
+        reasons.append(f"others had the core for {share}: measure while the machine is free")
+    if fewest < FEW_SETS:
+        longer = f"fewer than {FEW_SETS} tell nothing: --seconds {math.ceil(seconds * 2 * FEW_SETS / max(1, fewest))}"
+        reasons.append(f"{fewest} measured set(s) of some optimizer, and {longer}")
+    elif not any(check.changed or check.good for check in checks):
+        reasons.append("no correction made the costs better on held-out sets, and they are not good")
+    if reasons:
+        raise CalibrationRefused("; ".join(reasons), [check.to_dict(seconds) for check in checks])
+
+
+def _checked(checks: Sequence[StageCheck], data: CostDataset) -> str:
+    """With what, and how far off, for reports."""
+    off: dict[str, list[str]] = {}
+    for one in checks:
+        off.setdefault(OPTIMIZERS[one.optimizer], []).append(f"{100 * one.after:.0f}")
+    optimizers = ", ".join(f"{name} ({' and '.join(errors)} % off)" for name, errors in off.items())
+    dims, batches = (data.columns[name] for name in ("dim", "batch_size"))
+    return f"{optimizers}; dims {dims.min()} to {dims.max()}, batches {batches.min():,} to {batches.max():,}"

@@ -57,14 +57,17 @@ MEMORY_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched")
 not hold; and one where they are fetched while the batch before is computed. No network reads these, so that a
 checkpoint made before some of them were known is as good as ever."""
 
-FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *MEMORY_FEATURES)
+LATER_FEATURES = (*MEMORY_FEATURES, "adagrad")
+"""``adagrad``: one where every weight has an optimizer state of its own; corrections of networks tell it apart."""
+
+FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *LATER_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
 
 
 def covers(names: Sequence[str]) -> bool:
     """Whether columns of these names are those that networks read here, in the same order: :data:`FEATURE_NAMES`, but
-    for the last of :data:`MEMORY_FEATURES`."""
-    needed = len(FEATURE_NAMES) - len(MEMORY_FEATURES)
+    for the last of :data:`LATER_FEATURES`."""
+    needed = len(FEATURE_NAMES) - len(LATER_FEATURES)
     return len(names) >= needed and list(names) == list(FEATURE_NAMES[: len(names)])
 
 
@@ -121,6 +124,7 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
         "uvm": w["memory"] == "uvm",
         "cache_misses": _cache_misses(w, lookups),
         "cache_prefetched": w["prefetched"],
+        "adagrad": w["optimizer"] == "adagrad",
         **dict(zip(REUSE_FEATURES, w["reuse_histogram"].T, strict=True)),
     }
     return torch.from_numpy(np.stack([values[name].astype(np.float32) for name in FEATURE_NAMES], axis=1))

@@ -20,8 +20,15 @@ from dreamshard_planner.support.files import brief
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 
-OPTIMIZERS = ("sgd", "rowwise_adagrad", "other")
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "other")
 """Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
+
+
+def costed_optimizer(name: str) -> str:
+    """Of :data:`OPTIMIZERS`, by TorchRec's or FBGEMM's name of one."""
+    known = name.lower().removeprefix("exact_")
+    return known if known in OPTIMIZERS else "other"
+
 
 MEMORIES = ("device", "uvm_caching", "uvm", "ssd")
 """Where the weights live: the device's own memory, unified memory behind a cache on the device, unified memory alone,

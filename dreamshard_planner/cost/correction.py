@@ -1,0 +1,255 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Corrections of a cost network for the hardware at hand, by optimizer and direction, from few measured sets.
+
+What differs most between processors is what an optimizer takes: whether its kernel is vectorised, how it finds its
+states. So each optimizer's forward and backward is *scale* x network + *a* x distinct rows + *b* x weights of these:
+three numbers, which a dozen sets carry. They apply where held-out sets say that they are better than what was in use.
+
+Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forward and backward, 3 = numbers of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.fit import LabelledSets, predict_ms
+from dreamshard_planner.workload.features import FEATURE_INDEX, columns
+
+OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "Adagrad"}
+"""Those that are corrected apart, and their names; all others go with row-wise Adagrad."""
+DIRECTIONS = ("forward", "backward")
+UNCHANGED = ((1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+
+GOOD, OTHER_SETS, DOUBT = 0.20, 10, 2.0
+"""Mean error up to which costs are good, if that of so many other sets would be; standard errors that are certain."""
+FEW_SETS, ENOUGH_SETS = 6, 40
+"""Of one optimizer: below the first a fit or a check tells nothing; from the second on, more sets change little."""
+LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
+"""Of the mean error, below which nothing is changed: levels drift from one hour to the next. The last is added where
+others had the core, by the share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
+_LEAST_SCALE = 0.1
+"""Of the network's part, which knows what else there is than rows."""
+
+Corrections = Mapping[str, Sequence[Sequence[float]]]
+"""By optimizer: forward and backward, each a scale, milliseconds per distinct row and per weight of these."""
+
+
+class CorrectedCost(ComputeCost):
+    """A compute cost with corrections. Its latents begin with a count and sums of scales and of milliseconds to add."""
+
+    _OWN = 5
+
+    def __init__(self, compute: ComputeCost, corrections: Corrections) -> None:
+        self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
+        self._rates_O23 = torch.tensor([corrections.get(name, UNCHANGED) for name in OPTIMIZERS])
+
+    @property
+    def approximate_channels(self) -> int | None:
+        """Those of the compute cost behind these."""
+        inner = self._compute.approximate_channels
+        return None if inner is None else self._OWN + inner
+
+    def encode(self, features_SF: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.encode`."""
+        latent_SH, rates_S23 = self._compute.encode(features_SF), self._rates_O23[optimizer_of(features_SF)]
+        added_S2 = torch.einsum("sdk,sk->sd", rates_S23[..., 1:], features_SF[:, columns(_EXTENT)])
+        return torch.cat([torch.ones_like(added_S2[:, :1]), rates_S23[..., 0], added_S2, latent_SH], dim=-1)
+
+    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.group_cost_ms`."""
+        return self._corrected(self._compute.group_cost_ms(latent_XH[..., self._OWN :]), latent_XH)
+
+    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
+        """See :meth:`ComputeCost.approximate_ms`."""
+        return self._corrected(self._compute.approximate_ms(latent_XH[..., self._OWN :]), latent_XH)
+
+    def _corrected(self, cost_X2: Tensor, latent_XH: Tensor) -> Tensor:
+        """A group has one optimizer, and else the mean of its scales."""
+        scale_X2 = latent_XH[..., 1:3] / latent_XH[..., :1].clamp_min(1)
+        corrected_X2 = scale_X2 * cost_X2 + latent_XH[..., 3:5].clamp_min(0)
+        return torch.where(latent_XH[..., :1] > 0.5, corrected_X2, 0.0)
+
+    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
+        """The compute cost's."""
+        return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
+
+
+_EXTENT = ("distinct_rows", "distinct_elements")
+
+
+def optimizer_of(features_SF: Tensor) -> Tensor:
+    """Index of each shard's optimizer in :data:`OPTIMIZERS`, [S]."""
+    stateful_S, adagrad_S = features_SF[:, columns(("stateful_optimizer", "adagrad"))].unbind(-1)
+    return (stateful_S + adagrad_S).long()
+
+
+def check_corrections(given: Any) -> None:
+    """ValueError or TypeError where a file holds none: names what is wrong."""
+    if not isinstance(given, dict) or not given.keys() <= OPTIMIZERS.keys():
+        raise ValueError(f"its corrections must be of {', '.join(OPTIMIZERS)}")
+    least_3 = torch.tensor([_LEAST_SCALE, 0.0, 0.0], dtype=torch.float64)
+    for name, rates in given.items():
+        try:
+            rates_23 = torch.tensor(rates, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"its corrections of {name} are no numbers") from error
+        if rates_23.shape != (2, 3) or not bool((rates_23.isfinite() & (rates_23 >= least_3)).all()):
+            raise ValueError(
+                f"its corrections of {name} must be twice three finite numbers from {least_3.tolist()}"
+            )
+
+
+@dataclass(frozen=True)
+class StageCheck:
+    """How far costs of one optimizer and direction are off on sets that no fit has seen: shares of what was timed."""
+
+    optimizer: str
+    direction: str
+    sets: int
+    before: float
+    """Mean error of the costs in use."""
+    bias: float
+    """Their median error with its sign: negative for too low."""
+    after: float
+    """Mean error of what was chosen, and its standard deviation between sets."""
+    spread: float
+    changed: bool = False
+    remark: str = ""
+    """Which dims or batches are off most, if that can be told."""
+
+    @property
+    def good(self) -> bool:
+        """Whether other sets are off by little as well."""
+        doubt = DOUBT * self.spread * math.sqrt(1 / self.sets + 1 / OTHER_SETS)
+        return self.sets >= FEW_SETS and self.after + doubt <= GOOD
+
+    @property
+    def stage(self) -> str:
+        return f"{self.direction} of {OPTIMIZERS[self.optimizer]}"
+
+    @property
+    def off(self) -> str:
+        """How far the costs in use are off, in words."""
+        side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
+        return f"{100 * self.before:.0f} % {side}"
+
+    def to_dict(self, seconds: float) -> dict[str, Any]:
+        """For JSON; ``said`` is all of it in words, after so many seconds of measuring."""
+        verdict, missing = "good", math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
+        if not self.good:
+            longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
+            verdict = longer if missing > 0 else "dreamshard train would learn it"
+        now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
+        return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}{self.remark}: {verdict}"}
+
+
+def choose_corrections(
+    compute: ComputeCost, in_use: Corrections, fit: LabelledSets, check: LabelledSets, others_share: float = 0.0
+) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
+    """Corrections of a network that others are in use of, and how far they are off.
+
+    Args:
+        compute: the network, uncorrected.
+        in_use: corrections to do better than.
+        fit: measured sets that the new ones are fitted to.
+        check: measured sets that choose, by optimizer and direction, among scales, scales with rates, and what is in
+            use; which stays where the gain is small, or may be chance.
+        others_share: of the time for which others had the core.
+
+    Returns:
+        The corrections, and a check of every optimizer and direction that ``check`` has sets of.
+    """
+    chosen = {name: [list(rates) for rates in in_use.get(name, UNCHANGED)] for name in OPTIMIZERS}
+    options = [chosen, *(_fitted(compute, fit, chosen, with_rates) for with_rates in (False, True))]
+    error_CX2 = torch.stack([_errors(CorrectedCost(compute, corrections), check) for corrections in options])
+    checks = []
+    for name, direction, at_X in _stages(check):
+        error_CX = error_CX2[:, at_X, direction]
+        gain_CX = error_CX[0].abs() - error_CX.abs()
+        good, few = float(error_CX[0].abs().mean()) <= GOOD, len(at_X) < FEW_SETS
+        least = (LEAST_GAIN_OF_GOOD if good else LEAST_GAIN) + BUSY_GAIN * others_share
+        certain_C = gain_CX.std(1, unbiased=False) * (math.inf if few else DOUBT / math.sqrt(len(at_X)))
+        best = int(torch.where(gain_CX.mean(1) > certain_C.clamp_min(least), gain_CX.mean(1), 0.0).argmax())
+        chosen[name][direction] = options[best][name][direction]
+        checks.append(_check(name, direction, error_CX[[0, best]], check, at_X, best > 0))
+    return {name: rates for name, rates in chosen.items() if rates != list(map(list, UNCHANGED))}, checks
+
+
+def check_costs(compute: ComputeCost, check: LabelledSets) -> list[StageCheck]:
+    """How far costs are off, by optimizer and direction."""
+    error_2X2 = _errors(compute, check).expand(2, -1, -1)
+    return [_check(name, way, error_2X2[:, at_X, way], check, at_X, False) for name, way, at_X in _stages(check)]
+
+
+def _stages(sets: LabelledSets) -> list[tuple[str, int, Tensor]]:
+    """Every optimizer with every direction, and the indices of its sets; optimizers without sets are left out."""
+    optimizer_X = optimizer_of(sets.features_SF[sets.offsets_X1[:-1]])
+    present = [(name, (optimizer_X == index).nonzero()[:, 0]) for index, name in enumerate(OPTIMIZERS)]
+    return [(name, direction, at_X) for name, at_X in present if len(at_X) for direction in range(2)]
+
+
+def _errors(compute: ComputeCost, sets: LabelledSets) -> Tensor:
+    """Signed relative errors of predictions, [X, 2]."""
+    return predict_ms(compute, sets).double() / sets.labels_ms_X2.double() - 1
+
+
+def _fitted(
+    compute: ComputeCost, sets: LabelledSets, in_use: Corrections, with_rates: bool
+) -> dict[str, list[list[float]]]:
+    """Scales, and rates where wanted, of each optimizer that there are sets enough of."""
+    network_X2 = predict_ms(compute, sets).double()
+    extent_X2 = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
+    found = {name: [list(rates) for rates in both] for name, both in in_use.items()}
+    for name, direction, at_X in _stages(sets):
+        if len(at_X) >= FEW_SETS:
+            terms_XK = torch.cat([network_X2[at_X, direction, None], extent_X2[at_X, : 2 * with_rates]], dim=-1)
+            rates = _least_relative_error(terms_XK, sets.labels_ms_X2[at_X, direction].double())
+            found[name][direction] = [*rates, 0.0, 0.0][:3]
+    return found
+
+
+def _least_relative_error(terms_XK: Tensor, label_X: Tensor) -> list[float]:
+    """Factors of terms, none negative, the first one a scale; outlying sets count little."""
+    from scipy.optimize import least_squares
+
+    unit_K = (terms_XK / label_X[:, None]).mean(0).clamp_min(1e-12)
+    unit_K[0] = 1.0
+    design_XK = (terms_XK / unit_K / label_X[:, None]).numpy()
+    others = design_XK.shape[1] - 1
+    solved = least_squares(
+        lambda factors_K: design_XK @ factors_K - 1,
+        [1.0] + [0.1] * others,
+        lambda _: design_XK,
+        bounds=([_LEAST_SCALE] + [0.0] * others, math.inf),
+        loss="soft_l1",
+        f_scale=0.05,
+    )
+    return (torch.from_numpy(solved.x) / unit_K).tolist()
+
+
+def _check(name: str, way: int, error_2X: Tensor, sets: LabelledSets, at_X: Tensor, changed: bool) -> StageCheck:
+    """Of the errors before and after."""
+    before_X, after_X = error_2X
+    figures = before_X.abs().mean(), before_X.median(), after_X.abs().mean(), after_X.abs().std(unbiased=False)
+    remark = _remark(after_X.abs(), sets, at_X)
+    return StageCheck(name, DIRECTIONS[way], len(at_X), *(round(float(x), 4) for x in figures), changed, remark)
+
+
+def _remark(error_X: Tensor, sets: LabelledSets, at_X: Tensor) -> str:
+    """Whether large dims, or batches, are off twice as much as small ones, or half, and too much."""
+    for feature, what in (("log2_batch_size", "batches"), ("log2_dim", "dims")):
+        value_S1 = sets.features_SF[:, [FEATURE_INDEX[feature]]]
+        value_X = (sets.sum(value_S1) / sets.offsets_X1.diff()[:, None])[at_X, 0]
+        halves = [error_X[(value_X > value_X.median()) == above] for above in (True, False)]
+        means = [float(half.mean()) for half in halves]
+        if min(map(len, halves)) >= FEW_SETS and max(means) > max(GOOD, 2 * min(means)):
+            side = "above" if means[0] > means[1] else "up to"
+            return f" ({100 * max(means):.0f} % at {what} {side} {2 ** float(value_X.median()):.0f})"
+    return ""

@@ -1,0 +1,175 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Corrections of costs by optimizer and direction, on invented measurements: what they find, and what they leave."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dreamshard_planner import Checkpoint, CheckpointError
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED
+from dreamshard_planner.cost.correction import (
+    OPTIMIZERS,
+    CorrectedCost,
+    StageCheck,
+    check_corrections,
+    check_costs,
+    choose_corrections,
+    optimizer_of,
+)
+from dreamshard_planner.cost.fit import LabelledSets, predict_ms
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.measure.collect import GroupMix, draw_sets
+from dreamshard_planner.policy.tasks import problem_of
+from dreamshard_planner.training.config import pool_tables
+from dreamshard_planner.workload.features import columns, feature_matrix
+from dreamshard_planner.workload.tables import Workload
+
+ROOFLINE = RooflineCost(1e7, 1e6)
+EXTENT = columns(("distinct_rows", "distinct_elements"))
+
+
+def drawn(count: int, seed: int) -> list[list[Workload]]:
+    """Random sets, one optimizer after the other."""
+    sets = draw_sets(pool_tables(("broad",))[0], 3 * count, seed, (512,), 8, GroupMix(rowwise_adagrad=0))
+    return [[replace(w, optimizer=list(OPTIMIZERS)[k % 3]) for w in group] for k, group in enumerate(sets)]
+
+
+def measured(count: int, seed: int, rates: dict[str, list[list[float]]], noise: float = 0.05) -> LabelledSets:
+    """As if hardware took these scales and rates of the roofline's costs."""
+    sets = drawn(count, seed)
+    plain = LabelledSets.of(sets, torch.ones(len(sets), 2))
+    rates_X23 = torch.tensor([rates[group[0].optimizer] for group in sets])
+    extent_X2 = plain.sum(plain.features_SF[:, EXTENT].double())
+    labels_X2 = rates_X23[..., 0] * predict_ms(ROOFLINE, plain) + (rates_X23[..., 1:] * extent_X2[:, None]).sum(-1)
+    factor_X2 = (noise * torch.randn(len(sets), 2, generator=torch.Generator().manual_seed(seed))).exp()
+    return replace(plain, labels_ms_X2=(labels_X2 * factor_X2).float())
+
+
+OTHER_CPU = {
+    "sgd": [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]],
+    "rowwise_adagrad": [[1.0, 0.0, 0.0], [0.8, 3e-4, 0.0]],
+    "adagrad": [[2.0, 0.0, 0.0], [1.0, 0.0, 5e-6]],
+}
+"""SGD as known; row-wise Adagrad pays per row, Adagrad per weight, in the backward; its forward is twice as slow."""
+
+
+def errors(compute, sets: LabelledSets) -> Tensor:
+    """Mean errors, [O, 2]."""
+    checks = check_costs(compute, sets)
+    return torch.tensor([check.before for check in checks]).view(3, 2)
+
+
+def test_a_few_sets_correct_each_optimizer_and_direction() -> None:
+    fit, check, other = (measured(count, seed, OTHER_CPU) for count, seed in ((20, 1), (20, 2), (60, 3)))
+    corrections, checks = choose_corrections(ROOFLINE, {}, fit, check)
+    assert set(corrections) == {"rowwise_adagrad", "adagrad"}  # SGD's costs are right
+    changed = {(one.optimizer, one.direction) for one in checks if one.changed}
+    assert changed == {("rowwise_adagrad", "backward"), ("adagrad", "forward"), ("adagrad", "backward")}
+    assert corrections["rowwise_adagrad"][1] == pytest.approx([0.8, 3e-4, 0], rel=0.3, abs=1e-6)
+    before_O2, after_O2 = errors(ROOFLINE, other), errors(CorrectedCost(ROOFLINE, corrections), other)
+    assert (before_O2[1, 1], before_O2[2, 0]) > (0.4, 0.4) and (after_O2 < 0.10).all(), (before_O2, after_O2)
+    assert all(one.good and one.after < 0.1 for one in checks)
+
+
+def test_noise_changes_nothing_and_neither_do_small_gains() -> None:
+    level = {name: [[0.97, 0.0, 0.0]] * 2 for name in OPTIMIZERS}
+    fit, check = (measured(10, seed, level, noise=0.3) for seed in (1, 2))
+    corrections, checks = choose_corrections(ROOFLINE, {}, fit, check)
+    assert corrections == {} and not any(one.changed for one in checks)
+    assert not any(one.good for one in checks)  # ten others might be off by more
+
+
+def test_what_is_in_use_stays_unless_the_new_is_better() -> None:
+    fit, check = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
+    corrections, checks = choose_corrections(ROOFLINE, OTHER_CPU, fit, check)
+    assert not any(one.changed for one in checks) and corrections["adagrad"] == OTHER_CPU["adagrad"]
+    # A fit that comes from another hour, or is wrong, is found out by the check.
+    wrong = measured(20, 3, {name: [[3.0, 0.0, 0.0]] * 2 for name in OPTIMIZERS})
+    kept, checks = choose_corrections(ROOFLINE, OTHER_CPU, wrong, check)
+    assert kept == corrections and all(one.before == one.after for one in checks)
+
+
+def test_too_few_sets_of_an_optimizer_leave_its_costs() -> None:
+    fit, check = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
+    few = torch.tensor([k for k in range(len(fit)) if k % 3 < 2 or k < 15])  # five of Adagrad
+    for parts in ((fit.select(few), check), (fit, check.select(few))):
+        corrections, checks = choose_corrections(ROOFLINE, {}, *parts)
+        assert set(corrections) == {"rowwise_adagrad"} and len(checks) == 6
+
+
+def test_words() -> None:
+    told = StageCheck("rowwise_adagrad", "backward", 25, 0.72, -0.72, 0.09, 0.06, True)
+    assert (
+        told.good and told.to_dict(30)["said"] == "backward of row-wise Adagrad was 72 % too low, is now 9 % off: good"
+    )
+    unsure = replace(told, sets=10, after=0.19)
+    assert not unsure.good and unsure.to_dict(60)["said"].endswith("is now 19 % off: measure 3 minutes longer")
+    assert replace(unsure, sets=50).to_dict(60)["said"].endswith("dreamshard train would learn it")
+    left = replace(told, optimizer="sgd", bias=0.01, before=0.08, after=0.08, changed=False)
+    assert left.to_dict(60)["said"] == "backward of SGD is 8 % off: good"
+
+
+def test_a_check_names_the_dims_or_batches_that_are_off() -> None:
+    check = measured(30, 2, {name: [[1.0, 0.0, 0.0]] * 2 for name in OPTIMIZERS}, noise=0.01)
+    dim_S = check.features_SF[:, columns(("log2_dim",))].exp2()
+    mean_X = (check.sum(dim_S.log2()) / check.offsets_X1.diff()[:, None])[:, 0]
+    labels = torch.where((mean_X > mean_X.median())[:, None], 3 * check.labels_ms_X2, check.labels_ms_X2)
+    remarks = [one.remark for one in check_costs(ROOFLINE, replace(check, labels_ms_X2=labels))]
+    assert any("% at dims above" in remark for remark in remarks)
+
+
+@pytest.mark.parametrize("compute", ["network", "roofline"])
+def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str) -> None:
+    inner = Checkpoint.load(SHIPPED / "cpu.safetensors").cost if compute == "network" else ROOFLINE
+    corrected, unchanged = CorrectedCost(inner, OTHER_CPU), CorrectedCost(inner, {})
+    for group in drawn(4, 5):
+        features_SF, name = feature_matrix(group), group[0].optimizer
+        assert set(optimizer_of(features_SF).tolist()) == {list(OPTIMIZERS).index(name)}
+        inner_XH, latent_XH = (cost.encode(features_SF).sum(0, keepdim=True) for cost in (inner, corrected))
+        rates_23, extent_2 = torch.tensor(OTHER_CPU[name]), features_SF[:, EXTENT].sum(0)
+        added_2 = rates_23[:, 1:] @ extent_2
+        seen = corrected.approximate_channels
+        for made_X2, plain_X2 in (
+            (corrected.group_cost_ms(latent_XH), inner.group_cost_ms(inner_XH)),
+            (corrected.approximate_ms(latent_XH[:, :seen]), inner.approximate_ms(inner_XH)),
+        ):
+            assert torch.allclose(made_X2.float(), (rates_23[:, 0] * plain_X2 + added_2).float(), rtol=1e-4)
+        unchanged_X2 = unchanged.group_cost_ms(unchanged.encode(features_SF).sum(0, keepdim=True))
+        assert torch.allclose(unchanged_X2, inner.group_cost_ms(inner_XH))
+        assert corrected.notes(features_SF, latent_XH) == inner.notes(features_SF, inner_XH)
+    assert (corrected.group_cost_ms(torch.zeros_like(latent_XH)) == 0).all()
+
+
+def test_placements_and_shards_are_rated_by_corrected_costs() -> None:
+    group = drawn(3, 6)[1]
+    compute = CorrectedCost(ROOFLINE, OTHER_CPU)
+    cost = Cost(problem_of(group, 2), compute)
+    whole = cost.rate(torch.zeros(1, len(group), dtype=torch.int64))
+    (expected_2,) = predict_ms(compute, LabelledSets.of([group], torch.ones(1, 2)))
+    assert whole.forward_ms_BD[0].tolist() == pytest.approx([float(expected_2[0]), 0.0])
+    assert whole.backward_ms_BD[0].tolist() == pytest.approx([float(expected_2[1]), 0.0])
+
+
+def test_checkpoints_keep_corrections_and_refuse_what_are_none(tmp_path: Path) -> None:
+    shipped, path = Checkpoint.load(SHIPPED / "cpu.safetensors"), tmp_path / "x.safetensors"
+    replace(shipped, metadata={**shipped.metadata, "corrections": OTHER_CPU}).save(path)
+    made = Checkpoint.load(path)
+    assert isinstance(made.compute_cost(None), CorrectedCost) and made.compute_cost(None).source == made.cost.source
+    assert shipped.compute_cost(None) is shipped.cost and made.digest() != shipped.digest()
+    ordinary = LabelledSets.of([[group[0]] for group in drawn(1, 1)], torch.ones(3, 2))
+    assert not torch.equal(predict_ms(made.compute_cost(None), ordinary), predict_ms(shipped.cost, ordinary))
+    row = [1.0, 0.0, 0.0]
+    for wrong in ([], {"adam": [row, row]}, {"sgd": [row]}, {"sgd": [row, [1.0, -1.0, 0.0]]}, {"sgd": [row, [0.0] * 3]},
+                  {"sgd": [row, [1.0, float("inf"), 0.0]]}, {"sgd": "x"}, {"sgd": None}):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)):
+            check_corrections(wrong)
+        replace(shipped, metadata={**shipped.metadata, "corrections": json.loads(json.dumps(wrong))}).save(path)
+        with pytest.raises(CheckpointError, match="x.safetensors: its corrections"):
+            Checkpoint.load(path)
