@@ -21,6 +21,7 @@ from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.workload.sketch import IdSketch
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
@@ -214,6 +215,8 @@ def test_mistakes_are_one_line_and_status_1(
         (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
         (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
         (("what-if", *SMALL, "--vary", "colour=1"), "colour"),
+        (("explain", "--gpus", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
+        (("explain", "plan.json", "--nodes", "2"), "plan.json says what to plan: leave out --nodes"),
         (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
     ],
@@ -295,6 +298,38 @@ def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) 
     assert "rank 7" in run("explain", *SMALL, "--rank", "7", status=1).stderr.lower()
     foreign = run("explain", *SMALL, "--plan", str(folder / "foreign.json"), status=1).stderr
     assert "foreign.json" in foreign
+
+
+def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> None:
+    plan = str(folder / "plan.json")
+    short = json.loads(run("explain", plan, "--rank", "1", "--format", "json").stdout)
+    long = json.loads(run("explain", *SMALL, "--plan", plan, "--rank", "1", "--format", "json").stdout)
+    predicted = json.loads((folder / "plan.json").read_text())["predicted"]
+    assert short["total_ms"] == pytest.approx(predicted["total_ms"], rel=1e-4) == long["total_ms"]
+    assert short["memory"] == long["memory"] and {**short, "tables": long["tables"]} == long
+    arguments = (plan, "--search-seconds", "0.2", "--vary", "gpus=4", "--no-worst", "--no-smallest", "--format", "json")
+    varied = json.loads(run("what-if", *arguments).stdout)
+    assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256
+    assert varied["sweeps"]["ranks"][0]["ranks"] == 4
+
+
+def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Path, tmp_path: Path) -> None:
+    counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
+    statistics, plan = str(tmp_path / "counted.json"), str(tmp_path / "plan.json")
+    TableStatistics(counted).to_json(statistics)
+    run("plan", *SMALL, "--statistics", statistics, "--out", plan)
+    for arguments in ((plan,), (*SMALL, "--plan", plan)):
+        assert "--statistics" in run("explain", *arguments, status=1).stderr
+        told = run("explain", *arguments, "--statistics", statistics, "--format", "json")
+        predicted = json.loads(Path(plan).read_text())["predicted"]["total_ms"]
+        assert "note" not in told.stderr
+        assert json.loads(told.stdout)["total_ms"] == pytest.approx(predicted, rel=1e-4)
+        other = run("explain", *arguments, "--statistics", str(folder / "monday.json"))
+        assert "note: plan.json was made with other statistics" in other.stderr
+    assert "--statistics" in run("what-if", plan, status=1).stderr
+    changed = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "512", "--plan", plan)
+    told = run("explain", *changed, "--statistics", statistics).stderr
+    assert "note: plan.json was made from other inputs: batch size 256 -> 512" in told
 
 
 def test_rules_of_the_command_line_are_kept() -> None:

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,23 +18,28 @@ from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job
+    from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.search_space.placement_rules import PlacementRules
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+TABLES = typer.Option(
+    help="What to plan: a .json list of tables, a function that returns the model (module:function), or a "
+    "shipped collection (mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
+    metavar="SOURCE",
+)
+RANKS = typer.Option("--gpus", "--ranks", min=1, help="Ranks of each node.")
+BATCH_SIZE = typer.Option(min=1, help="Samples in the batch of one rank.")
+BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "search_seconds")
+"""Options that may be given beside a plan, which says all else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """Of every command that plans."""
 
-    tables: Annotated[
-        str,
-        typer.Option(
-            help="What to plan: a .json list of tables, a function that returns the model (module:function), or a "
-            "shipped collection (mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
-            metavar="SOURCE",
-        ),
-    ]
-    gpus: Annotated[int, typer.Option("--gpus", "--ranks", min=1, help="Ranks of each node.")]
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in the batch of one rank.")]
+    tables: Annotated[str, TABLES]
+    gpus: Annotated[int, RANKS]
+    batch_size: Annotated[int, BATCH_SIZE]
     nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1
     gpu: Annotated[
         str | None, typer.Option(help=f"Model of GPU, for its memory and bandwidths: {', '.join(GPUS)}.")
@@ -107,11 +112,10 @@ class JobOptions:
         machine, rules = self.machine(), self.placement_rules()
         with quiet():
             from dreamshard_planner.offline.jobs import Job, read_model
-            from dreamshard_planner.workload.statistics import TableStatistics
 
         model = read_model(self.tables)
-        if self.statistics is not None:
-            model = model.with_statistics(TableStatistics.from_json(self.statistics))
+        if (statistics := self.statistics_read()) is not None:
+            model = model.with_statistics(statistics)
         settings = {
             "checkpoint": self.checkpoint,
             "cost_source": self.cost_source.value,
@@ -123,6 +127,15 @@ class JobOptions:
             "search_seconds": self.search_seconds,
         }
         return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+
+    def statistics_read(self) -> TableStatistics | None:
+        """Those of the file that was given."""
+        if self.statistics is None:
+            return None
+        with quiet():
+            from dreamshard_planner.workload.statistics import TableStatistics
+
+        return TableStatistics.from_json(self.statistics)
 
     def placement_rules(self) -> PlacementRules | None:
         """Where tables must lie; None where that is free."""
@@ -158,6 +171,56 @@ class JobOptions:
                 f"{', '.join(SHARDING_TYPES)}"
             )
         return types
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOrJobOptions(JobOptions):
+    """Of commands that also take what to plan from a plan."""
+
+    plan: Annotated[
+        Path | None, typer.Argument(help="A plan, .json, that says what to plan; or give --tables and the others.")
+    ] = None
+    tables: Annotated[str | None, TABLES] = None
+    gpus: Annotated[int | None, RANKS] = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
+
+    def job(self) -> Job:
+        """The plan's, with statistics, checkpoint, costs and search as options say."""
+        if self.plan is None:
+            missing = [_flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
+            if missing:
+                raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
+            return super().job()
+        given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
+        if twice := sorted(given.difference(BESIDE_PLAN)):
+            raise typer.BadParameter(f"{self.plan} says what to plan: leave out {', '.join(map(_flag, twice))}")
+        saved = load_plan(self.plan)
+        with quiet():
+            from dreamshard_planner.offline.from_plan import job_of
+
+        job = job_of(saved, self.statistics_read())
+        own = {name: getattr(self, name) for name in given - {"statistics"}}
+        return replace(job, settings={**job.settings, **own})
+
+
+def load_plan(path: Path) -> SavedPlan:
+    """Of a file."""
+    with quiet():
+        from dreamshard_planner.plans.plan_file import SavedPlan
+
+        return SavedPlan.load(path)
+
+
+def tell_other_statistics(saved: SavedPlan, job: Job, given: Path | None) -> None:
+    """On stderr, where others were given than a plan was made with; PlanError where the plan's are not known."""
+    from dreamshard_planner.offline.from_plan import check_statistics
+
+    if told := check_statistics(saved, job, given is not None):
+        typer.echo(f"note: {told}", err=True)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @contextmanager

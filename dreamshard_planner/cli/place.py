@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import JobOptions, quiet
+from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, quiet, tell_other_statistics
 from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.progress import working
@@ -52,19 +53,28 @@ def plan(
     show(_document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
-@command("dreamshard explain --tables mlperf_dlrm_dcnv2 --gpus 8 --gpu h100 --batch-size 8192 --rank 3")
-@takes(JobOptions)
+@command("dreamshard explain plan.json --rank 1")
+@takes(PlanOrJobOptions)
 def explain(
-    options: JobOptions,
+    options: PlanOrJobOptions,
     rank: Annotated[int | None, typer.Option(min=0, help="Default: the slowest.")] = None,
-    given: Annotated[Path | None, typer.Option("--plan", help="In a file, for the same tables and ranks.")] = None,
+    given: Annotated[Path | None, typer.Option("--plan", help="To explain: of the same tables and ranks.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Why a rank is slow: its fused kernels and costliest tables, and what leaving, splitting or caching them gains."""
-    job = options.job()
-    saved = None if given is None else _saved(given)
+    path = given or options.plan
+    job, saved = options.job(), None if path is None else load_plan(path)
+    if saved is not None:
+        tell_other_statistics(saved, job, options.statistics)
+        job = replace(job, settings={**job.settings, "search_seconds": 0.01})  # the plan is there
     with working(_planning(job)):
-        found = job.plan().planner.explain(rank, saved)
+        planner = job.plan().planner
+        found = planner.explain(rank, saved)
+    if saved is not None:
+        from dreamshard_planner.offline.from_plan import other_inputs
+
+        for difference in other_inputs(saved, planner.saved_plan().inputs):
+            typer.echo(f"note: {saved.name} was made from other inputs: {difference}", err=True)
     show(found.to_dict(), format, str(found))
 
 
@@ -74,7 +84,7 @@ def report(
 ) -> None:
     """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
     _check_picture(html, png)
-    saved = _saved(plan)
+    saved = load_plan(plan)
     _picture(saved, html, png)
     show(saved.to_dict(), format, *_saved_tables(saved))
 
@@ -111,13 +121,6 @@ def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, t
     if png is not None:
         files = save_png(subject, png, title)
         typer.echo(f"written to {png}: {', '.join(file.name for file in files)}", err=True)
-
-
-def _saved(path: Path) -> SavedPlan:
-    with quiet():
-        from dreamshard_planner.plans.plan_file import SavedPlan
-
-        return SavedPlan.load(path)
 
 
 def _document(planned: PlannedJob) -> dict[str, Any]:

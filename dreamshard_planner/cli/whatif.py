@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import JobOptions
+from dreamshard_planner.cli.job import PlanOrJobOptions, load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import bytes_per_s, listed, size_bytes, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
@@ -40,9 +40,9 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dreamshard what-if --tables mlperf_dlrm_dcnv2 --gpus 8 --gpu h100 --batch-size 8192 --vary gpus=4,8,16",
     name="what-if",
 )
-@takes(JobOptions)
+@takes(PlanOrJobOptions)
 def what_if(
-    options: JobOptions,
+    options: PlanOrJobOptions,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,6 +58,8 @@ def what_if(
     """What other machines, batches and tables would cost; each line is a plan of its own."""
     varied = None if not vary else dict(_axis(text) for text in vary)
     job = options.job()
+    if options.plan is not None:
+        tell_other_statistics(load_plan(options.plan), job, options.statistics)
     from dreamshard_planner.offline.what_if import what_if
     from dreamshard_planner.support.progress import progress_bar
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -72,6 +73,29 @@ class OfflineModel:
         }
         statistics = TableStatistics({name: known for spec in specs for name, known in spec.features.items()})
         return cls(name, module, constraints, statistics, tuple(specs))
+
+    @classmethod
+    def of_modules(
+        cls,
+        tables: Mapping[str, Sequence[TableSpec]],
+        constraints: Mapping[str, ParameterConstraints],
+        statistics: TableStatistics | None,
+        name: str,
+    ) -> OfflineModel:
+        """One collection for the tables of each module, by its path in the model; "" is the model itself."""
+        root = nn.Module()
+        for path, specs in tables.items():
+            made = _made(_collection(specs[0]), specs)
+            if not path:
+                return cls(name, made, constraints, statistics)
+            *above, last = path.split(".")
+            parent = root
+            for part in above:
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = getattr(parent, part)
+            parent.add_module(last, made)
+        return cls(name, root, constraints, statistics)
 
     def with_statistics(self, statistics: TableStatistics) -> OfflineModel:
         """The same with statistics of real data over what the list says."""
@@ -204,5 +228,6 @@ def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
         tables = collection.embedding_bags
     for optimizer, members in groupby(sorted(specs, key=lambda spec: spec.optimizer), key=lambda spec: spec.optimizer):
         weights = [tables[spec.name].weight for spec in members]
-        apply_optimizer_in_backward(_OPTIMIZERS[optimizer], weights, {"lr": 0.01})
+        kernel = {} if optimizer in _OPTIMIZERS else {"optimizer": EmbOptimType.__members__.get(optimizer.upper())}
+        apply_optimizer_in_backward(_OPTIMIZERS.get(optimizer, RowWiseAdagrad), weights, {"lr": 0.01, **kernel})
     return collection

@@ -56,6 +56,7 @@ class MadeFrom:
                 "search_seconds": settings.search_seconds,
                 "refine_seconds": settings.measuring_seconds,
             },
+            features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
         )
 
     def digest(self, reserved: Topology, timeout_seconds: float | None, parts: Iterable[object]) -> str:

@@ -9,7 +9,7 @@ A file holds how every table is sharded, what the plan was made from, and what i
       "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
                      "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},
       "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
-                     "settings"},
+                     "settings", "features": statistics of those without a sketch of ids},
       "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}],
                                       "cache_load_factor"}}}
     }
@@ -39,9 +39,9 @@ from dreamshard_planner.support.formatting import ranks_in_words
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 3
-"""3: codes of notes, load factors of caches; 2: rivals, costs of each table and of each collective, and notes. Older
-files are read without."""
+VERSION = 4
+"""4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals, costs of each table and of each
+collective, and notes. Older files are read without."""
 LINE = 150
 """Columns up to which a value is written on one line."""
 
@@ -160,6 +160,8 @@ class PlanInputs:
     """Digest of the table statistics; None where there were none."""
     settings: dict[str, Any]
     """Arguments of the planner: cost source, checkpoint, recipe, seed, and so on."""
+    features: dict[str, FeatureStatistics] = field(default_factory=dict)
+    """Statistics of those features that have no sketch of ids, which takes kilobytes: these stay in their own file."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A job as a plan file tells it: what the plan was made from, to be explained or planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import dtype_to_data_type
+
+from dreamshard_planner.devices import GPUS, Machine
+from dreamshard_planner.errors import PlanError
+from dreamshard_planner.offline.jobs import Job, OfflineModel
+from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
+from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.support.fingerprint import digest
+from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
+
+BY_NAME = ("bounds_check_mode", "output_dtype", "key_value_params")
+"""What a file holds of constraints by name alone, and nothing that is read offline."""
+TOLD = ("cost_source", "checkpoint", "recipe")
+"""Settings that move figures; the others are of the search alone."""
+
+
+def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
+    """The job that a plan was made for, without the model's dense layers: of the memory, what the storage reservation
+    left is left again.
+
+    Args:
+        saved: the plan.
+        statistics: over those that its file holds.
+
+    Raises:
+        PlanError: its ranks are not spread over hosts evenly.
+    """
+    inputs, settings = saved.inputs, saved.inputs.settings
+    tables = {path: [_spec(saved, path, name) for name in of_module] for path, of_module in saved.sharding.items()}
+    model = OfflineModel.of_modules(
+        tables,
+        {name: _constraint(changed) for name, changed in inputs.constraints.items()},
+        TableStatistics(inputs.features) if inputs.features else None,
+        saved.name,
+    )
+    given = {name: settings[name] for name in ("recipe", "sharding_types", "exact_training", "seed", "cost_source")
+             if name in settings}  # fmt: skip
+    rules = {"placement_rules": PlacementRules(**inputs.placement_rules)} if inputs.placement_rules else {}
+    return Job(
+        model=model if statistics is None else model.with_statistics(statistics),
+        machine=_machine(saved),
+        batch_size=inputs.batch_size,
+        reserve=_reserve(saved),
+        settings={**given, **rules},
+    )
+
+
+def check_statistics(saved: SavedPlan, job: Job, given: bool) -> str | None:
+    """None where a job has the statistics that a plan was made with; else, where others were given, a note that says
+    so.
+
+    Raises:
+        PlanError: none were given, and what the plan was chosen by is not known.
+    """
+    known = job.model.statistics
+    if (None if known is None else digest(known)) == saved.inputs.statistics:
+        return None
+    if given or saved.inputs.statistics is None:
+        return (
+            f"{saved.name} was made with other statistics than these: its costs here are not those that it was made by"
+        )
+    missing = sorted({name for table in saved.inputs.tables.values() for name in table.features} - set(known or ()))
+    without = (
+        f", here there are none of {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}" if missing else ""
+    )
+    raise PlanError(
+        f"{saved.name} was made with other statistics{without}, and costs would be laid to the wrong tables: give the "
+        "file that it was made with as --statistics"
+    )
+
+
+def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
+    """What a plan was made from and is not so now, in words, without statistics and settings of the search."""
+    one, other = (
+        replace(inputs, statistics=None, settings={name: inputs.settings.get(name) for name in TOLD})
+        for inputs in (saved.inputs, now)
+    )
+    return [difference.text for difference in differences(one, other)]
+
+
+def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
+    table: TableInputs = saved.inputs.tables[f"{path}.{name}".removeprefix(".")]
+    return TableSpec(
+        name=name,
+        num_embeddings=table.rows,
+        embedding_dim=table.dim,
+        features=dict.fromkeys(table.features, FeatureStatistics(1.0)),
+        pooling=table.pooling,
+        data_type=dtype_to_data_type(getattr(torch, table.data_type)).name.lower(),
+        weighted=table.weighted,
+        optimizer=table.optimizer,
+    )
+
+
+def _machine(saved: SavedPlan) -> Machine:
+    topology: TopologyInputs = saved.inputs.topology
+    per_host, rate = min(topology.local_world_size, topology.world_size), _rates(topology)
+    if topology.world_size % per_host:
+        raise PlanError(f"{saved.name}: {topology.world_size} ranks do not fill hosts of {per_host}")
+    on_cpu = topology.compute_device == "cpu"
+    memory = min(topology.memory_bytes["DDR" if on_cpu else "HBM"])
+    speed = rate["DDR" if on_cpu else "HBM"]
+    known = (memory, speed, rate["HBM to DDR"])
+    gpu = next((name for name, one in GPUS.items()
+                if (one.memory_bytes, one.memory_bytes_per_s, one.host_bytes_per_s) == known), None)  # fmt: skip
+    own = GPUS.get(gpu or "")
+    return Machine(
+        ranks_per_host=per_host,
+        hosts=topology.world_size // per_host,
+        device=topology.compute_device,
+        gpu=gpu,
+        memory_bytes=None if own else memory,
+        memory_bytes_per_s=None if own else speed,
+        host_memory_bytes=None if on_cpu else min(topology.memory_bytes["DDR"]),
+        intra_bytes_per_s=None if own and own.link_bytes_per_s == rate["within hosts"] else rate["within hosts"],
+        inter_bytes_per_s=None if own and own.network_bytes_per_s == rate["between hosts"] else rate["between hosts"],
+    )
+
+
+def _rates(topology: TopologyInputs) -> dict[str, float]:
+    """Bandwidths in bytes per second."""
+    return {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
+
+
+def _reserve(saved: SavedPlan) -> float | None:
+    """The share of device memory that the reservation took from the rank that it left least of."""
+    limits = [entry.limit_bytes for entry in saved.predicted.memory if entry.kind == "HBM"]
+    sizes = saved.inputs.topology.memory_bytes["HBM"]
+    if saved.inputs.topology.compute_device != "cuda" or not limits:
+        return None
+    return 1 - min(left / size for left, size in zip(limits[0], sizes, strict=True))
+
+
+def _constraint(changed: Mapping[str, Any]) -> ParameterConstraints:
+    """All but what is kept by name; of a cache its numbers."""
+    known = {field.name for field in fields(ParameterConstraints)}.difference(BY_NAME)
+    kept = {name: value for name, value in changed.items() if name in known}
+    if cache := kept.pop("cache_params", None):
+        kept["cache_params"] = CacheParams(**{name: part for name, part in cache.items() if isinstance(part, float)})
+    return ParameterConstraints(**kept)
