@@ -90,12 +90,23 @@ def report(
 
 
 @command("dreamshard compare before.json after.json")
-def compare(before: PlanArgument, after: PlanArgument, format: FormatOption = Format.table) -> None:
+def compare(
+    before: PlanArgument,
+    after: PlanArgument,
+    out: Annotated[
+        Path | None, output("The plan after, with like ranks named so that most weights stay where they are.")
+    ] = None,
+    format: FormatOption = Format.table,
+) -> None:
     """Tables that moved or changed how they are sharded, bytes to move, and costs before and after."""
     with quiet():
         from dreamshard_planner.plans.comparison import compare
+        from dreamshard_planner.plans.renaming import renamed
 
         found = compare(before, after)
+    if out is not None:
+        renamed(load_plan(after), found.names).save(out)
+        typer.echo(f"written to {out}", err=True)
     show(found.to_dict(), format, str(found))
 
 

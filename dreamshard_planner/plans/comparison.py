@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
 from dreamshard_planner.plans.predicted import Predicted
+from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.support.formatting import size_in_words
 
@@ -51,6 +53,10 @@ class Comparison:
     cost_after: Predicted
     inputs: tuple[str, ...]
     """Differences between what the plans were made from, in words."""
+    names: tuple[int, ...]
+    """What each rank of the plan after is called here, so that most weights stay where they are."""
+    bytes_as_named: int
+    """Weights to move, all ranks together, if its ranks kept their names."""
 
     @property
     def total_bytes(self) -> int:
@@ -74,6 +80,12 @@ class Comparison:
             f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} of weights to move, "
             f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
         ]
+        if moved := [f"{rank} -> {name}" for rank, name in enumerate(self.names) if rank != name]:
+            more = ", ..." if len(moved) > MAX_SHOWN else ""
+            lines.append(
+                f"Ranks of {self.after} are named anew for that ({', '.join(moved[:MAX_SHOWN])}{more}); as they are, "
+                f"{size_in_words(self.bytes_as_named)} would move."
+            )
         lines += [f"Only in {self.before}: {_named(self.only_before)}."] if self.only_before else []
         lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
         if self.changes:
@@ -111,7 +123,9 @@ class Comparison:
 
 
 def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Comparison:
-    """Compare two plans, of which nothing is rated anew: costs are those that their files hold.
+    """Compare two plans, of which nothing is rated anew: costs are those that their files hold. Where they differ by
+    the names of like ranks, those of the second one are changed first
+    (:func:`~dreamshard_planner.plans.renaming.names_that_keep_most`).
 
     ``DreamShardPlanner.saved_plan`` makes a :class:`SavedPlan` of any plan of its model, so that a planner's plan
     compares with a file: ``compare("plan.json", planner.saved_plan())``.
@@ -123,12 +137,36 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
     Raises:
         PlanError: a file can't be read; names it.
     """
-    before, after = (plan if isinstance(plan, SavedPlan) else SavedPlan.load(plan) for plan in (before, after))
+    before, as_named = (plan if isinstance(plan, SavedPlan) else SavedPlan.load(plan) for plan in (before, after))
+    names = names_that_keep_most(before, as_named)
+    after = renamed(as_named, names)
     one, other = dict(before.tables()), dict(after.tables())
-    alike = {fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn)}
+    alike = sorted(fqn for fqn in one if before.inputs.tables[fqn] == after.inputs.tables.get(fqn))
+    changes, received = _changes(before, after, alike)
+    return Comparison(
+        before=before.name,
+        after=after.name,
+        changes=changes,
+        unchanged=len(alike) - len(changes),
+        only_before=tuple(sorted(one.keys() - set(alike))),
+        only_after=tuple(sorted(other.keys() - set(alike))),
+        bytes_received=received,
+        cost_before=before.predicted,
+        cost_after=after.predicted,
+        inputs=tuple(difference.text for difference in differences(before.inputs, after.inputs)),
+        names=names,
+        bytes_as_named=sum(_changes(before, as_named, alike)[1]),
+    )
+
+
+def _changes(
+    before: SavedPlan, after: SavedPlan, alike: Sequence[str]
+) -> tuple[tuple[TableChange, ...], tuple[int, ...]]:
+    """Of tables that both plans have, those with most bytes first; and the bytes that each rank receives."""
+    one, other = dict(before.tables()), dict(after.tables())
     received = [0] * max(before.inputs.topology.world_size, after.inputs.topology.world_size)
     changes = []
-    for fqn in sorted(alike):
+    for fqn in alike:
         if one[fqn] == other[fqn]:
             continue
         bytes_of = _received(one[fqn], other[fqn], before.inputs.tables[fqn].weight_bytes)
@@ -136,18 +174,7 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
             received[rank] += count
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
         changes.append(TableChange(fqn, one[fqn].label, other[fqn].label, retyped, sum(bytes_of.values())))
-    return Comparison(
-        before=before.name,
-        after=after.name,
-        changes=tuple(sorted(changes, key=lambda change: -change.bytes_received)),
-        unchanged=len(alike) - len(changes),
-        only_before=tuple(sorted(one.keys() - alike)),
-        only_after=tuple(sorted(other.keys() - alike)),
-        bytes_received=tuple(received),
-        cost_before=before.predicted,
-        cost_after=after.predicted,
-        inputs=tuple(difference.text for difference in differences(before.inputs, after.inputs)),
-    )
+    return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received)
 
 
 def _received(before: TableSharding, after: TableSharding, weight_bytes: int) -> dict[int, int]:

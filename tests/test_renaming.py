@@ -1,0 +1,75 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Plans that differ by the names of like ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from small_models import SHARDERS, collection, planner, table
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+
+from dreamshard_planner import PlacementRules, compare
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace
+from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
+
+KINDS = ["row_wise", "table_row_wise", "column_wise", *["table_wise"] * 7]
+NAMES = (3, 2, 0, 1)
+"""Hosts change places, and so do the ranks of one of them."""
+
+
+def saved(**given) -> SavedPlan:
+    """Ten tables on two hosts of two GPUs, of all spans."""
+    constraints = {
+        f"t{index}": ParameterConstraints(sharding_types=[kind], min_partition=8) for index, kind in enumerate(KINDS)
+    }
+    made = planner(
+        topology=Topology(4, "cuda", local_world_size=2), constraints=constraints, exact_training=False, **given
+    )
+    made.plan(collection(*(table(f"t{index}", 1000 * (index + 1), 32) for index in range(10))), SHARDERS)
+    return made.saved_plan()
+
+
+@pytest.fixture(scope="module")
+def plan() -> SavedPlan:
+    return saved(search_seconds=0.2)
+
+
+def test_a_plan_under_other_names_moves_nothing(plan: SavedPlan) -> None:
+    other = renamed(plan, NAMES)
+    assert other.sharding != plan.sharding
+    tables = dict(other.tables())
+    assert [shard.rank for shard in tables["t0"].shards] == [0, 1, 2, 3]
+    assert [shard.rank % 2 for shard in tables["t1"].shards] == [0, 1]
+    assert names_that_keep_most(other, plan) == NAMES
+    found = compare(other, plan)
+    assert found.names == NAMES and (found.total_bytes, found.changes) == (0, ()) < (found.bytes_as_named, ())
+    assert found.cost_after == other.predicted and found.cost_after != plan.predicted
+    assert "Ranks of plan are named anew for that (0 -> 3, 1 -> 2, 2 -> 0, 3 -> 1)" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["names"] == list(NAMES)
+
+
+def test_ranks_keep_their_names_where_nothing_is_gained(plan: SavedPlan) -> None:
+    assert names_that_keep_most(plan, plan) == (0, 1, 2, 3) and renamed(plan, (0, 1, 2, 3)) is plan
+    found = compare(plan, plan)
+    assert found.bytes_as_named == 0 and "named anew" not in str(found)
+    name, moved = next((name, table) for name, table in plan.tables() if len(table.shards) == 1)
+    far = replace(moved, shards=(replace(moved.shards[0], rank=(moved.shards[0].rank + 2) % 4),))
+    apart = replace(plan, sharding={"": {**plan.sharding[""], name: far}})
+    assert compare(plan, apart).names == (0, 1, 2, 3) and compare(plan, apart).total_bytes == _bytes(moved.shards[0])
+
+
+def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: SavedPlan) -> None:
+    ruled = saved(search_seconds=0.2, placement_rules=PlacementRules(on_ranks={"t5": [0, 1]}))
+    assert names_that_keep_most(renamed(ruled, NAMES), ruled) == (0, 1, 2, 3)
+    topology = replace(plan.inputs.topology, memory_bytes={"HBM": (1, 2, 3, 3), "DDR": (1,) * 4})
+    uneven = replace(plan, inputs=replace(plan.inputs, topology=topology))
+    names = names_that_keep_most(renamed(uneven, (0, 1, 3, 2)), uneven)
+    assert names == (0, 1, 3, 2) and names_that_keep_most(renamed(uneven, NAMES), uneven)[:2] == (0, 1)
+    fewer = replace(plan.inputs, topology=replace(plan.inputs.topology, local_world_size=4))
+    assert names_that_keep_most(renamed(plan, NAMES), replace(plan, inputs=fewer)) == (0, 1, 2, 3)
+
+
+def _bytes(shard: ShardPlace) -> int:
+    return shard.size[0] * shard.size[1] * 4
