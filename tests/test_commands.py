@@ -349,8 +349,13 @@ def test_what_if_varies_what_is_asked(folder: Path) -> None:
     assert [point["ranks"] for point in document["sweeps"]["ranks"]] == [1, 4]
     (tight,) = document["sweeps"]["memory_bytes"]
     assert tight["total_ms"] is None and "do not fit" in tight["reason"]
-    shown = run(*arguments)
-    assert "does not fit" in shown.stdout and "hbm 1.0 GB" in shown.stdout
+    shown = run(*arguments, "--vary", "gpu=h200")
+    assert "does not fit" in shown.stdout and "hbm 1.0 GB" in shown.stdout and "gpu h200" in shown.stdout
+    wrong = run("what-if", *SMALL, "--vary", "gpu=h20", status=1).stderr
+    assert "unknown GPU 'h20' (did you mean 'h200'?)" in wrong
+    small = ("--hbm", "8GB", "--reserve", "0", "--vary", "gpus=1", "--no-worst")
+    told = run("what-if", *SMALL, *small).stdout
+    assert "smallest that fits" in told and "smallest without host memory" in told and "in host memory" in told
 
 
 def test_drift_and_what_planning_again_gains(folder: Path) -> None:

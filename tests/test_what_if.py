@@ -43,6 +43,9 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
     assert slow.total_ms > points[1].total_ms and slow.collectives_ms > 10 * points[1].collectives_ms
     (large,) = sweep(base, "batch_size", [8192])
     assert large.total_ms > 2 * points[1].total_ms
+    other = sweep(job(Machine(ranks_per_host=4, gpu="a100-40", memory_bytes=9 * GB)), "gpu", ["l4", "H200"])
+    assert [point.value for point in other] == ["l4", "H200"] and "H200" in other[1].machine
+    assert other[1].total_ms < points[1].total_ms < other[0].total_ms and other[1].fullest < points[1].fullest
     (tight,) = sweep(base, "memory_bytes", [GB // 100])
     assert not tight.fits and "do not fit" in tight.reason and tight.machine == points[1].machine
 
@@ -50,15 +53,25 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
 def test_the_smallest_machine_is_the_first_that_fits() -> None:
     steps = []
     machine = Machine(ranks_per_host=8, memory_bytes=3 * GB, host_memory_bytes=GB)
-    found = smallest_that_fits(job(machine), step=steps.append)
+    found, on_device = smallest_that_fits(job(machine), step=steps.append)
     # 8.2 GB of weights, and buffers, on ranks of 3 GB: two are too few.
-    assert found is not None and found.ranks in (3, 4) and found.fits
+    assert found is not None and found.ranks in (3, 4) and found.fits and on_device == found
     (fewer,) = sweep(job(machine), "ranks", [found.ranks - 1])
     assert not fewer.fits
     assert 2 < len(steps) <= 5
-    hosts = smallest_that_fits(job(Machine(ranks_per_host=2, memory_bytes=3 * GB, host_memory_bytes=GB)))
+    hosts, _ = smallest_that_fits(job(Machine(ranks_per_host=2, memory_bytes=3 * GB, host_memory_bytes=GB)))
     assert hosts is not None and hosts.ranks == 4 and "on each of 2 hosts" in hosts.machine
-    assert smallest_that_fits(job(Machine(ranks_per_host=1, gpu="l4", memory_bytes=GB, host_memory_bytes=GB))) is None
+    none = smallest_that_fits(job(Machine(ranks_per_host=1, gpu="l4", memory_bytes=GB, host_memory_bytes=GB)))
+    assert none == (None, None)
+
+
+def test_the_smallest_machine_with_host_memory_and_the_one_without() -> None:
+    """As the rows of a sweep have it: what fits there with tables in host memory is the smallest that fits."""
+    machine = Machine(ranks_per_host=4, memory_bytes=3 * GB, host_memory_bytes=100 * GB)
+    found, on_device = smallest_that_fits(job(machine))
+    rows = sweep(job(machine), "ranks", [1, 2, 3, 4])
+    assert found.ranks == min(point.ranks for point in rows if point.fits) == 1 and found.outside > 0
+    assert on_device.ranks == min(point.ranks for point in rows if not point.outside) > 1 and on_device.outside == 0
 
 
 def test_the_table_that_hurts_most_and_what_helps() -> None:

@@ -29,6 +29,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gpus": ("ranks", _whole),
     "nodes": ("hosts", _whole),
     "batch-size": ("batch_size", _whole),
+    "gpu": ("gpu", str),
     "hbm": ("memory_bytes", size_bytes),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),
     "inter-bandwidth": ("inter_bytes_per_s", bytes_per_s),
@@ -100,6 +101,8 @@ def _tables(found: WhatIf) -> list[RenderableType]:
     points = [("now", found.base), *((_label(p), p) for sweep in found.sweeps.values() for p in sweep)]
     if found.smallest is not None:
         points.append(("smallest that fits", found.smallest))
+    if found.smallest_on_device is not None and found.smallest_on_device != found.smallest:
+        points.append(("smallest without host memory", found.smallest_on_device))
     told: list[RenderableType] = [
         f"Predicted milliseconds of embedding work per training step. Compute: {found.cost_source}.",
         "",
@@ -129,13 +132,15 @@ def _row(label: str, point: Point, base: Point) -> tuple[Any, ...]:
         point.compute_ms,
         point.collectives_ms,
         point.us_per_sample,
-        f"{point.fullest:.0%}" + (f", {point.outside} tables outside" if point.outside else ""),
+        f"{point.fullest:.0%}" + (f", {point.outside} table(s) in host memory" if point.outside else ""),
     )
 
 
 def _label(point: Point) -> str:
     """The option and its value."""
     name = next(name for name, (axis, _) in AXES.items() if axis == point.axis)
+    if isinstance(point.value, str):
+        return f"{name} {point.value}"
     if point.axis == "memory_bytes":
         return f"{name} {point.value / 1e9:,.1f} GB"
     return f"{name} {point.value / 1e9:,.1f} GB/s" if point.axis.endswith("_s") else f"{name} {point.value:,}"

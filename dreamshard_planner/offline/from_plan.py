@@ -25,6 +25,8 @@ from dreamshard_planner.workload.tables import FeatureStatistics
 
 BY_NAME = ("bounds_check_mode", "output_dtype", "key_value_params")
 """What a file holds of constraints by name alone, and nothing that is read offline."""
+PLANNERS = ("recipe", "sharding_types", "exact_training", "optimizers_attached", "seed", "cost_source")
+"""Settings that are the planner's arguments of the same name."""
 TOLD = ("cost_source", "checkpoint", "recipe")
 """Settings that move figures; the others are of the search alone."""
 
@@ -48,8 +50,7 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         TableStatistics(inputs.features) if inputs.features else None,
         saved.name,
     )
-    given = {name: settings[name] for name in ("recipe", "sharding_types", "exact_training", "seed", "cost_source")
-             if name in settings}  # fmt: skip
+    given = {name: settings[name] for name in PLANNERS if name in settings}
     rules = {"placement_rules": PlacementRules(**inputs.placement_rules)} if inputs.placement_rules else {}
     return Job(
         model=model if statistics is None else model.with_statistics(statistics),

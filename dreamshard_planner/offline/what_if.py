@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
     "ranks": lambda job, value: replace(job, machine=replace(job.machine, ranks_per_host=value)),
     "hosts": lambda job, value: replace(job, machine=replace(job.machine, hosts=value)),
     "batch_size": lambda job, value: replace(job, batch_size=value),
+    "gpu": lambda job, value: replace(job, machine=_with_gpu(job.machine, value)),
     "memory_bytes": lambda job, value: replace(job, machine=replace(job.machine, memory_bytes=value)),
     "intra_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, intra_bytes_per_s=value)),
     "inter_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, inter_bytes_per_s=value)),
@@ -49,7 +51,7 @@ class Point:
     """What one plan costs."""
 
     axis: str
-    value: float
+    value: float | str
     machine: str
     ranks: int
     batch_size: int
@@ -62,7 +64,7 @@ class Point:
     fullest: float
     """Share of the memory left for tables that they take on the fullest rank."""
     outside: int = 0
-    """Tables whose weights are not all in device memory."""
+    """Tables whose weights are not all in device memory, but in the host's."""
     reason: str = ""
     """Why nothing fits."""
 
@@ -76,7 +78,7 @@ class Point:
         return self.total_ms * 1e3 / (self.ranks * self.batch_size)
 
     @classmethod
-    def of(cls, axis: str, value: float, job: Job, report: Report | None, reason: str = "") -> Point:
+    def of(cls, axis: str, value: float | str, job: Job, report: Report | None, reason: str = "") -> Point:
         """From a report, None where nothing fits."""
         chosen = None if report is None else report.chosen
         filled = [
@@ -134,7 +136,10 @@ class WhatIf:
     sweeps: dict[str, tuple[Point, ...]] = field(default_factory=dict)
     """By axis."""
     smallest: Point | None = None
-    """The smallest machine that the tables fit on; None where none was found, or asked for."""
+    """The smallest machine that the tables fit on, be it with some in host memory; None where none was found, or asked
+    for."""
+    smallest_on_device: Point | None = None
+    """The same with all of them in device memory."""
     worst: WorstTable | None = None
     notes: tuple[Note, ...] = ()
 
@@ -185,11 +190,13 @@ def what_if(
     planned = job.plan()
     report = planned.outline
     base = Point.of("", 0.0, job, report)
+    any_memory, on_device = smallest_that_fits(job, step) if smallest else (None, None)
     return WhatIf(
         base=base,
         cost_source=report.cost_source,
         sweeps={axis: sweep(job, axis, values, step) for axis, values in (vary or {}).items()},
-        smallest=smallest_that_fits(job, base.outside, step) if smallest else None,
+        smallest=any_memory,
+        smallest_on_device=on_device,
         worst=worst_table(planned, step) if worst else None,
         notes=report.notes,
     )
@@ -200,42 +207,50 @@ def sweep(job: Job, axis: str, values: Sequence[Any], step: Step = lambda what: 
     return tuple(_point(axis, value, AXES[axis](job, value), step) for value in values)
 
 
-def _point(axis: str, value: float, job: Job, step: Step) -> Point:
-    step(f"{axis} {value:,}")
+def _with_gpu(machine: Machine, gpu: str) -> Machine:
+    """As many of another model, with its own memory and links; a network between hosts that was given stays."""
+    own = {"memory_bytes": None, "memory_bytes_per_s": None, "intra_bytes_per_s": None}
+    return replace(machine, gpu=gpu.lower(), **own)
+
+
+def _point(axis: str, value: float | str, job: Job, step: Step) -> Point:
+    step(f"{axis} {value if isinstance(value, str) else format(value, ',')}")
     try:
         return Point.of(axis, value, job, job.plan().outline)
     except PlannerError as error:
         return Point.of(axis, value, job, None, " ".join(str(error).split()))
 
 
-def smallest_that_fits(job: Job, outside: int = 0, step: Step = lambda what: None) -> Point | None:
-    """The fewest ranks that the tables fit on: on one host while it has room for more, then on whole hosts.
+def smallest_that_fits(job: Job, step: Step = lambda what: None) -> tuple[Point | None, Point | None]:
+    """The fewest ranks that the tables fit on, be it with some in host memory, and the fewest whose device memory has
+    them all: on one host while it has room for more, then on whole hosts.
 
     Looked for by bisection, since what fits on some ranks fits on more of them but for the last few bytes; None where
     :data:`MAX_HOSTS` are too few.
 
     Args:
         job: with as many ranks per host as a host has room for.
-        outside: tables that may leave device memory.
         step: told of every plan.
     """
-    machines, tried = _machines(job.machine), {}
+    machines = _machines(job.machine)
 
-    def fits(index: int) -> bool:
-        machine = machines[index]
-        tried[index] = _point("ranks", machine.ranks, replace(job, machine=machine), step)
-        return tried[index].fits and tried[index].outside <= outside
+    @cache
+    def tried(index: int) -> Point:
+        return _point("ranks", machines[index].ranks, replace(job, machine=machines[index]), step)
 
-    low, high = -1, job.machine.ranks_per_host - 1  # low: does not fit
-    while not fits(high):
-        low = high
-        if high == len(machines) - 1:
-            return None
-        high = min(2 * high + 1, len(machines) - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return tried[high]
+    def smallest(fits: Callable[[Point], bool]) -> Point | None:
+        low, high = -1, job.machine.ranks_per_host - 1  # low: does not fit
+        while not fits(tried(high)):
+            low = high
+            if high == len(machines) - 1:
+                return None
+            high = min(2 * high + 1, len(machines) - 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(tried(middle)) else (middle, high)
+        return tried(high)
+
+    return smallest(lambda point: point.fits), smallest(lambda point: point.fits and not point.outside)
 
 
 def _machines(machine: Machine) -> list[Machine]:
