@@ -44,3 +44,7 @@ class MissingLibraryError(DreamShardError, ImportError):
 
 class TaskError(DreamShardError, ValueError):
     """A placement task is malformed: no devices, a table without rows, and the like."""
+
+
+class InputWarning(UserWarning):
+    """What was given can be planned with, and is hardly meant; names the table."""

@@ -33,7 +33,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
-from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
@@ -202,6 +202,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._best_plan = None
         try:
             self._session = self._read(module, sharders)
+            for text in self._session.doubtful:
+                warnings.warn(text, InputWarning, stacklevel=3)
             self._use(self._session)
             sharding_plan = self._search(module, sharders)
             self._result = self._concluded(self._session)

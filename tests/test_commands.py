@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
-from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes
+from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes, whole
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.workload.sketch import IdSketch
 
@@ -205,6 +205,8 @@ def test_mistakes_are_one_line_and_status_1(
         (("collect", "--out", "x.npz", "--device", "tpu"), "tpu"),
         (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
         (("plan", *SMALL, "--hbm", "80"), "80GiB"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "0", "--batch-size", "8"), "give one as 8192 or 1e6"),
         (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
         (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
         (("plan", *SMALL, "--out", "nowhere/x.json"), "nowhere"),
@@ -241,6 +243,8 @@ def test_planning_shows_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.Mon
 
 def test_sizes_and_rates_have_units() -> None:
     assert (size_bytes("80GB"), size_bytes("80 GiB"), size_bytes("1.5tb")) == (80 * 10**9, 80 * 2**30, 1.5 * 10**12)
+    assert (size_bytes("80G"), size_bytes("1.5 gi")) == (80 * 10**9, 1.5 * 2**30)
+    assert (whole("8192"), whole("1e6"), whole("1.5E3"), whole(7)) == (8192, 10**6, 1500, 7)
     assert (bytes_per_s("25GB/s"), bytes_per_s("200Gb/s"), bytes_per_s("200Gbps")) == (25e9, 25e9, 25e9)
     for text in ("80", "GB", "8..0GB", "80 sheep"):
         with pytest.raises(typer.BadParameter, match="80GiB"):
@@ -330,6 +334,25 @@ def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Pat
     changed = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "512", "--plan", plan)
     told = run("explain", *changed, "--statistics", statistics).stderr
     assert "note: plan.json was made from other inputs: batch size 256 -> 512" in told
+
+
+def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -> None:
+    tables, statistics = tmp_path / "tables.json", tmp_path / "statistics.json"
+    entries = [("odd", 1e3, 63), ("swapped", 64, 100_000), ("fine", 100, 64)]
+    listed = [{"name": name, "num_embeddings": rows, "embedding_dim": dim} for name, rows, dim in entries]
+    tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
+    TableStatistics({"fine": FeatureStatistics(4.0, ids=IdSketch.even(5000), batch_size=256)}).to_json(statistics)
+    job = ("--tables", str(tables), "--batch-size", "1e2", "--search-seconds", "0.1", "--statistics", str(statistics))
+    done = run("plan", *job, "--gpus", "2", "--gpu", "h100", "--format", "json")
+    told = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert len(told) == 3 and "'pooled.odd' has dim 63" in done.stderr and "multiple of 4" in done.stderr
+    assert "'pooled.swapped' has 64 rows of dim 100,000: perhaps these have changed places" in done.stderr
+    assert "'pooled.fine' has 100 rows, and statistics of its feature 'fine' count ids up to 4,999" in done.stderr
+    document = json.loads(done.stdout)
+    assert document["batch_size"] == 100 and "Warning" not in done.stderr
+    assert "dim 63" in " ".join(note["text"] for note in document["report"]["notes"])
+    on_cpu = run("plan", *job, "--ranks", "2", "--device", "cpu", "--memory", "64G", "--format", "json").stderr
+    assert "dim 63" not in on_cpu and "dim 100,000" in on_cpu
 
 
 def test_rules_of_the_command_line_are_kept() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, listed, ranks_of, size_bytes
+from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, listed, ranks_of, size_bytes, whole
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ TABLES = typer.Option(
     "shipped collection (mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
     metavar="SOURCE",
 )
-RANKS = typer.Option("--gpus", "--ranks", min=1, help="Ranks of each node.")
-BATCH_SIZE = typer.Option(min=1, help="Samples in the batch of one rank.")
+RANKS = typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node.")
+BATCH_SIZE = typer.Option(parser=whole, metavar="COUNT", help="Samples in the batch of one rank.")
 BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "search_seconds")
 """Options that may be given beside a plan, which says all else."""
 
@@ -40,7 +40,7 @@ class JobOptions:
     tables: Annotated[str, TABLES]
     gpus: Annotated[int, RANKS]
     batch_size: Annotated[int, BATCH_SIZE]
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1
+    nodes: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Hosts.")] = 1
     gpu: Annotated[
         str | None, typer.Option(help=f"Model of GPU, for its memory and bandwidths: {', '.join(GPUS)}.")
     ] = None
@@ -126,7 +126,9 @@ class JobOptions:
             "seed": self.seed,
             "search_seconds": self.search_seconds,
         }
-        return Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+        return _doubted(
+            Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
+        )
 
     def statistics_read(self) -> TableStatistics | None:
         """Those of the file that was given."""
@@ -200,7 +202,7 @@ class PlanOrJobOptions(JobOptions):
 
         job = job_of(saved, self.statistics_read())
         own = {name: getattr(self, name) for name in given - {"statistics"}}
-        return replace(job, settings={**job.settings, **own})
+        return _doubted(replace(job, settings={**job.settings, **own}))
 
 
 def load_plan(path: Path) -> SavedPlan:
@@ -217,6 +219,13 @@ def tell_other_statistics(saved: SavedPlan, job: Job, given: Path | None) -> Non
 
     if told := check_statistics(saved, job, given is not None):
         typer.echo(f"note: {told}", err=True)
+
+
+def _doubted(job: Job) -> Job:
+    """Tells on stderr what of a job is hardly meant."""
+    for text in job.doubtful:
+        typer.echo(f"note: {text}", err=True)
+    return job
 
 
 def _flag(name: str) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from enum import StrEnum
+from fractions import Fraction
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -69,9 +70,18 @@ MAX_RANKS = 2**20
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+def whole(text: str | int) -> int:
+    """``8192`` or ``1e6``, from 1."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)(?:e\+?(\d{1,2}))?\s*", str(text), re.IGNORECASE | re.ASCII)
+    value = Fraction(match[1]) * 10 ** int(match[2] or 0) if match else Fraction(0)
+    if value < 1 or value.denominator > 1:
+        raise typer.BadParameter(f"{text!r} is no whole number from 1: give one as 8192 or 1e6")
+    return int(value)
+
+
 def size_bytes(text: str) -> int:
-    """``80GB``, ``80GiB`` in bytes."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)b\s*", text, re.IGNORECASE)
+    """``80GB`` or ``80G``, ``80GiB`` or ``80Gi`` in bytes."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)b?\s*", text, re.IGNORECASE)
     if match is None or match[1].count(".") > 1:
         raise typer.BadParameter(f"{text!r} is no size: give one as 80GB or 80GiB")
     return round(float(match[1]) * UNITS[match[2].lower()])

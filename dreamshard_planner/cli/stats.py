@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
 from dreamshard_planner.cli.job import JobOptions, quiet
-from dreamshard_planner.cli.options import listed, output, takes
+from dreamshard_planner.cli.options import listed, output, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ app.add_typer(stats, name="stats")
 @command("dreamshard stats parquet day0.parquet --batch-size 8192 --out statistics.json", of=stats)
 def parquet(
     paths: Annotated[list[Path], typer.Argument(help="Files, or folders of .parquet files.")],
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in the batch of one rank.")],
+    batch_size: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Samples in the batch of one rank.")],
     out: Annotated[Path, output("Statistics to write, .json.")],
     features: Annotated[
         str | None,
         typer.Option(help="Columns, separated by commas, feature=column where names differ; default: lists of ids."),
     ] = None,
-    max_batches: Annotated[int | None, typer.Option(min=1, help="Stop after so many.")] = None,
+    max_batches: Annotated[int | None, typer.Option(parser=whole, metavar="COUNT", help="Stop after so many.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Count parquet files, one batch in memory at a time; needs pyarrow."""
@@ -77,9 +77,14 @@ class DiffOptions(JobOptions):
     """Of ``diff``: a job is wanted only where the gain of planning again is."""
 
     tables: Annotated[str | None, typer.Option(help="What to plan: also tells what planning again would gain.")] = None
-    gpus: Annotated[int, typer.Option("--gpus", "--ranks", min=1, help="Ranks of each node.")] = 8
+    gpus: Annotated[
+        int, typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node.")
+    ] = 8
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples in the batch of one rank; default: that of the statistics.")
+        int | None,
+        typer.Option(
+            parser=whole, metavar="COUNT", help="Samples in the batch of one rank; default: that of the statistics."
+        ),
     ] = None
 
 

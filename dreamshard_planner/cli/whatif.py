@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import PlanOrJobOptions, load_plan, tell_other_statistics
-from dreamshard_planner.cli.options import bytes_per_s, listed, size_bytes, takes
+from dreamshard_planner.cli.options import bytes_per_s, listed, size_bytes, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
@@ -19,16 +19,10 @@ if TYPE_CHECKING:
     from dreamshard_planner.offline.what_if import Point, WhatIf
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is no whole number from 1")
-    return int(text)
-
-
 AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "gpus": ("ranks", _whole),
-    "nodes": ("hosts", _whole),
-    "batch-size": ("batch_size", _whole),
+    "gpus": ("ranks", whole),
+    "nodes": ("hosts", whole),
+    "batch-size": ("batch_size", whole),
     "gpu": ("gpu", str),
     "hbm": ("memory_bytes", size_bytes),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),

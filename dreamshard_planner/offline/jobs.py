@@ -28,10 +28,11 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.errors import TaskError
+from dreamshard_planner.errors import InputWarning, TaskError
 from dreamshard_planner.offline.table_list import TableSpec, read_table_list
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.report import Report
+from dreamshard_planner.search_space.constraints import doubtful_inputs
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -115,6 +116,11 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`."""
 
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """Tables whose shape or ids are hardly meant, in words."""
+        return doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
+
     def planner(self) -> DreamShardPlanner:
         """A planner for the job."""
         reservation = None if self.reserve is None else FixedPercentageStorageReservation(self.reserve)
@@ -136,6 +142,7 @@ class Job:
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
+            warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`doubtful`
             planner = self.planner()
             plan = planner.plan(self.model.module, get_default_sharders())
         return PlannedJob(self, planner, plan, time.perf_counter() - start)

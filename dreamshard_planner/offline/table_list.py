@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS
@@ -33,10 +33,15 @@ def _one_of(choices: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _whole(value: Any) -> Any:
+    """``1e6``, which JSON has for a fraction."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 Kernels = Annotated[tuple[Annotated[str, _one_of(LISTED_KERNELS)], ...], Field(min_length=1)]
 ShardingTypes = Annotated[tuple[Annotated[str, _one_of(SHARDING_TYPES)], ...], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
-from dreamshard_planner.search_space.constraints import planning_constraints, unused_names
+from dreamshard_planner.search_space.constraints import doubtful_inputs, planning_constraints, unused_names
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
@@ -95,6 +95,8 @@ class PlanningSession:
     legal: LegalRanks | None
     """Where placement rules let tables lie; None without rules."""
     reservation: StorageReservation
+    doubtful: tuple[str, ...]
+    """Tables whose shape or ids are hardly meant, in words."""
     unused: tuple[str, ...]
     """What constraints and statistics name that the module does not have, in words."""
     wider: WiderSpace | None
@@ -122,6 +124,7 @@ class PlanningSession:
             PlannerError, StatisticsError: constraints, rules or statistics do not go with the module or topology.
         """
         check_topology(request.topology)
+        doubtful = doubtful_inputs(module, sharders, request.settings.statistics, request.topology.compute_device)
         unused = unused_names(module, sharders, request.constraints, request.settings.statistics)
         legal = _legal_ranks(request, module, sharders)
         constraints = _constraints(request, module, sharders, legal)
@@ -137,7 +140,7 @@ class PlanningSession:
             sharders=sharders,
             constraints=constraints,
         )
-        session = cls(request, context, left, legal, reservation, unused, None)
+        session = cls(request, context, left, legal, reservation, doubtful, unused, None)
         return session if beyond is None else replace(session, wider=session._wider(module, sharders, beyond))
 
     @property
@@ -171,7 +174,14 @@ class PlanningSession:
         told = self._told(model, plan, found, placed) if loaded is None else model.report(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
-            told = told.noting((*self._assumptions(plan), *noted("unused", self.unused), *noted("training", training)))
+            told = told.noting(
+                (
+                    *self._assumptions(plan),
+                    *noted("table", self.doubtful),
+                    *noted("unused", self.unused),
+                    *noted("training", training),
+                )
+            )
         return PlanResult(model, tuple(plan), told, self.wider)
 
     def _told(

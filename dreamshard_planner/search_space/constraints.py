@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 
@@ -33,6 +33,7 @@ from dreamshard_planner.search_space.modules import (
     ShardableTable,
     fused_params,
     per_feature,
+    remaps_ids,
     shardable_tables,
     table_configs,
 )
@@ -42,6 +43,11 @@ from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, some_of
 from dreamshard_planner.workload.statistics import TableStatistics
+
+DIM_STEP = 4
+"""FBGEMM's kernels read four columns at once."""
+MAX_MEANT_DIM = 8192
+"""More columns than embeddings have; rows and dim are taken to have changed places."""
 
 
 def planning_constraints(
@@ -170,6 +176,31 @@ def unused_names(
             raise refused(text)
         unused.append(text)
     return tuple(text for text in unused if text is not None)
+
+
+def doubtful_inputs(
+    module: nn.Module,
+    sharders: Iterable[ModuleSharder[nn.Module]],
+    statistics: TableStatistics | None,
+    compute_device: str,
+) -> tuple[str, ...]:
+    """Tables that can be planned and will hardly be trained so, in words: dims that kernels refuse or nobody means, and
+    ids in statistics that a table has no rows for. Known before anything is planned."""
+    found = []
+    for table in shardable_tables(module, sharders):
+        rows, dim = table.parameter.shape
+        if compute_device == "cuda" and dim % DIM_STEP:
+            found.append(f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}")
+        if dim > MAX_MEANT_DIM:
+            found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
+        for name in () if statistics is None or remaps_ids(table.module) else table.feature_names:
+            ids = statistics[name].ids if name in statistics else None
+            if ids is not None and ids.end > rows:
+                found.append(
+                    f"table {table.fqn!r} has {rows:,} rows, and statistics of its feature {name!r} count ids up to "
+                    f"{ids.end - 1:,}: they may be of another table, or FBGEMM reads row 0 instead"
+                )
+    return tuple(found)
 
 
 def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, ParameterConstraints]) -> None:
