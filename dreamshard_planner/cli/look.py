@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,9 @@ from dreamshard_planner.cli.options import DEFAULT_RECIPE, Device, RecipeOption
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
+
+UNLIMITED = 1e15
+"""Bytes per millisecond of a link that no measurement has filled."""
 
 
 @command("dreamshard doctor")
@@ -47,7 +51,45 @@ def info(
 ) -> None:
     """What a file holds and what it was made from; auto is the checkpoint that planning would take."""
     kind, document = _described(source, device.value, recipe.value)
-    show({"kind": kind, **document}, format, facts(document, f"{source}: {kind}"))
+    shown = _in_words(document) if kind == "checkpoint" else document
+    show({"kind": kind, **document}, format, facts(shown, f"{source}: {kind}"))
+
+
+def _in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What people ask of a checkpoint, with units; the JSON has the rest."""
+    hardware, validation, data = (checkpoint.get(name) or {} for name in ("hardware", "validation", "dataset"))
+    libraries = [f"{name} {hardware[name]}" for name in ("torch", "fbgemm", "torchrec", "python") if name in hardware]
+    told = {
+        "file": checkpoint.get("file"),
+        "taken because": checkpoint.get("why"),
+        "hardware": checkpoint.get("hardware_name") or hardware.get("name"),
+        "made with": ", ".join(libraries),
+        "created": checkpoint.get("created"),
+        "recipe": checkpoint.get("recipe"),
+        "measured": f"{data['sets']:,} sets of tables to learn from, {data['test_sets']:,} held out" if data else None,
+        "error": _error(validation.get("network_mape")),
+        "error of a linear model": _error(validation.get("linear_mape")),
+    }
+    over = validation.get("policy_over_rule") or {}
+    told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
+    fits = (checkpoint.get("collectives") or {}).get("fits", {})
+    told |= {operation: _collective(fit) for operation, fit in fits.items()}
+    return {name: text for name, text in told.items() if text}
+
+
+def _error(shares: Sequence[float] | None) -> str | None:
+    if not shares:
+        return None
+    forward, backward = shares
+    return f"{forward:.0%} forward, {backward:.0%} backward, on held-out sets of all kinds"
+
+
+def _collective(fit: dict[str, float]) -> str:
+    """A link without a limit that the measurements showed has 10^15 bytes per millisecond."""
+    rates = [(f"{fit[name] / 1e6:,.1f} GB/s {of}", fit[name]) for name, of in
+             (("bytes_per_ms", "of a rank"), ("shared_bytes_per_ms", "of all ranks")) if name in fit]  # fmt: skip
+    limits = ", ".join(text for text, rate in rates if rate < UNLIMITED)
+    return f"{fit['latency_ms']:.2f} ms and {limits or 'no limit'}; error {fit['relative_error']:.0%}"
 
 
 def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, Any]]:
