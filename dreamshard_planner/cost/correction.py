@@ -101,9 +101,7 @@ def check_corrections(given: Any) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(f"its corrections of {name} are no numbers") from error
         if rates_23.shape != (2, 3) or not bool((rates_23.isfinite() & (rates_23 >= least_3)).all()):
-            raise ValueError(
-                f"its corrections of {name} must be twice three finite numbers from {least_3.tolist()}"
-            )
+            raise ValueError(f"its corrections of {name} must be twice three finite numbers from {least_3.tolist()}")
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class RooflineCost(ComputeCost):
         )
 
 
-DENSE_PASSES = {"sgd": 6, "rowwise_adagrad": 7, "other": 14}
+DENSE_PASSES = {"sgd": 6, "rowwise_adagrad": 7, "adagrad": 14, "other": 14}
 """Times that a data-parallel table's size passes through memory beside its kernels, by optimizer: the gradient is
 zeroed, read and written into DDP's bucket, and read by an optimizer that reads and writes all weights; row-wise Adagrad
 reads it once more, and one with a state for every weight passes over that, and a temporary, eight times."""
