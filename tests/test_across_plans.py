@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Checkpoints cut for other plans without ranks: every value where it belongs, whole or not at all, in little memory.
 
-``tests/distributed/test_across_plans.py`` trains on what comes out.
+``tests/distributed/test_moved_training.py`` trains on what comes out.
 
 Shape letters: R rows, D dim.
 """

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A checkpoint loads under every other plan of its tables, and training goes on as if nothing had been moved.
 
-``pytest tests/distributed/test_across_plans.py --pairs 200`` tries more pairs of random plans of random models.
+``pytest tests/distributed/test_moved_training.py --pairs 200`` tries more pairs of random plans of random models.
 """
 
 from __future__ import annotations
