@@ -29,7 +29,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
+from dreamshard_planner import DreamShardPlanner, SavedPlan, attach_optimizers, load_across_plans, save_across_plans
 from dreamshard_planner.plans.plan_file import ShardPlace, TableSharding
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -88,6 +88,8 @@ class Moving:
     groups: bool = False
     """Learning rates are in the state dict."""
     output_dtensor: bool = False
+    attached: bool = False
+    """Replicas have the in-backward optimizer of their tables."""
 
     @property
     def samples(self) -> int:
@@ -141,6 +143,8 @@ class Job:
             plan=sharding_plan(moving, rank.world_size),
             sharders=sharders(self.case),
         )
+        if moving.attached:
+            attach_optimizers(self.model)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         replicated = {name: parameter for name, parameter in dense.items() if not name.startswith("top")}
         parts: list[Any] = [self.model.fused_optimizer]

@@ -94,6 +94,25 @@ def test_every_sharding_type_to_every_other(tmp_path: Path) -> None:
                 assert result.losses == pytest.approx(unmoved.losses[STEPS:], rel=1e-5), (optimizer, turn)
 
 
+def _attached_and_not(rank: Rank, folder: Path) -> dict[str, list[Result]]:
+    """From attached replicas to other shardings, and to replicas that the script's own optimizer trains."""
+    results = {}
+    for optimizer in OPTIMIZERS:
+        results[optimizer] = [train_and_save(rank, turned(0, optimizer, attached=True), folder / optimizer, False)]
+        for turn, attached in ((0, True), (4, True), (0, False)):
+            moving = turned(turn, optimizer, attached=attached)
+            results[optimizer].append(load_and_train(rank, moving, folder / optimizer))
+    return results
+
+
+def test_replicas_with_attached_optimizers_move_like_all_else(tmp_path: Path) -> None:
+    for optimizer, (unmoved, *moved) in run_on_ranks(_attached_and_not, tmp_path, world_size=2)[0].items():
+        before = turned(0, optimizer)
+        check(unmoved, reference(before, before))
+        for turn, result in zip((0, 4, 0), moved, strict=True):
+            check(result, reference(before, turned(turn, optimizer)))
+
+
 def random_plan(seed: int, ranks: int, optimizer: str, tables: Mapping[str, Mapping[str, TableSpec]]) -> Moving:
     generator = random.Random(f"{seed} {ranks} {optimizer}")
     hosts, plan = generator.choice([hosts for hosts in (1, 2) if ranks % hosts == 0]), {}
