@@ -32,8 +32,8 @@ GOOD, OTHER_SETS, DOUBT = 0.20, 10, 2.0
 FEW_SETS, ENOUGH_SETS = 6, 40
 """Of one optimizer: below the first a fit or a check tells nothing; from the second on, more sets change little."""
 LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
-"""Of the mean error, below which nothing is changed: levels drift from one hour to the next. The last is added where
-others had the core, by the share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
+"""Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
+have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
 _LEAST_SCALE = 0.1
 """Of the network's part, which knows what else there is than rows."""
 
@@ -171,8 +171,9 @@ def choose_corrections(
     for name, direction, at_X in _stages(check):
         error_CX = error_CX2[:, at_X, direction]
         gain_CX = error_CX[0].abs() - error_CX.abs()
-        good, few = float(error_CX[0].abs().mean()) <= GOOD, len(at_X) < FEW_SETS
-        least = (LEAST_GAIN_OF_GOOD if good else LEAST_GAIN) + BUSY_GAIN * others_share
+        before, few = float(error_CX[0].abs().mean()), len(at_X) < FEW_SETS
+        least = max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN
+        least += BUSY_GAIN * others_share
         certain_C = gain_CX.std(1, unbiased=False) * (math.inf if few else DOUBT / math.sqrt(len(at_X)))
         best = int(torch.where(gain_CX.mean(1) > certain_C.clamp_min(least), gain_CX.mean(1), 0.0).argmax())
         chosen[name][direction] = options[best][name][direction]
