@@ -33,7 +33,8 @@ FEW_SETS, ENOUGH_SETS = 6, 40
 """Of one optimizer: below the first a fit or a check tells nothing; from the second on, more sets change little."""
 LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
 """Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
-have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
+have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the
+share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
 _LEAST_SCALE = 0.1
 """Of the network's part, which knows what else there is than rows."""
 
