@@ -23,7 +23,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed import comm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -87,7 +87,6 @@ class Moving:
     ranks: int = 2
     groups: bool = False
     """Learning rates are in the state dict."""
-    output_dtensor: bool = False
     attached: bool = False
     """Replicas have the in-backward optimizer of their tables."""
 
@@ -136,9 +135,6 @@ class Job:
             apply_optimizer_in_backward(optimizer, getattr(model, module).parameters(), dict(settings))
         self.model = DistributedModelParallel(
             model,
-            env=ShardingEnv.from_process_group(dist.group.WORLD, output_dtensor=True)
-            if moving.output_dtensor
-            else None,
             device=rank.device,
             plan=sharding_plan(moving, rank.world_size),
             sharders=sharders(self.case),
