@@ -7,8 +7,11 @@ import copy
 import json
 
 import pytest
+import torch
 from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 
@@ -92,3 +95,29 @@ def test_ranks_and_plans_that_there_are_not() -> None:
     one.plan(model(), SHARDERS)
     with pytest.raises(PlannerError, match="there is no rank 2: the plan has ranks 0 to 1"):
         one.explain(2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "types", "remedy"),
+    [
+        (torch.optim.Adagrad, ["table_wise", "column_wise"], "min_partition=16) would gain"),
+        (RowWiseAdagrad, ["table_wise"], "leave only whole tables. A smaller table"),
+    ],
+)
+def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimizer, types, remedy: str) -> None:
+    tables = [table("hot", 100_000, 64), *(table(f"t{i}", 10_000, 32) for i in range(4))]
+    module = collection(*tables)
+    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
+    pooling = {config.feature_names[0]: FeatureStatistics(300.0 if config.name == "hot" else 2.0) for config in tables}
+    constraints = {"hot": ParameterConstraints(sharding_types=types)}
+    arguments = {"topology": topology(4), "statistics": TableStatistics(pooling), "constraints": constraints}
+    one = planner(**arguments)
+    one.plan(module, SHARDERS)
+    found = one.explain()
+    assert found.bottleneck == "hot" and remedy in found.headline
+    if "min_partition=16" in remedy:
+        gain_ms = max(entry.splitting.gain_ms for entry in found.tables if entry.table == "hot")
+        narrow = {"hot": ParameterConstraints(sharding_types=["column_wise"], min_partition=16)}
+        other = planner(**(arguments | {"constraints": narrow}))
+        other.plan(module, SHARDERS)
+        assert other.report().chosen.total_ms <= found.total_ms - gain_ms + 1e-6

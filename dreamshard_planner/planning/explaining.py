@@ -7,14 +7,21 @@ Shapes: D ranks, G fused groups, H latent channels, M kinds of memory, Y parts o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
+from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
@@ -23,7 +30,9 @@ from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.input_checks import available_bytes
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
-from dreamshard_planner.search_space.options import fqn_of, same_option
+from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.slices import NarrowSlices, narrower_slices
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
@@ -36,7 +45,7 @@ def explain(
     given: GivenPlans,
     rated: Rated,
     usable: Sequence[ShardingOption],
-    topology: Topology,
+    wider: WiderSpace | None = None,
     rank: int | None = None,
 ) -> Explanation:
     """Why a rank takes as long as it does.
@@ -46,12 +55,13 @@ def explain(
         given: the planned model's.
         rated: the plan.
         usable: options that tables may take instead.
-        topology: before the storage reservation.
+        wider: what exact training leaves out.
         rank: the slowest by default.
 
     Raises:
         PlannerError: there is no such rank.
     """
+    topology = context.topology
     ranks = topology.world_size
     device_ms_D = rated.costs.device_ms_BD[0]
     rank = int(device_ms_D.argmax()) if rank is None else rank
@@ -60,7 +70,8 @@ def explain(
     here = _Here.of(rated, rank)
     costliest = here.costliest()
     names = {rated.read.problem.names[table] for table in costliest[:MAX_TABLES]}
-    changes = _Changes(context.read(_with_alternatives(rated.options, usable, names), given.left), rated, context, rank)
+    others = _alternatives(context, rated.options, usable, names)
+    changes = _Changes(context.read([*rated.options, *others], given.left), rated, context, rank)
     tables = tuple(
         TableCost(
             table=rated.read.problem.names[table],
@@ -72,7 +83,10 @@ def explain(
         )
         for table in costliest[:MAX_TABLES]
     )
-    bottleneck, headline = _verdict(rated, here, rank, {entry.table: entry for entry in tables})
+    bottleneck, headline = _verdict(rated, here, rank)
+    if bottleneck is not None:
+        entry = next((entry for entry in tables if entry.table == bottleneck), None)
+        headline = f"{headline} {_remedy(entry, _why_whole(bottleneck, context, wider, others))}"
     return Explanation(
         rank=rank,
         headline=headline,
@@ -213,16 +227,21 @@ class _Changes:
         return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
 
 
-def _with_alternatives(
-    plan: Sequence[ShardingOption], usable: Sequence[ShardingOption], names: set[str]
+def _alternatives(
+    context: PlanningContext, plan: Sequence[ShardingOption], usable: Sequence[ShardingOption], names: set[str]
 ) -> list[ShardingOption]:
-    """The plan's options, and of some tables all others that they may take."""
-    chosen = {option.fqn: option for option in plan}
-    others = [option for option in usable if fqn_of(option) in names and not same_option(option, chosen[option.fqn])]
-    return [*plan, *others]
+    """Of some tables, by name, all options that they may take but the plan's, and narrower slices than any of these."""
+    others: list[ShardingOption] = []
+    for name, options in by_table(usable).items():
+        if name in names:
+            narrower = narrower_slices(options)
+            context.complete([*narrower])
+            others += [*options, *narrower]
+    chosen = {fqn_of(option): option for option in plan}
+    return [option for option in others if not same_option(option, chosen[fqn_of(option)])]
 
 
-def _verdict(rated: Rated, here: _Here, rank: int, tables: dict[str, TableCost]) -> tuple[str | None, str]:
+def _verdict(rated: Rated, here: _Here, rank: int) -> tuple[str | None, str]:
     """The table that is the bottleneck, if one is, and that in words."""
     device_ms_D, names = rated.costs.device_ms_BD[0], rated.read.problem.names
     own_ms, level_ms = float(device_ms_D[rank]), float(device_ms_D.mean())
@@ -238,8 +257,7 @@ def _verdict(rated: Rated, here: _Here, rank: int, tables: dict[str, TableCost])
     if len(device_ms_D) > 1 and alone_ms > level_ms and alone_ms > 0.5 * own_ms:
         return names[heaviest], (
             f"One table is the bottleneck: {share}, more than the {level_ms:.3f} ms that every rank would take if all "
-            f"were level, so moving other tables away from rank {rank} cannot make it level. "
-            f"{_remedy(tables, names[heaviest])}"
+            f"were level, so moving other tables away from rank {rank} cannot make it level."
         )
     return None, (
         f"No single table is the bottleneck: of rank {rank}'s {own_ms:.3f} ms, the heaviest {share}; ranks would take "
@@ -247,16 +265,34 @@ def _verdict(rated: Rated, here: _Here, rank: int, tables: dict[str, TableCost])
     )
 
 
-def _remedy(tables: dict[str, TableCost], name: str) -> str:
-    """What changing the table itself would gain."""
-    entry = tables.get(name)
-    changes = [] if entry is None else [change for change in (entry.splitting, entry.caching) if change is not None]
-    best = max(changes, key=lambda change: change.gain_ms, default=None)
-    if best is None:
-        return "It may not be split here; a smaller table, or fewer lookups, would help."
-    if best.gain_ms <= 0:
-        return "Neither splitting nor caching it would gain anything; a smaller table, or fewer lookups, would."
-    return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms."
+def _remedy(entry: TableCost | None, why_whole: str) -> str:
+    """What changing the table itself would gain, or why it can't be split."""
+    tried = {} if entry is None else {"splitting": entry.splitting, "caching": entry.caching}
+    changes = {what: change for what, change in tried.items() if change is not None}
+    best = max(changes.values(), key=lambda change: change.gain_ms, default=None)
+    if best is not None and best.gain_ms > 0:
+        return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms."
+    gains_nothing = f"{' and '.join(changes).capitalize()} it would gain nothing. " if changes else ""
+    whole = "" if "splitting" in changes else f"It is not split further: {why_whole}. "
+    return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help."
+
+
+def _why_whole(table: str, context: PlanningContext, wider: WiderSpace | None, others: Sequence[ShardingOption]) -> str:
+    """Why a table has no option of more parts that fits."""
+    name = table.rpartition(".")[2]
+
+    def splitting(constraints: Mapping[str, ParameterConstraints] | None) -> set[str]:
+        allowed = (constraints or {}).get(name, ParameterConstraints()).sharding_types or ()
+        return {kind for kind in allowed if SHARDING_TYPES[kind].splits_rows or SHARDING_TYPES[kind].splits_columns}
+
+    if any(fqn_of(option) == table and option.num_shards > 1 for option in others):
+        return "its parts find no room on other ranks"
+    if splitting(context.constraints):
+        return "it has too few rows and columns"
+    opened = set() if wider is None else splitting(wider.context.constraints)
+    if wider is not None and opened:
+        return f"{wider.opened_by} would allow {' or '.join(sorted(opened))}"
+    return "its sharding_types, those of its sharder, or TorchRec's defects leave only whole tables"
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:
@@ -278,7 +314,9 @@ def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ..
 def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
     option = read.problem.tables[table][sharding.options[table]]
     ranks = ranks_in_words(option.ranks(sharding.positions[table]))
-    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}"
+    enumerated = read.options[table][sharding.options[table]]
+    asked = f" (min_partition={enumerated.shards[0].size[1]})" if isinstance(enumerated, NarrowSlices) else ""
+    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}{asked}"
 
 
 def _group_label(option: ShardingOption) -> str:

@@ -48,6 +48,8 @@ class PlannedModel:
     """What plans are made from: digests of statistics and networks, which rating alone does without."""
     legal: LegalRanks | None
     """Where placement rules let tables lie; None without rules."""
+    wider: WiderSpace | None = None
+    """What exact training leaves out; None where that is nothing, or was not read."""
 
     @cached_property
     def inputs(self) -> PlanInputs:
@@ -132,9 +134,8 @@ class PlannedModel:
 
     def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
         """Why a rank of a plan, the slowest by default, takes as long as it does."""
-        topology = self.context.topology
-        usable = usable_options(self.search_space, topology.compute_device)
-        return explain(self.context, self._given, self.rated(plan), usable, topology, rank)
+        usable = usable_options(self.search_space, self.context.topology.compute_device)
+        return explain(self.context, self._given, self.rated(plan), usable, self.wider, rank)
 
 
 def _libraries() -> dict[str, str]:

@@ -151,7 +151,7 @@ class PlanningSession:
     def planned(self, search_space: Sequence[ShardingOption]) -> PlannedModel:
         """The module, by all its options."""
         inputs = self.request.made_from(search_space, self.reservation, self.context.reader).inputs
-        return PlannedModel(self.context, search_space, self.left, inputs, self.legal)
+        return PlannedModel(self.context, search_space, self.left, inputs, self.legal, self.wider)
 
     def result(
         self,

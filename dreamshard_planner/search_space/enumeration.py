@@ -12,7 +12,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torchrec.distributed.planner import shard_estimators
@@ -152,7 +152,7 @@ class EnumeratedOption(ShardingOption):
     TorchRec replaces and never changes in place. Enumerators and partitioners copy many of them."""
 
     @classmethod
-    def of(cls, option: ShardingOption) -> EnumeratedOption:
+    def of(cls, option: ShardingOption) -> Self:
         """``option`` with its own attributes, not copied."""
         result = cls.__new__(cls)
         vars(result).update(vars(option))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -28,6 +29,13 @@ class Halves(OwnSlices):
     """A table that TorchRec's default width leaves whole, in two."""
 
 
+class NarrowSlices(OwnSlices):
+    """Slices that only another ``min_partition`` allows."""
+
+
+S = TypeVar("S", bound=OwnSlices)
+
+
 def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnSlices]:
     """The option with two, four, ... slices merged into one, as long as at least two are left; a single slice in two,
     where nobody asked for a width. All slices stay equal.
@@ -39,13 +47,11 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
         option: TorchRec's.
         asked: tables, by name, whose constraints give a ``min_partition``.
     """
-    spec = type_of(option)
-    if spec.span != "rank" or not spec.splits_columns or isinstance(option.module[1], EmbeddingCollection):
+    if not may_be_sliced(option):
         return []
     if option.num_shards == 1:
-        half, rest = divmod(option.shards[0].size[1], 2)
-        whole = option.name in asked or rest or half < LEAST_HALF or half % COLUMNS_APART
-        return [] if whole else [_sliced(Halves, option, [half, half])]
+        width = option.shards[0].size[1]
+        return [_sliced(Halves, option, [width // 2] * 2)] if option.name not in asked and _halves_well(width) else []
     wider, merged = [], 2
     while 2 * merged <= option.num_shards:
         if option.num_shards % merged == 0:
@@ -56,9 +62,37 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
     return wider
 
 
-def _sliced(kind: type[OwnSlices], option: EnumeratedOption, widths: Sequence[int]) -> OwnSlices:
-    result = kind.of(option)
-    rows = option.shards[0].size[0]
+def narrower_slices(options: Sequence[ShardingOption]) -> list[NarrowSlices]:
+    """Slices of half the width, a quarter, ... of the narrowest that a table may have: what another ``min_partition``
+    would allow. Without estimates.
+
+    Args:
+        options: of one table.
+    """
+    sliced = [option for option in options if isinstance(option, EnumeratedOption) and may_be_sliced(option)]
+    if not sliced:
+        return []
+    narrowest = min(sliced, key=lambda option: option.shards[0].size[1])
+    columns, width = narrowest.tensor.shape[1], narrowest.shards[0].size[1]
+    made = []
+    while _halves_well(width):
+        width //= 2
+        made.append(_sliced(NarrowSlices, narrowest, [width] * (columns // width)))
+    return made
+
+
+def may_be_sliced(option: ShardingOption) -> bool:
+    """Whether slices of the option's table may have any width, and lie on any rank."""
+    spec = type_of(option)
+    return spec.span == "rank" and spec.splits_columns and not isinstance(option.module[1], EmbeddingCollection)
+
+
+def _halves_well(width: int) -> bool:
+    return width % (2 * COLUMNS_APART) == 0 and width // 2 >= LEAST_HALF
+
+
+def _sliced(kind: type[S], option: EnumeratedOption, widths: Sequence[int]) -> S:
+    result, rows = kind.of(option), option.shards[0].size[0]
     starts = accumulate(widths[:-1], initial=0)
     result.shards = [Shard([rows, width], [0, start]) for width, start in zip(widths, starts, strict=True)]
     return result
