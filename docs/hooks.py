@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What mkdocs can't do by itself: README's figures, chart and first lines on the landing page, and references to code in
-docstrings as code."""
+"""What mkdocs can't do by itself: README's figures, chart and first lines on the landing page, and references to code
+in docstrings as code."""
 
 from __future__ import annotations
 
