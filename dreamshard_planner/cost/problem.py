@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +66,7 @@ class Option:
     """One way to shard a table."""
 
     units: tuple[Unit, ...]
+    """All of one span."""
     sharding_type: str
     """TorchRec's name of it."""
     kernel: str = "fused"
@@ -143,6 +146,17 @@ class Problem:
         group = self.group_P.tolist()
         return [[group[option.units[0].parts[0]] for option in options] for options in self.tables]
 
+    def parts_of(self, table: int, option: int) -> np.ndarray:
+        """Parts of an option's units, in order, int64 [X]."""
+        key = table, option
+        if key not in self._parts_of:
+            self._parts_of[key] = np.array(self.tables[table][option].parts, dtype=np.int64)
+        return self._parts_of[key]
+
+    @cached_property
+    def _parts_of(self) -> dict[tuple[int, int], np.ndarray]:
+        return {}
+
     def group_of(self, table: int, option: int) -> int:
         """Fused group of an option's parts."""
         return self._group_of[table][option]
@@ -156,13 +170,15 @@ class Problem:
         themselves, and None for all parts in order."""
         if isinstance(plan, Tensor):
             return plan, None
-        ranks: list[int] = []
-        parts: list[int] = []
-        for table in range(self.num_tables) if tables is None else tables:
-            option = self.tables[table][plan.options[table]]
-            ranks += option.ranks(plan.positions[table])
-            parts += option.parts
-        return torch.tensor(ranks, dtype=torch.int64), torch.tensor(parts, dtype=torch.int64)
+        chosen = [(table, plan.options[table]) for table in (range(self.num_tables) if tables is None else tables)]
+        parts = [self.parts_of(table, option) for table, option in chosen]
+        places = [plan.positions[table] for table, _ in chosen]
+        span_T = np.array([self.tables[table][option].units[0].span for table, option in chosen], dtype=np.int64)
+        span_U = span_T.repeat([len(positions) for positions in places])
+        first_U = np.fromiter(chain.from_iterable(places), np.int64, len(span_U)) * span_U
+        # Each unit's ranks count up from its first; less how many parts all units before it have.
+        rank_X = np.repeat(first_U - (span_U.cumsum() - span_U), span_U) + np.arange(span_U.sum())
+        return torch.from_numpy(rank_X), torch.from_numpy(np.concatenate([*parts, np.empty(0, np.int64)]))
 
     def used_bytes(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
         """Memory taken on every rank, int64 [B, D, M], by parts (default: all) on these ranks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,33 +46,42 @@ def pinned_to(option: Option, unit: int, num_ranks: int) -> Tensor | None:
 def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
     """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
     each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
-    problem, single_P = cost.problem, cost.single_ms_P
+    problem = cost.problem
+    # In numpy, whose calls cost a third of torch's: there is one unit after the other.
+    single_P, storage_PM = cost.single_ms_P.numpy(), problem.storage_PM.numpy()
+    capacity_DM = problem.capacity_DM.numpy()
     chosen = [choices[option] for choices, option in zip(problem.tables, options, strict=True)]
     positions = [[0] * len(option.units) for option in chosen]
-    everywhere = [unit.parts for option in chosen if _is_everywhere(problem, option) for unit in option.units]
-    part_XD = torch.tensor(everywhere, dtype=torch.int64).view(-1, problem.num_ranks)
-    load_D, need_DM = single_P[part_XD].sum(0), problem.storage_PM[part_XD].sum(0)
-    if not bool(has_room(need_DM, problem.capacity_DM).all()):
+    load_D, need_DM = np.zeros(problem.num_ranks), np.zeros_like(capacity_DM)
+    wide = []
+    for table, option in enumerate(chosen):
+        span = option.units[0].span
+        if span == 1 and option.pinned is None:
+            continue
+        part_UL = problem.parts_of(table, options[table]).reshape(-1, span)
+        if _is_everywhere(problem, option):
+            load_D += single_P[part_UL].sum(0)
+            need_DM += storage_PM[part_UL].sum(0)
+            continue
+        heavy_U = single_P[part_UL].sum(1).tolist()
+        wide += [(option.pinned is None, -span, -heavy, table, unit) for unit, heavy in enumerate(heavy_U)]
+    if not has_room(need_DM, capacity_DM).all():
         return None
-    free_DM = problem.capacity_DM - need_DM
-    wide = sorted(
-        (option.pinned is None, -unit.span, -float(single_P[list(unit.parts)].sum()), table, index)
-        for table, option in enumerate(chosen)
-        for index, unit in enumerate(option.units)
-        if (unit.span > 1 or option.pinned is not None) and not _is_everywhere(problem, option)
-    )
-    for *_, table, index in wide:
+    free_DM = capacity_DM - need_DM
+    for *_, table, index in sorted(wide):
         unit = chosen[table].units[index]
-        part_L, free_NLM = torch.tensor(unit.parts), free_DM.view(-1, unit.span, free_DM.shape[1])
-        peak_N = (load_D.view(-1, unit.span) + single_P[part_L]).amax(-1)
-        allowed_N = pinned_to(chosen[table], index, problem.num_ranks)
-        position, found = best_position(peak_N, problem.storage_PM[part_L], free_NLM, allowed_N)
-        if not found:
+        need_LM, single_L = storage_PM[list(unit.parts)], single_P[list(unit.parts)]
+        free_NLM, load_NL = free_DM.reshape(-1, unit.span, free_DM.shape[1]), load_D.reshape(-1, unit.span)  # views
+        fits_N = has_room(need_LM, free_NLM).all(-1)
+        if chosen[table].pinned is not None:
+            fits_N &= np.arange(len(fits_N)) == chosen[table].pinned[index]
+        position = int(np.where(fits_N, (load_NL + single_L).max(1), np.inf).argmin())
+        if not fits_N[position]:
             return None
-        positions[table][index] = int(position)
-        load_D.view(-1, unit.span)[position] += single_P[part_L]
-        free_NLM[position] -= problem.storage_PM[part_L]
-    return Sharding(tuple(options), tuple(tuple(places) for places in positions))
+        positions[table][index] = position
+        load_NL[position] += single_L
+        free_NLM[position] -= need_LM
+    return Sharding(tuple(options), tuple(map(tuple, positions)))
 
 
 def _is_everywhere(problem: Problem, option: Option) -> bool:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,23 @@ class ShardingState(State):
         super().__init__(cost, *cost.problem.laid(sharding))
         self._unit, self._tables_per_step, self._rated_exactly = unit, tables_per_step, rated_exactly
         self.sharding, self._changes = sharding, 0
+        problem = self.problem
+        self._changeable_T = np.array([self._changeable(table) for table in range(problem.num_tables)])
+        self._burden_TD = np.full((problem.num_tables, problem.num_ranks), -np.inf)
+        """Milliseconds of each table's parts, each alone, on each rank; less than nothing where it has none."""
+        self._exchange_T = np.zeros(problem.num_tables)
+        """Milliseconds of exchange that each table adds."""
+        self._weigh(range(problem.num_tables))
+
+    def _weigh(self, tables: Sequence[int]) -> None:
+        """What some tables burden each rank and the exchanges with."""
+        problem, options = self.problem, self.sharding.options
+        rank_X, part_X = (laid_X.numpy() for laid_X in problem.laid(self.sharding, tables))
+        table_X = np.repeat(tables, [len(problem.parts_of(table, options[table])) for table in tables])
+        self._burden_TD[tables], self._exchange_T[tables] = -np.inf, 0.0
+        self._burden_TD[table_X, rank_X] = 0.0
+        np.add.at(self._burden_TD, (table_X, rank_X), self.cost.single_ms_P.numpy()[part_X])
+        np.add.at(self._exchange_T, table_X, problem.exchange_ms_P.numpy()[part_X])
 
     def _change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
         """Shard one table another way."""
@@ -58,6 +76,7 @@ class ShardingState(State):
             self.free_DM.index_add_(0, rank_X, self.problem.storage_PM[part_X], alpha=-sign)
             ranks.append(rank_X)
         self.sharding = after
+        self._weigh([table])
         self._changes += 1
         if self._changes >= REFRESH:
             super().__init__(self.cost, *self.problem.laid(after))
@@ -148,27 +167,17 @@ class ShardingState(State):
     def _tables_that_exchange(self) -> list[int]:
         """Tables that may change, those with the longest exchanges first."""
         exchange_P = self.problem.exchange_ms_P
-        return self._heaviest(exchange_P.tolist(), None) if bool(exchange_P.any()) else []
+        return self._heaviest(self._exchange_T) if bool(exchange_P.any()) else []
 
     def _tables_on_bottleneck(self) -> list[int]:
         """Tables that may change and have a part on the slowest rank, the heaviest there first."""
-        return self._heaviest(self.cost.single_ms_P.tolist(), self._bottleneck)
+        return self._heaviest(self._burden_TD[:, self._bottleneck])
 
-    def _heaviest(self, burden_P: Sequence[float], rank: int | None) -> list[int]:
-        """Of the tables that may change, those whose parts burden most, all together or on one rank."""
-        burden: dict[int, float] = {}
-        for table, (index, positions) in enumerate(zip(self.sharding.options, self.sharding.positions, strict=True)):
-            if not self._changeable(table):
-                continue
-            option = self.problem.tables[table][index]
-            placed = zip(option.units, positions, strict=True)
-            if rank is None:
-                parts = option.parts
-            else:
-                parts = [unit.parts[rank - at * unit.span] for unit, at in placed if rank in unit.ranks(at)]
-            if parts:
-                burden[table] = sum(burden_P[part] for part in parts)
-        return sorted(burden, key=lambda table: (-burden[table], table))[: self._tables_per_step]
+    def _heaviest(self, burden_T: np.ndarray) -> list[int]:
+        """Of the tables that may change, those that burden most."""
+        burden_T = np.where(self._changeable_T, burden_T, -np.inf)
+        order_T = np.argsort(-burden_T, kind="stable")[: self._tables_per_step]
+        return order_T[np.isfinite(burden_T[order_T])].tolist()
 
     def _changeable(self, table: int) -> bool:
         options = self.problem.tables[table]

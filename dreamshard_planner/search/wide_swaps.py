@@ -3,13 +3,15 @@
 
 A re-shard lays one table down where there is room; where all hosts are full, two tables have to change places.
 
-Shapes: Q pairs, 2 their places, L span, D ranks, G fused groups, C collectives, H latent channels, M kinds of memory.
+Shapes: Q pairs, 2 their places, W wide units, V those on the slowest rank, L span, D ranks, G fused groups,
+C collectives, H latent channels, M kinds of memory.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,30 +67,41 @@ def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
 
 
 def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, WideUnit]]:
+    """Pairs that would leave the lowest peak if costs added up."""
     problem, sharding = state.problem, state.sharding
-    units = [  # nothing that is pinned
-        WideUnit(table, index, position, unit)
-        for table, (option, positions) in enumerate(zip(sharding.options, sharding.positions, strict=True))
-        if problem.tables[table][option].pinned is None
-        for index, (unit, position) in enumerate(zip(problem.tables[table][option].units, positions, strict=True))
-        if 1 < unit.span < problem.num_ranks
+    wide = [  # nothing that is pinned
+        (table, option, problem.tables[table][option].units[0].span)
+        for table, option in enumerate(sharding.options)
+        if 1 < problem.tables[table][option].units[0].span < problem.num_ranks
+        and problem.tables[table][option].pinned is None
     ]
-    single_P, device_D = state.cost.single_ms_P.tolist(), state.device_ms_D.tolist()
-    heaviest = {unit: max(single_P[part] for part in unit.unit.parts) for unit in units}
-    slowest = {unit: max(device_D[rank] for rank in unit.ranks) for unit in units}
+    if not wide:
+        return []
+    single_P = state.cost.single_ms_P.numpy()
+    heaviest = [single_P[problem.parts_of(table, option)].reshape(-1, span).max(1) for table, option, span in wide]
+    heaviest_W = np.concatenate(heaviest)
+    position_W = np.array([at for table, *_ in wide for at in sharding.positions[table]])
+    counts = [len(units) for units in heaviest]
+    table_W, _, span_W = np.array(wide).repeat(counts, 0).T
+    slowest_W = np.zeros(len(table_W))
+    for span in np.unique(span_W):
+        same_W = span_W == span
+        slowest_W[same_W] = state.device_ms_D.view(-1, span).amax(-1).numpy()[position_W[same_W]]
 
-    def peak(here: WideUnit, there: WideUnit) -> float:
-        change = heaviest[there] - heaviest[here]
-        return max(slowest[here] + change, slowest[there] - change)
+    here_V = np.nonzero(rank // span_W == position_W)[0]
+    other_VW = (position_W != position_W[here_V, None]) & (table_W != table_W[here_V, None])
+    change_VW = heaviest_W - heaviest_W[here_V, None]
+    peak_VW = np.maximum(slowest_W[here_V, None] + change_VW, slowest_W - change_VW)
+    peak_Q = np.where(other_VW & (span_W == span_W[here_V, None]), peak_VW, np.inf).ravel()
+    best_Q = np.argsort(peak_Q, kind="stable")[:MAX_PAIRS]
 
-    pairs = [
-        (here, there)
-        for here in units
-        if rank in here.ranks
-        for there in units
-        if there.unit.span == here.unit.span and there.position != here.position and there.table != here.table
-    ]
-    return sorted(pairs, key=lambda pair: peak(*pair))[:MAX_PAIRS]
+    def unit(index: int) -> WideUnit:
+        table, nth = int(table_W[index]), int(index - np.searchsorted(table_W, table_W[index]))
+        option = problem.tables[table][sharding.options[table]]
+        return WideUnit(table, nth, int(position_W[index]), option.units[nth])
+
+    pairs = [divmod(int(pair), len(table_W)) for pair in best_Q[np.isfinite(peak_Q[best_Q])]]
+    return [(unit(here_V[here]), unit(there)) for here, there in pairs]
 
 
 def _rated(state: ShardingState, pairs: list[tuple[WideUnit, WideUnit]], unit: float) -> tuple[Tensor, Tensor]:
