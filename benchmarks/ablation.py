@@ -28,7 +28,9 @@ from rich.console import Console
 from rich.progress import track
 from torchrec.distributed.planner import Topology
 
-from bootstrap import mean_interval
+from common.bootstrap import mean_interval
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.timing import pinned
@@ -37,9 +39,7 @@ from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.policy.place import place
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.training import WITH_ROOM, TrainingConfig, pool_tables, priced_tasks, rated_ms
-from output import table_of, wide_console, write_result
-from placers import rule_starts
-from provenance import provenance
+from placements.placers import rule_starts
 
 SIZES = ((20, 2), (50, 8), (100, 16), (200, 32), (400, 64))
 """Tables and devices."""

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.reuse import draw_indices, rescale_reuse, reuse_histogram
-from output import table_of, wide_console, write_result
-from provenance import provenance
 
 FACTORS = (2, 8, 64)
 MOST_LOOKUPS = 3_000_000

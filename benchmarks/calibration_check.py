@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.correction import OPTIMIZERS
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
@@ -32,8 +34,6 @@ from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, processor_time, time_groups
 from dreamshard_planner.training import calibrate
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
-from output import table_of, wide_console, write_result
-from provenance import provenance
 
 SETS, REPEATS = 10, 3
 MAX_LOOKUP_ELEMENTS = 150e6

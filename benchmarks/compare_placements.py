@@ -15,7 +15,7 @@ On a machine with cores to spare, ``--part 0/2`` and ``--part 1/2``, each with a
 ``taskset`` on a core of its own, play half of the tasks each: the lines of one record, without its first, appended to
 the other make the whole.
 
-With ``--sharding-types table_wise,column_wise``, planners choose splits and ranks (``split_contests.py``,
+With ``--sharding-types table_wise,column_wise``, planners choose splits and ranks (``placements/split_contests.py``,
 ``split_placers.py``, ``split_referee.py``):
 
     python benchmarks/compare_placements.py --sharding-types table_wise,column_wise --tasks 60 --seed 1 \\
@@ -41,7 +41,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from contests import Part, draw_contests
+from common.output import named, wide_console
+from common.provenance import commit, provenance
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned, processor_time
@@ -49,13 +50,12 @@ from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig, refi
 from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW
-from output import named, wide_console
-from placement_summary import ANCHOR, draw_figure, print_summary
-from placers import Contest, Field
-from provenance import commit, provenance
-from split_contests import SplitContest, draw_split_contests
-from split_placers import SplitField
-from split_referee import play_splits, print_split_summary
+from placements.contests import Part, draw_contests
+from placements.placers import Contest, Field
+from placements.split_contests import SplitContest, draw_split_contests
+from placements.split_placers import SplitField
+from placements.split_referee import play_splits, print_split_summary
+from placements.summary import ANCHOR, draw_figure, print_summary
 
 STARTS = ("dreamshard", "policy", "torchrec", *HEURISTICS)
 """What the planner itself refines by measurement: rivals' plans are none of its business."""

@@ -34,7 +34,9 @@ from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
 
-from bootstrap import mean_interval
+from common.bootstrap import mean_interval
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
@@ -44,10 +46,8 @@ from dreamshard_planner.measure.collect import collect, draw_sets
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
-from output import table_of, wide_console, write_result
-from placers import best_scale
-from provenance import provenance
-from torchrec_estimates import torchrec_table_ms
+from placements.placers import best_scale
+from placements.torchrec_estimates import torchrec_table_ms
 
 DATA = Path(__file__).parent / "data"
 POOLS = ("meta_like_2021", "merlin_small", "broad")

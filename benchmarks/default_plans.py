@@ -32,14 +32,14 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from all_types.tasks import RANKS_PER_HOST, FullTask, random_tables
+from common.output import table_of
+from common.provenance import provenance
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.workload import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from full_search import SHARDERS, Contest, Made, append
-from full_search_tasks import RANKS_PER_HOST, FullTask, random_tables
-from output import table_of
-from provenance import provenance
 
 LOCAL_BATCH = 2048
 HOSTS = (1, 2)

@@ -31,6 +31,8 @@ from scipy.optimize import nnls
 from torch import Tensor
 from torchrec.distributed.planner import Topology
 
+from common.output import write_result
+from common.provenance import provenance
 from cost_accuracy import STAGES, errors
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
@@ -40,8 +42,6 @@ from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
-from output import write_result
-from provenance import provenance
 
 POOLS = ("meta_like_2021", "merlin_small", "wide")
 BATCH_SIZES = (64, 256, 1024, 4096)

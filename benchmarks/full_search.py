@@ -47,7 +47,10 @@ from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import Enumerator, PlannerError, Proposer, ShardingOption
 
-from column_halves import column_beam_plan
+from all_types.column_halves import column_beam_plan
+from all_types.summary import PLANNERS, Key, summarize
+from all_types.tasks import QUICK, SETTINGS, FullTask, tasks
+from common.provenance import commit, provenance
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.starts import JointOptions
@@ -56,9 +59,6 @@ from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
-from full_search_summary import PLANNERS, Key, summarize
-from full_search_tasks import QUICK, SETTINGS, FullTask, tasks
-from provenance import commit, provenance
 
 SHARDERS = [EmbeddingBagCollectionSharder()]
 RESERVED = 0.15

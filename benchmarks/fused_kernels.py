@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import pinned, time_groups
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, bin_mean_reuse
@@ -38,8 +40,6 @@ from dreamshard_planner.workload.tables import (
     Workload,
     workloads_of,
 )
-from output import table_of, wide_console, write_result
-from provenance import provenance
 
 MIN_ROWS = 1_000_000
 

@@ -27,6 +27,8 @@ from rich.progress import track
 from torch import Tensor
 from torchrec.distributed.planner import Topology
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.measure.kernels import Arena
@@ -37,8 +39,6 @@ from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig
 from dreamshard_planner.training import WITH_ROOM, PricedTask, TrainingConfig, pool_tables, priced_tasks, rated_ms
 from dreamshard_planner.workload.tables import Table
-from output import table_of, wide_console, write_result
-from provenance import provenance
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from common.output import named
+from common.provenance import ROOT, commit, provenance
 from dreamshard_planner.checkpoints.checkpoint import measured_name, shipped
 from dreamshard_planner.errors import CheckpointError, FileError
 from dreamshard_planner.support.files import check_writable, write_whole
-from output import named
-from provenance import ROOT, commit, provenance
 
 BENCHMARKS = Path(__file__).parent
 LOG_LINES = 40

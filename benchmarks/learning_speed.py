@@ -21,6 +21,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
@@ -38,8 +40,6 @@ from dreamshard_planner.policy.reinforce import (
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
 from dreamshard_planner.workload.tables import workloads_of
-from output import table_of, wide_console, write_result
-from provenance import provenance
 
 SHAPES = ((20, 2), (50, 4), (100, 4), (100, 8))
 """Tables and devices."""

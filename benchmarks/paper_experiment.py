@@ -36,17 +36,17 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
+from common.provenance import commit, provenance
 from compare_placements import play
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.support.progress import progress_bar
-from paper_experiment_models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
-from paper_experiment_results import held_out_errors, held_out_journal, held_out_placements, print_results
-from paper_experiment_setting import Half, Setting, halves
-from paper_experiment_training import measure_placements
-from placers import Contest, Field
-from provenance import commit, provenance
+from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
+from paper.results import held_out_errors, held_out_journal, held_out_placements, print_results
+from paper.setting import Half, Setting, halves
+from paper.training import measure_placements
+from placements.placers import Contest, Field
 
 SETTINGS = "20x4,40x4,60x4,80x4,100x4,40x8,80x8"
 STEPS = ("collect", "learn", "held-out", "test", "report")

@@ -26,12 +26,12 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
+from common.meta_model import feature_names, meta_collection
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import Table, workloads_of
-from meta_model import feature_names, meta_collection
-from output import table_of, wide_console, write_result
-from provenance import provenance
 
 BATCH_SIZE = 512
 SIZES = "20x2,100x8,300x32,1000x128,5000x1024"

@@ -46,14 +46,15 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dlrm import EveryTypeSharder, fill_tables, make_batches, make_model, scale_tables
-from dlrm_memory import memory_of_models
-from dlrm_node import Node
-from dlrm_options import OPTIMIZERS, Config, argument_parser
-from dlrm_planners import Planned, make_planners, plan_all
-from dlrm_results import Result
-from dlrm_steps import Trainee, train_side_by_side
-from dlrm_summary import print_table
+from common.output import wide_console, write_result
+from dlrm.memory import memory_of_models
+from dlrm.model import EveryTypeSharder, fill_tables, make_batches, make_model, scale_tables
+from dlrm.node import Node
+from dlrm.options import OPTIMIZERS, Config, argument_parser
+from dlrm.planners import Planned, make_planners, plan_all
+from dlrm.results import Result
+from dlrm.steps import Trainee, train_side_by_side
+from dlrm.summary import print_table
 from dreamshard_planner import DistributedModelParallel
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import available_bytes
@@ -62,7 +63,6 @@ from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import Table
-from output import wide_console, write_result
 
 BATCHES_KEPT = 16
 """Distinct batches; training goes round them, so that drawing data costs no time."""

@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from scipy.stats import kendalltau
 
-from output import table_of, wide_console
+from common.output import table_of, wide_console
 
 FORMULAS = {
     "max(f+b)": lambda forward_ND, backward_ND: (forward_ND + backward_ND).max(-1),

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from cost_accuracy import REPEATS, measure_rounds
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.correction import CorrectedCost, choose_corrections
@@ -31,9 +33,7 @@ from dreamshard_planner.cost.fit import LabelledSets, fit_cost_network, mape_2, 
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.training import MAX_SETS_PER_SECOND, TrainingConfig, pool_tables
-from output import table_of, wide_console, write_result
-from placers import best_scale
-from provenance import provenance
+from placements.placers import best_scale
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[CostDataset, CostDataset, CostDataset]:

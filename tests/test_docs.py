@@ -130,8 +130,8 @@ def _check_command(words: list[str], line: str) -> None:
                 return None
             target = target.replace(".", "/") + ".py"
         source = (ROOT / target).read_text()
-        for module in re.findall(r"^from (\w+_options) import", source, re.MULTILINE):
-            source += (ROOT / target).with_name(f"{module}.py").read_text()
+        for module in re.findall(r"^from (\w+)\.options import", source, re.MULTILINE):
+            source += (ROOT / target).with_name(module).joinpath("options.py").read_text()
         for word in rest:
             assert not word.startswith("--") or _has_option(source, word.partition("=")[0]), f"{word} in {line}"
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from placement_summary import summarize
+from placements.summary import summarize
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -19,11 +19,11 @@ from dreamshard_planner.policy.environment import OBSERVATIONS
 from dreamshard_planner.research.paper_network import PaperCostConfig, placement_labels, sent_bytes
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.training import TrainingConfig, pool_tables
+from paper.models import MaxOfTables, MeanOfTables, WithoutCosts
+from paper.results import by_kind, compared, pooled, strongest_rule
+from paper.setting import Setting, halves
+from paper.training import Published, labelled_placements, named_placement, train_published
 from paper_experiment import main
-from paper_experiment_models import MaxOfTables, MeanOfTables, WithoutCosts
-from paper_experiment_results import by_kind, compared, pooled, strongest_rule
-from paper_experiment_setting import Setting, halves
-from paper_experiment_training import Published, labelled_placements, named_placement, train_published
 
 
 def test_halves_share_no_table_and_are_those_of_the_shipped_training() -> None:

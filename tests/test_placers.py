@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from contests import draw_contests
-from placement_summary import ANCHOR, summarize
-from placers import Contest, Field
+from placements.contests import draw_contests
+from placements.placers import Contest, Field
+from placements.summary import ANCHOR, summarize
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

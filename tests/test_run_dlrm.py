@@ -16,12 +16,12 @@ import pytest
 import torch
 from torchrec.distributed.planner.types import Shard, Storage
 
-import dlrm
 import run_dlrm
 import step_formula
-from dlrm_memory import ModelMemory, memory_of_models
-from dlrm_options import Config
-from dlrm_results import ratio_interval
+from dlrm import model as dlrm
+from dlrm.memory import ModelMemory, memory_of_models
+from dlrm.options import Config
+from dlrm.results import ratio_interval
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import PATIENCE_SECONDS

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from beam import BeamConfig, beam_sharding
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import workloads_of
-from placers import Field
-from split_contests import HEAT, MAX_POOLING_FACTOR, SplitContest, SplitTask, draw_split_contests
-from split_placers import FREER, SplitField
-from split_referee import MeasuredShardings, SplitSearch
+from placements.beam import BeamConfig, beam_sharding
+from placements.placers import Field
+from placements.split_contests import HEAT, MAX_POOLING_FACTOR, SplitContest, SplitTask, draw_split_contests
+from placements.split_placers import FREER, SplitField
+from placements.split_referee import MeasuredShardings, SplitSearch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TYPES = ("table_wise", "column_wise")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from step_profile import DENSE, kind_of, profile_steps
+from dlrm.step_profile import DENSE, kind_of, profile_steps
 
 
 @pytest.mark.parametrize(

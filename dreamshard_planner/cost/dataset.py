@@ -277,14 +277,17 @@ class CostDataset:
         arrays = self._arrays()
         # A table comes in many sets with one histogram: store each histogram once.
         bins, index_S = np.unique(arrays.pop("reuse_histogram"), axis=0, return_inverse=True)
+        arrays |= {
+            "header": np.array(json.dumps(header)),
+            "histograms": bins,
+            "histogram_index": index_S.reshape(-1),
+        }
         content = io.BytesIO()
-        np.savez_compressed(
-            content,
-            header=np.array(json.dumps(header)),
-            histograms=bins,
-            histogram_index=index_S.reshape(-1),
-            **arrays,
-        )
+        # As numpy's own, which reads it, but for LZMA: a third smaller than what numpy writes.
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         write_whole(path, content.getvalue())
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -24,7 +25,7 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
-from dreamshard_planner.search_space.slices import wider_slices
+from dreamshard_planner.search_space.slices import own_slices
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -103,8 +104,10 @@ class PlanningContext:
             perf: estimator of perf where the cost source is ours.
         """
         estimators = [self._torchrec[0] if self._costs.takes_estimates else perf, self._torchrec[1]]
+        asked = {name for name, constraint in (self.constraints or {}).items() if constraint.min_partition}
+        variants = partial(own_slices, asked=asked)
         return FastEnumerator(
-            self.topology, batch_size, self.constraints, estimators, variants=wider_slices, prepare=self._prepare
+            self.topology, batch_size, self.constraints, estimators, variants=variants, prepare=self._prepare
         )
 
     def _prepare(self, option: ShardingOption) -> None:

@@ -13,6 +13,7 @@ from dreamshard_planner.planning.placing import NO_CAP, SearchBudget
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.sharding_types import TW
+from dreamshard_planner.search_space.slices import without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
 
@@ -58,7 +59,8 @@ class JointProposer(Proposer):
         """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel, or none of a
         type that the context's constraints leave it."""
         allowed = as_constrained(search_space, self._context.constraints or {})
-        self._options = usable_options(allowed, self._context.topology.compute_device)
+        usable = usable_options(allowed, self._context.topology.compute_device)
+        self._options = without_idle_halves(usable, self._context.topology.world_size)
         self.found, self._pending, self._table_wise = None, None, None
         if all(option.sharding_type == TW for option in self._options):
             self._table_wise = TableWiseProposer()

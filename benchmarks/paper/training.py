@@ -33,8 +33,8 @@ from dreamshard_planner.research.paper_network import PaperCostNetwork, PaperFit
 from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.research.recipes import PAPER_REINFORCE
 from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig
-from paper_experiment_setting import Half
-from placers import Contest
+from paper.setting import Half
+from placements.placers import Contest
 
 
 @dataclass(frozen=True, kw_only=True)

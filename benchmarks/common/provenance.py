@@ -15,7 +15,7 @@ import torch
 
 from dreamshard_planner.measure.hardware import describe_hardware
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

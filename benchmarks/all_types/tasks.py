@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
+from common.meta_model import meta_collection
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 from dreamshard_planner.workload import named_pool
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
-from meta_model import meta_collection
 
 SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
 """Sharding types of each setting: those that TorchRec's planner uses unasked, with and without data-parallel."""

@@ -21,13 +21,13 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_node import Node
-from dlrm_options import Config
+from dlrm.kernel_clock import KernelClock
+from dlrm.node import Node
+from dlrm.options import Config
+from dlrm.step_profile import profile_steps
 from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, processor_time, time_groups
-from kernel_clock import KernelClock
-from step_profile import profile_steps
 
 WARMUP_STEPS = 3
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dlrm import SIZES
+from dlrm.model import SIZES
 from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from full_search_tasks import SETTINGS, tasks
+from all_types.tasks import SETTINGS, tasks
 
 Key = tuple[str, str, str]
 """Task, setting, planner."""

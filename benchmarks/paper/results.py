@@ -18,18 +18,18 @@ from rich.table import Table as RichTable
 from scipy.stats import kendalltau
 from torch import Tensor
 
-from bootstrap import mean_interval
-from contests import BYTES_PER_MS
+from common.bootstrap import mean_interval
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.research.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from dreamshard_planner.search.heuristics import HEURISTICS
-from paper_experiment_models import FITS, Models
-from paper_experiment_setting import Half, Setting
-from paper_experiment_training import labelled_placements, named_placement
-from placers import best_scale
+from paper.models import FITS, Models
+from paper.setting import Half, Setting
+from paper.training import labelled_placements, named_placement
+from placements.contests import BYTES_PER_MS
+from placements.placers import best_scale
 
 Predict = Callable[[LabelledSets, Tensor], tuple[Tensor, Tensor]]
 """Sets and placements [N, D] as sets -> forward and backward milliseconds of the sets [X, 2], overall of the

@@ -18,8 +18,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.types import Partitioner, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_node import Node
-from dlrm_options import OURS, REFINED, SKEWED, Config
+from dlrm.node import Node
+from dlrm.options import OURS, REFINED, SKEWED, Config
 from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.search_space.sharding_types import DP

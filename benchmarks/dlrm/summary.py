@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dlrm_results import Result
-from output import table_of
+from common.output import table_of
+from dlrm.results import Result
 
 MAX_SPLITS_SHOWN = 3
 

@@ -25,6 +25,7 @@ from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
+from common.meta_model import meta_collection
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
@@ -41,10 +42,9 @@ from dreamshard_planner.search.exact import solve
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.workload.tables import Table
-from meta_model import meta_collection
-from torchrec_estimates import TorchRecCost, torchrec_table_ms
+from placements.torchrec_estimates import TorchRecCost, torchrec_table_ms
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 EXACT_SECONDS = 60.0
 """Far more than the solver takes for up to 100 tables on 8 devices, so that its plan does not depend on the clock."""
 

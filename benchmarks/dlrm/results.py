@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_node import Node
-from dlrm_options import Config
-from dlrm_planners import Planned
-from dlrm_steps import Trained
+from common.provenance import provenance
+from dlrm.node import Node
+from dlrm.options import Config
+from dlrm.planners import Planned
+from dlrm.steps import Trained
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.report import Report, ReportEntry
-from provenance import provenance
 
 
 @dataclass(frozen=True)

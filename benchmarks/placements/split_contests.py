@@ -25,7 +25,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from contests import draw_contests, least_capacity_bytes
+from common.meta_model import feature_names, meta_collection
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.problem import Sharding
@@ -41,7 +41,7 @@ from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
-from meta_model import feature_names, meta_collection
+from placements.contests import draw_contests, least_capacity_bytes
 
 HEAT = (1.5, 4.0)
 """What a hot table costs, by the linear cost, over the mean of the ranks."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
-from beam import Beam, BeamConfig
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search_space.enumeration import EnumeratedOption
 from dreamshard_planner.search_space.sharding_types import CW, TW
+from placements.beam import Beam, BeamConfig
 
 HALVES = BeamConfig(alone=True)
 SMALLEST_WIDTH = 4

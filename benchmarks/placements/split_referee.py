@@ -20,16 +20,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from common.provenance import commit
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.search_space.sharding_types import TW
-from placement_summary import ANCHOR, print_table, summarize
-from provenance import commit
-from split_contests import SplitContest, SplitTask
-from split_placers import WHOLE, SplitField
+from placements.split_contests import SplitContest, SplitTask
+from placements.split_placers import WHOLE, SplitField
+from placements.summary import ANCHOR, print_table, summarize
 
 BEST_WHOLE = "best_whole"
 """The better one of the plans that split nothing, in summaries."""

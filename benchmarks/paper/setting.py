@@ -14,14 +14,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from contests import BYTES_PER_MS
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.policy.tasks import Task, problem_of
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import Table, Workload, workloads_of
-from placers import Contest
+from placements.contests import BYTES_PER_MS
+from placements.placers import Contest
 
 POOL = "meta_like_2021"
 MEMORY_BYTES = 5e9

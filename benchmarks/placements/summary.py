@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from bootstrap import mean_interval
-from output import table_of
+from common.bootstrap import mean_interval
+from common.output import table_of
 
 ANCHOR = "torchrec"
 """What ratios refer to: TorchRec's plan with true pooling factors."""

@@ -18,10 +18,10 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from common.meta_model import feature_names, meta_collection
 from dreamshard_planner.measure.kernels import draw_inputs
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
-from meta_model import feature_names, meta_collection
 
 DENSE_FEATURES = 13  # Criteo's
 SIZES = {"small": ((128,), (128, 1)), "mlperf": ((512, 256), (1024, 1024, 512, 256, 1))}

@@ -20,7 +20,7 @@ from dreamshard_planner.search.exact import solve
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import workloads_of
-from placers import EXACT_SECONDS, Contest
+from placements.placers import EXACT_SECONDS, Contest
 
 POOLS = ("meta_like_2021", "merlin_medium", "mlperf_dlrm_dcnv2")
 FILLED = 0.95

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from contests import BYTES_PER_MS
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
@@ -28,9 +27,10 @@ from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyCon
 from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES
-from paper_experiment_setting import Half, Setting
-from paper_experiment_training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published
-from placers import Contest
+from paper.setting import Half, Setting
+from paper.training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published
+from placements.contests import BYTES_PER_MS
+from placements.placers import Contest
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 
-from beam import beam_sharding
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.joint import DEFAULT_JOINT, joint_search
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.sharding_types import TW
-from placers import Field
-from split_contests import SameStorage, SplitTask
+from placements.beam import beam_sharding
+from placements.placers import Field
+from placements.split_contests import SameStorage, SplitTask
 
 SplitPlacer = Callable[[SplitTask], Sharding | None]
 
