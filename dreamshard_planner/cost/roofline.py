@@ -106,9 +106,10 @@ class RooflineCost(ComputeCost):
         return CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, nothing measured")
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 8]: count; milliseconds of forward and backward without launches and repeated reads; milliseconds that
+        """[S, 9]: count; milliseconds of forward and backward without launches and repeated reads; milliseconds that
         prefetching takes the link to the host beside these; and for the reads of a row after its first, in the forward
-        and in the backward, bytes that the cache would have to hold and milliseconds out of memory."""
+        and in the backward, bytes that the cache would have to hold and milliseconds out of memory; and how many have a
+        backward, which those that only serve have not."""
 
         def column(name: str) -> Tensor:
             return features_SF[:, FEATURE_INDEX[name]].double()
@@ -144,8 +145,9 @@ class RooflineCost(ComputeCost):
             + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6)
         )
         again = (gradient_reads - outputs).clamp_min(0) * backward_ms
-        count = torch.ones_like(forward)
-        return torch.stack([count, forward, backward, ahead, first_reads, repeats * forward_ms, outputs, again], dim=-1)
+        count, trained = torch.ones_like(forward), 1 - column("served")
+        columns = [count, forward, backward * trained, ahead, first_reads, repeats * forward_ms, outputs]
+        return torch.stack([*columns, again * trained, trained], dim=-1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. Reads of a row after its first
@@ -154,13 +156,14 @@ class RooflineCost(ComputeCost):
         the step, which hides more of it, is not known here. What sticks out delays the forward."""
         kernels = self.kernels
         launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
-        held_X2, again_X2 = latent_XH[..., 4::2], latent_XH[..., 5::2]
+        held_X2, again_X2 = latent_XH[..., 4:8:2], latent_XH[..., 5:8:2]
         if math.isinf(self.cache_bytes):
             slowed_X2 = torch.full_like(again_X2, 1 / kernels.cache_speedup)
         else:
             hit_X2 = (self.cache_bytes / held_X2.clamp_min(1.0)).clamp_max(1.0)
             slowed_X2 = 1 - hit_X2 * (1 - 1 / kernels.cache_speedup)
-        kernels_X2 = latent_XH[..., 1:3] + launch_2 + again_X2 * slowed_X2
+        launched_X2 = (latent_XH[..., [0, 8]] > 0) * launch_2
+        kernels_X2 = latent_XH[..., 1:3] + launched_X2 + again_X2 * slowed_X2
         out_X = (latent_XH[..., 3] - kernels_X2.sum(-1)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)

@@ -16,7 +16,7 @@ from dreamshard_planner.devices import GPUS, Machine
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
-from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
+from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.fingerprint import digest
@@ -40,9 +40,14 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         statistics: over those that its file holds.
 
     Raises:
-        PlanError: its ranks are not spread over hosts evenly.
+        PlanError: its ranks are not spread over hosts evenly, or it has quantized tables.
     """
     inputs, settings = saved.inputs, saved.inputs.settings
+    if served := next((name for name, table in inputs.tables.items() if table.optimizer == NO_OPTIMIZER), None):
+        raise PlanError(
+            f"{saved.name}: table {served!r} is quantized, and lists of tables, which this file would be read as, hold "
+            "tables that are trained: ask the planner of the model itself (planner.explain, planner.report)"
+        )
     tables = {path: [_spec(saved, path, name) for name in of_module] for path, of_module in saved.sharding.items()}
     model = OfflineModel.of_modules(
         tables,

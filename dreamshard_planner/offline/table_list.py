@@ -21,7 +21,7 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual)
+LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
 
 def _one_of(choices: Collection[str]) -> AfterValidator:

@@ -14,8 +14,8 @@ from torchrec.distributed.planner.types import CollectiveType, ShardingOption, T
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, fits_of
-from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras
+from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, OPERATIONS, CollectiveModel, fits_of
+from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras, WithServing
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
@@ -24,6 +24,7 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.workload.features import FEATURE_INDEX
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """Exchanges that cost nothing of their own."""
@@ -51,6 +52,8 @@ class NetworkCosts:
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """The cost of a problem's shardings."""
         problem = read.problem
+        if bool((problem.features_PF[:, FEATURE_INDEX["served"]] > 0).any()):
+            compute = WithServing.of(compute, RooflineCost.of_topology(self.topology), problem.features_PF)
         if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
             return Cost(problem, compute)
         dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
@@ -128,6 +131,19 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
         host_reduce_scatter=of_host["reduce_scatter"] or given_host,
         host_all_gather=of_host["all_gather"] or given_host,
         across=CollectiveModel(max(1, world_size // host), between, source=_given(between)),
+        all_to_one=_all_to_one(world_size, host, inside, between),
+    )
+
+
+def _all_to_one(ranks: int, host: int, inside: float, between: float) -> CollectiveModel:
+    """What all ranks send to one, over its link to those of its host and over that to other hosts, one after the other;
+    all are taken to send alike, itself among them."""
+    if ranks == 1:
+        return CollectiveModel(1, inside, source=_given(inside))
+    ms_per_byte = ((host - 1) / inside + (ranks - host) / between) / ranks
+    # Of two ends, so that nothing counts but the bytes of all ranks together.
+    return CollectiveModel(
+        2, MAX_BYTES_PER_MS, source=_given(inside if host > 1 else between), shared_bytes_per_ms=1 / ms_per_byte
     )
 
 

@@ -94,6 +94,9 @@ class TableSharding:
         return f"{sharding_in_words(self.sharding_type, self.kernel)}{cached} on {ranks}"
 
 
+NO_OPTIMIZER = "none"
+
+
 @dataclass(frozen=True)
 class TableInputs:
     """A table as the model declared it."""
@@ -108,7 +111,7 @@ class TableInputs:
     """``sum``, ``mean``, or ``none`` for sequences."""
     weighted: bool
     optimizer: str
-    """FBGEMM's name of the in-backward optimizer."""
+    """FBGEMM's name of the in-backward optimizer; :data:`NO_OPTIMIZER` where the table is quantized and only served."""
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.dim < 0:

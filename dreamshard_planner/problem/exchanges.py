@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel
+from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
@@ -34,6 +36,8 @@ class Links:
     host_all_gather: CollectiveModel
     across: CollectiveModel
     """An all-to-all between the ranks of the same place on every host."""
+    all_to_one: CollectiveModel
+    """From all ranks to one, of what all of them send together."""
 
     def model(self, operation: str | None, over: str) -> CollectiveModel | None:
         """Of an exchange of a sharding type; None where there is none."""
@@ -50,6 +54,9 @@ def exchanges_of(
     name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
     world, host = topology.world_size, topology.intra_group_size
     output_bytes = workload.output_elements * element_bytes
+    if serves(option.compute_kernel):
+        yield Collective(f"{name} all-to-one", "world", links.all_to_one, None), output_bytes
+        return
     exchanges = spec.exchanges_of(option.is_pooled)
     if option.dependency and host > 1 and not spec.is_replicated:
         # Between hosts a tower exchanges what it makes of its embeddings, here taken to be as much.
@@ -69,6 +76,8 @@ def exchanges_of(
 def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None) -> float:
     """Of one output element on the wire, mean over forward and backward: what the sharder quantizes to, else the
     kernel's output."""
+    if serves(option.compute_kernel):
+        return getattr(option.module[1], "output_dtype", lambda: torch.float)().itemsize
     if not option.is_pooled:
         operation = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
     elif type_of(option).exchanges[0].forward == "reduce_scatter":

@@ -57,7 +57,9 @@ class Parts:
         for shard in option.shards:
             key = _alike(shard, whole, with_storage)
             if key not in row_of:
-                workload = whole.part(*shard.size, shard.offset[0])
+                # Columns of a quantized table's tensor may be bytes.
+                columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])
+                workload = whole.part(shard.size[0], columns, shard.offset[0])
                 row_of[key] = self._add_part(option, table, shard, workload, group, exchanges(workload))
             rows.append(row_of[key])
         return rows

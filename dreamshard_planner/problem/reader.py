@@ -28,6 +28,7 @@ from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.table_reader import TableReader
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs
+from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.legality import known_kernels
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
@@ -125,10 +126,13 @@ class OptionReader(TableReader):
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:
         """What each option's *whole* table asks for, at the batch that its kernels see: the local batch of
-        data-parallel ranks, the batch of all ranks elsewhere. With index dedup, each rank's batch asks for a row once.
+        data-parallel ranks, one batch of quantized tables, which all ranks serve together, the batch of all ranks
+        elsewhere. With index dedup, each rank's batch asks for a row once.
         """
         tables = [self.table(option, topology) for option in options]
-        ranks = [num_ranks(type_of(option).batch, topology) for option in options]
+        ranks = [
+            1 if serves(option.compute_kernel) else num_ranks(type_of(option).batch, topology) for option in options
+        ]
         sizes = [option.batch_size * count for option, count in zip(options, ranks, strict=True)]
         workloads = self._whole(list(zip(tables, sizes, strict=True)))
         deduped = [index for index, option in enumerate(options) if self._dedups(option)]

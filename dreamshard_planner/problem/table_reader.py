@@ -14,12 +14,15 @@ from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
+from torchrec.types import DataType
 
-from dreamshard_planner.plans.plan_file import TableInputs
+from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, TableInputs
 from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.kernels import CACHING, memory_of
+from dreamshard_planner.search_space.kernels import CACHING, memory_of, serves
 from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.search_space.modules import (
+    Quantized,
     brings_optimizer,
     fused_params,
     per_feature,
@@ -30,6 +33,15 @@ from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table, costed_optimizer
+
+SCALE_BYTES = 4
+"""Of the scale and the bias of a quantized row, of 16 bits each."""
+
+
+def quantized_bytes(data_type: DataType, dim: int) -> float:
+    """Bytes of one weight of a quantized table, with its share of the row's scale and bias."""
+    bits = DATA_TYPE_NUM_BITS[data_type]
+    return bits / 8 + (SCALE_BYTES / dim if bits <= 8 else 0)
 
 
 class TableReader:
@@ -73,6 +85,7 @@ class TableReader:
             optimizer_name(option.tensor, self._fused_params(option)),
             self._optimizers_attached,
             replicas_follow(option.tensor, self._fused_params(option), option.module[1]),
+            Quantized.of(option.module[1], self._sharder(option), option.tensor, self._config(option)),
         )
 
     def in_backward(self, option: ShardingOption) -> bool:
@@ -110,8 +123,13 @@ class TableReader:
             features=tuple(self._feature_names(option)),
             pooling=pooling if option.is_pooled else "none",
             weighted=self._module_is_weighted(option.module[1]),
-            optimizer=optimizer_name(option.tensor, self._fused_params(option)),
+            optimizer=self._optimizer(option),
         )
+
+    def _optimizer(self, option: ShardingOption) -> str:
+        if serves(option.compute_kernel):
+            return NO_OPTIMIZER
+        return optimizer_name(option.tensor, self._fused_params(option))
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Features of the option's table; unnamed ones where the module has no configs."""
@@ -156,6 +174,11 @@ class TableReader:
                 )
             features.append(feature)
         rows, dim = option.tensor.shape
+        weight_bytes: float = option.tensor.element_size()
+        if is_served := serves(option.compute_kernel):
+            config = self._config(option)
+            dim = config.embedding_dim
+            weight_bytes = quantized_bytes(config.data_type, dim)
         on_host = topology.compute_device == "cpu"
         load_factor = option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
         return Table(
@@ -164,13 +187,14 @@ class TableReader:
             dim=max(1, dim),
             features=tuple(features),
             output_share=sum(shares) / count,
-            weight_bytes=option.tensor.element_size(),
+            weight_bytes=weight_bytes,
             pooled=option.is_pooled,
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
-            optimizer=costed_optimizer(optimizer_name(option.tensor, self._fused_params(option))),
+            optimizer="sgd" if is_served else costed_optimizer(self._optimizer(option)),
             memory="device" if on_host else memory_of(option.compute_kernel),
             cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
+            served=is_served,
         )
 
     def _prefetches(self, option: ShardingOption) -> bool:

@@ -9,6 +9,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from torch import nn
+from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import (
     GUARDED_COMPUTE_KERNELS,
     GUARDED_SHARDING_TYPES_FOR_FP_MODULES,
@@ -18,7 +19,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE
+from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE, serves
 from dreamshard_planner.search_space.legality import (
     MIXED_MEAN,
     Situation,
@@ -30,6 +31,7 @@ from dreamshard_planner.search_space.legality import (
     without_mixed_means,
 )
 from dreamshard_planner.search_space.modules import (
+    Quantized,
     ShardableTable,
     fused_params,
     per_feature,
@@ -189,6 +191,7 @@ def doubtful_inputs(
     found = []
     for table in shardable_tables(module, sharders):
         rows, dim = table.parameter.shape
+        dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
         if compute_device == "cuda" and dim % DIM_STEP:
             found.append(f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}")
         if dim > MAX_MEANT_DIM:
@@ -248,18 +251,21 @@ def _usable_kernels(
             f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers no sharding type on "
             f"{compute_device}"
         )
-    if not offered & KERNELS.keys():
+    # A sharder of trained tables that offers a kernel of quantized ones, or the other way round, cannot mean it.
+    quantized = isinstance(sharder, BaseQuantEmbeddingSharder)
+    known = {kernel for kernel in offered & KERNELS.keys() if serves(kernel) == quantized}
+    if not known:
         raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
-            f"others on {compute_device}, and DreamShardPlanner knows what training costs, with "
-            f"{sorted(KERNELS)}. Plan this module with TorchRec's planner."
+            f"others on {compute_device}, and DreamShardPlanner knows the costs of {sorted(KERNELS)}. Plan this module "
+            "with TorchRec's planner."
         )
     named = constraint.compute_kernels
     if not named:
-        known = {kernel for kernel in offered & KERNELS.keys() if not KERNELS[kernel].store}
-        return None if known == offered - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(known)
+        unasked = {kernel for kernel in known if not KERNELS[kernel].store}
+        return None if unasked == offered - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(unasked)
     usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != KEY_VALUE}
-    if not usable & offered:
+    if not usable & known:
         why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
         raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "
@@ -341,6 +347,7 @@ def allowed_types(
         optimizer_name(table.parameter, given),
         optimizers_attached,
         replicas_follow(table.parameter, given, table.module),
+        Quantized.of(table.module, table.sharder, table.parameter, table.config),
     )
     processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
     for kind in sorted(wanted - left_out.keys()):

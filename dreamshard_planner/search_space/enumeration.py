@@ -30,6 +30,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import fqn_of, refused
 
 
@@ -109,14 +110,28 @@ def _quick(estimator: ShardEstimator) -> ShardEstimator:
     return result
 
 
+class TrainedOrServed(ShardEstimator):
+    """One estimator for tables that are trained, another for quantized ones."""
+
+    def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
+        self._trained, self._served = trained, served
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
+        quantized = [option for option in sharding_options if serves(option.compute_kernel)]
+        self._trained.estimate([o for o in sharding_options if not serves(o.compute_kernel)], *args, **kwargs)
+        if quantized:
+            self._served.estimate(quantized, *args, **kwargs)
+
+
 def torchrec_estimators(
     topology: Topology, constraints: dict[str, ParameterConstraints] | None = None
 ) -> list[ShardEstimator]:
-    """The estimators of perf and of storage that the installed ``EmbeddingEnumerator`` makes, faster."""
-    return [
-        OncePerSize(estimator)
-        for estimator in EmbeddingEnumerator(topology, batch_size=1, constraints=constraints)._estimators
-    ]
+    """The estimators of perf and of storage that the installed ``EmbeddingEnumerator`` makes, faster; quantized tables
+    have TorchRec's perf of inference."""
+    perf, storage = EmbeddingEnumerator(topology, batch_size=1, constraints=constraints)._estimators
+    served = type(perf)(topology=topology, constraints=constraints, is_inference=True)
+    return [TrainedOrServed(OncePerSize(perf), OncePerSize(served)), OncePerSize(storage)]
 
 
 def estimate_all(

@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""FBGEMM's training kernels by TorchRec's names, one row each; for others, those of inference among them, there is no
-cost. Read everywhere, also before torch is imported: this module imports nothing."""
+"""FBGEMM's kernels by TorchRec's names, one row each; for others there is no cost. Read everywhere, also before torch
+is imported: this module imports nothing."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Kernel:
     kernel only where a constraint names it."""
     virtual: bool = False
     """Whether the table's config must ask for a table that grows with its ids, so that a list of tables cannot."""
+    serves: bool = False
+    """Whether it serves quantized tables: they are read, and never trained."""
 
     @property
     def on_device(self) -> bool:
@@ -27,7 +29,7 @@ class Kernel:
         return self.memory == "device"
 
 
-FUSED, CACHING, DENSE, KEY_VALUE = "fused", "fused_uvm_caching", "dense", "key_value"
+FUSED, CACHING, DENSE, KEY_VALUE, QUANT = "fused", "fused_uvm_caching", "dense", "key_value", "quant"
 
 KERNELS = {
     FUSED: Kernel("device"),
@@ -38,8 +40,12 @@ KERNELS = {
     "ssd_virtual_table": Kernel("ssd", store=True, virtual=True),
     "dram_virtual_table": Kernel("uvm", store=True, virtual=True),
     "dram_ssd_virtual_table": Kernel("ssd", store=True, virtual=True),
+    QUANT: Kernel("device", serves=True),
+    "quant_uvm_caching": Kernel("uvm_caching", serves=True),
+    "quant_uvm": Kernel("uvm", serves=True),
 }
-FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense)
+FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense and not kernel.serves)
+SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 
 def memory_of(name: str) -> str:
@@ -48,8 +54,14 @@ def memory_of(name: str) -> str:
 
 
 def fuses_as(name: str) -> str:
-    """What TorchRec groups tables by: wherever their weights live, fused kernels are one."""
-    return name if KERNELS[name].dense or KERNELS[name].store else FUSED
+    """What TorchRec groups tables by: wherever their weights live, fused kernels are one, and those that serve."""
+    kernel = KERNELS[name]
+    return name if kernel.dense or kernel.store else QUANT if kernel.serves else FUSED
+
+
+def serves(name: str) -> bool:
+    """Whether a kernel serves quantized tables."""
+    return name in KERNELS and KERNELS[name].serves
 
 
 def sharding_in_words(sharding_type: str, kernel: str) -> str:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
 from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.modules import Quantized
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
 
@@ -34,6 +35,8 @@ class Situation:
     """Whether in-backward optimizers are attached to the replicas of data-parallel tables."""
     replicas_follow: bool = False
     """Whether replicas of the table can then follow its own, see ``replica_rules.py``."""
+    quantized: Quantized | None = None
+    """How it is stored, where it is quantized."""
 
     @property
     def is_mean(self) -> bool:
@@ -45,7 +48,7 @@ class Situation:
 
     @property
     def is_sequence(self) -> bool:
-        return any(isinstance(child, EmbeddingCollection) for child in self.module.modules())
+        return any(isinstance(child, EmbeddingCollectionInterface) for child in self.module.modules())
 
 
 def is_mean(config: Any) -> bool:

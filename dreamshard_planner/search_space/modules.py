@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
+from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_PARAM
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.fused_embedding_modules import (
@@ -16,6 +18,7 @@ from torchrec.modules.fused_embedding_modules import (
     convert_optimizer_type_and_kwargs,
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection
+from torchrec.quant.embedding_modules import MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_ATTRIBUTE
 
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.options import refused
@@ -49,6 +52,27 @@ def fused_params(module: nn.Module, sharder: ModuleSharder[nn.Module] | None) ->
         return given
     optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
     return given | {"optimizer": optimizer}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a quantized table is stored."""
+
+    shards_apart: bool
+    """Whether its shards will have scales and biases apart from their weights, as its sharder or its module asks."""
+    columns_are_dims: bool
+    """Whether a column of its tensor is a dimension of its embeddings: not where scales lie in the rows, or a weight
+    takes several bytes."""
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, sharder: ModuleSharder[nn.Module] | None, weights: Tensor, config: Any
+    ) -> Self | None:
+        """Of a table of ``module``; None for tables that are trained."""
+        if not isinstance(sharder, BaseQuantEmbeddingSharder):
+            return None
+        apart = (sharder.fused_params or {}).get(SPLIT_PARAM, getattr(module, SPLIT_ATTRIBUTE, False))
+        return cls(bool(apart), weights.shape[1] == getattr(config, "embedding_dim", None))
 
 
 def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:

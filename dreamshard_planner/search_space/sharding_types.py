@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS
+from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS, SERVING_KERNELS
 
 if TYPE_CHECKING:
     from dreamshard_planner.search_space.legality import Situation
@@ -134,6 +134,28 @@ WEIGHTED_MEANS = Reason(
     lambda s: s.is_mean and s.is_weighted,
     "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
 )
+MEANS_ADDED_UP = Reason(
+    "mean pooling of quantized tables",
+    lambda s: s.quantized is not None and s.is_mean,
+    "TorchRec adds up the means of a quantized table's blocks",
+)
+SCALES_IN_ROWS = Reason(
+    "quantized tables whose scales lie in their rows",
+    lambda s: s.quantized is not None and not s.quantized.shards_apart,
+    "TorchRec shards quantized tables by rows or columns where scales lie apart from weights, as "
+    "fused_params of the sharders say (DEFAULT_SHARDERS of torchrec.inference.modules do)",
+)
+SCALES_IN_COLUMNS = Reason(
+    "quantized tables of which a column is no embedding dimension",
+    lambda s: s.quantized is not None and not s.quantized.columns_are_dims,
+    "its columns are bytes, among them scales, and TorchRec would cut through them (quantize it after "
+    "torchrec.quant's quant_prep_enable_quant_state_dict_split_scale_bias_for_types)",
+)
+QUANTIZED_SEQUENCES = Reason(
+    "quantized EmbeddingCollection on CPUs",
+    lambda s: s.quantized is not None and s.compute_device == "cpu" and s.is_sequence,
+    "TorchRec has no such sharding of quantized sequences on CPUs",
+)
 DENSE_SEQUENCES = Reason(
     "EmbeddingCollection on CPUs",
     lambda s: s.compute_device == "cpu" and s.is_sequence,
@@ -146,11 +168,16 @@ ANYWHERE = ("cpu", "cuda")
 
 SHARDING_TYPES = {
     TW: ShardingTypeSpec(
-        "the owner: the whole table, for the samples of all ranks", sequence_on=ANYWHERE, pooled_on=ANYWHERE
+        "the owner: the whole table, for the samples of all ranks",
+        kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
+        sequence_on=ANYWHERE,
+        pooled_on=ANYWHERE,
     ),
     CW: ShardingTypeSpec(
         "each owner its columns, for all samples; **every lookup is done once per slice**",
         splits_columns=True,
+        kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
+        broken=(SCALES_IN_ROWS, SCALES_IN_COLUMNS, QUANTIZED_SEQUENCES),
         inexact=(STATE_PER_SLICE,),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
@@ -164,7 +191,8 @@ SHARDING_TYPES = {
         splits_rows=True,
         exchanges=(Exchange("world", "reduce_scatter", "all_gather"),),
         sequence_exchanges=ALL_TO_ALL,
-        broken=(WEIGHTED_MEANS,),
+        kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
+        broken=(WEIGHTED_MEANS, MEANS_ADDED_UP, SCALES_IN_ROWS),
         sequence_on=ANYWHERE,
         divides_means_late=True,
     ),

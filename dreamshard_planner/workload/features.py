@@ -57,8 +57,9 @@ MEMORY_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched")
 not hold; and one where they are fetched while the batch before is computed. No network reads these, so that a
 checkpoint made before some of them were known is as good as ever."""
 
-LATER_FEATURES = (*MEMORY_FEATURES, "adagrad")
-"""``adagrad``: one where every weight has an optimizer state of its own; corrections of networks tell it apart."""
+LATER_FEATURES = (*MEMORY_FEATURES, "adagrad", "served")
+"""``adagrad``: one where every weight has an optimizer state of its own; corrections of networks tell it apart.
+``served``: one for quantized tables, which have no backward."""
 
 FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *LATER_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
@@ -125,6 +126,7 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
         "cache_misses": _cache_misses(w, lookups),
         "cache_prefetched": w["prefetched"],
         "adagrad": w["optimizer"] == "adagrad",
+        "served": w["served"],
         **dict(zip(REUSE_FEATURES, w["reuse_histogram"].T, strict=True)),
     }
     return torch.from_numpy(np.stack([values[name].astype(np.float32) for name in FEATURE_NAMES], axis=1))

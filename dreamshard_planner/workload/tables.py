@@ -129,8 +129,9 @@ class Table:
     """One entry per feature that the table serves; a shared table has several."""
     output_share: float = 1.0
     """Pooled vectors per sample and feature: not one where features have batches of their own or several poolings."""
-    weight_bytes: int = 4
-    """Bytes of one weight: 4 for fp32, 2 for fp16 and bf16, 1 for int8 and fp8."""
+    weight_bytes: float = 4
+    """Bytes of one weight: 4 for fp32, 2 for fp16 and bf16, 1 for fp8; for quantized ones with their share of the row's
+    scale and bias."""
     pooled: bool = True
     """True for EmbeddingBag tables, False for sequence (EmbeddingCollection) tables."""
     weighted: bool = False
@@ -141,6 +142,8 @@ class Table:
     """Share of the rows that the device's cache holds, where ``memory`` is ``uvm_caching``."""
     prefetched: bool = False
     """Whether that cache is filled for a batch while the one before is computed (TorchRec's prefetch pipeline)."""
+    served: bool = False
+    """Whether it is quantized and only read: it has no backward."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -166,7 +169,7 @@ class Table:
     @property
     def size_bytes(self) -> int:
         """Bytes of the weights alone."""
-        return self.rows * self.dim * self.weight_bytes
+        return int(self.rows * self.dim * self.weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class Workload:
     reuse_histogram: tuple[float, ...] = field(repr=False)
     """At ``batch_size``; sums to 1, or is all zero where there are no lookups."""
     num_features: int = 1
-    weight_bytes: int = 4
+    weight_bytes: float = 4
     pooled: bool = True
     weighted: bool = False
     optimizer: str = "sgd"
@@ -197,6 +200,7 @@ class Workload:
     of rows has none of its own."""
     cache_load_factor: float = field(default=CACHE_LOAD_FACTOR, metadata={"measured": False})
     prefetched: bool = field(default=False, metadata={"measured": False})
+    served: bool = field(default=False, metadata={"measured": False})
 
     def part(self, rows: int, dim: int, first_row: int = 0) -> Workload:
         """What a block of so many rows and columns of this table asks for. Columns repeat every lookup; rows have their
@@ -298,6 +302,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 memory=table.memory,
                 cache_load_factor=table.cache_load_factor,
                 prefetched=table.prefetched,
+                served=table.served,
                 ids=_merged_ids(table, known_ids, distinct[start:stop]) if known_ids else None,
             )
         )
