@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +30,12 @@ from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
 MEMORY_KINDS = ("HBM", "DDR", "SSD")
 """Of TorchRec's storage, in the order in which problems have them."""
 
+Array = TypeVar("Array", Tensor, "np.ndarray[Any, Any]")
 
-def has_room(need_XM: Tensor, room_XM: Tensor) -> Tensor:
-    """Whether needs of every kind of memory keep within what there is, bool [...]; arrays of numpy will do as well.
-    Nothing always fits, even where a reservation left less than nothing."""
+
+def has_room(need_XM: Array, room_XM: Array) -> Array:
+    """Whether needs of every kind of memory keep within what there is, bool [...]. Nothing always fits, even where a
+    reservation left less than nothing."""
     return ((need_XM <= room_XM) | (need_XM == 0)).all(-1)
 
 

@@ -73,8 +73,8 @@ def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
         need_LM, single_L = storage_PM[list(unit.parts)], single_P[list(unit.parts)]
         free_NLM, load_NL = free_DM.reshape(-1, unit.span, free_DM.shape[1]), load_D.reshape(-1, unit.span)  # views
         fits_N = has_room(need_LM, free_NLM).all(-1)
-        if chosen[table].pinned is not None:
-            fits_N &= np.arange(len(fits_N)) == chosen[table].pinned[index]
+        if (pinned := chosen[table].pinned) is not None:
+            fits_N &= np.arange(len(fits_N)) == pinned[index]
         position = int(np.where(fits_N, (load_NL + single_L).max(1), np.inf).argmin())
         if not fits_N[position]:
             return None
