@@ -23,7 +23,7 @@ class Recipe:
 
     Networks are modules of torch, made from a configuration, which they keep as ``config``: a dataclass of whole
     numbers from 1, its defaults those of a training. Cost networks are a
-    :class:`~dreamshard_planner.cost.model.ComputeCost`, policies an
+    :class:`~dreamshard_planner.cost.compute.ComputeCost`, policies an
     :class:`~dreamshard_planner.policy.network.AnyPolicy`. A recipe becomes known, to checkpoints and planners as well,
     by ``RECIPES[recipe.name] = recipe``.
     """

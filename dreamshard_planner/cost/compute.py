@@ -48,14 +48,18 @@ class CostSource:
 
 
 class ComputeCost(ABC):
-    """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents."""
+    """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents.
+
+    A cost around another one, such as :class:`WithExtras`, adds to :meth:`group_cost_ms` and :meth:`approximate_ms`
+    alike, and passes on ``source``, ``approximates``, :meth:`notes` and, unless it adds channels,
+    ``approximate_channels``.
+    """
 
     source: CostSource
     approximate_channels: int | None = None
-    """How many leading latent channels :meth:`approximate_ms` reads; None: all. Who only approximates need not sum the
-    rest."""
+    """How many leading latent channels :meth:`approximate_ms` reads; None: all. Only these need to be summed for it."""
     approximates: bool = False
-    """Whether :meth:`approximate_ms` says less than :meth:`group_cost_ms`, so that the best by it are worth rating."""
+    """Whether :meth:`approximate_ms` differs from :meth:`group_cost_ms`, so that the best by it have to be rated."""
 
     @abstractmethod
     def encode(self, features_SF: Tensor) -> Tensor:

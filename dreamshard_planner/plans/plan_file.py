@@ -4,7 +4,7 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 3,
+      "format": "dreamshard_planner plan", "version": 4,
       "libraries":  {name: version},
       "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
                      "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},

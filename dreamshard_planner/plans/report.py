@@ -94,7 +94,7 @@ class Report:
 
     chosen: ReportEntry
     rivals: tuple[ReportEntry, ...]
-    """TorchRec's own plan, the policy's first draft, and each greedy rule."""
+    """The baselines: TorchRec's own plan, the best of whole tables, the policy's first draft, each heuristic's."""
     cost_source: str
     """Of compute."""
     collectives_source: str

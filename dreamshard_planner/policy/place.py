@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """From a problem to a placement: policy roll-outs and greedy heuristics as starts, then search.
 
-Shapes: S shards, B placements, D devices.
+Shapes: S shards, B placements, D ranks.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ REFINEMENTS: Registry[Callable[..., Callable[..., Placement]]] = Registry(
 """What chooses by more than predictions: made from seconds, seed, settings of the search and the ranks that take part;
 called with cost, what was chosen to be placed, its placement, the workloads of all parts, device and threads."""
 
-MAX_ROLLOUT_DEVICES = 128
-"""Roll-outs x devices played side by side; more take longer than the search and find nothing that it does not."""
+MAX_ROLLOUT_RANKS = 128
+"""Roll-outs x ranks played side by side; more take longer than the search and find nothing that it does not."""
 
 
 class InfeasibleError(Exception):
-    """No placement keeps every device within its memory."""
+    """No placement keeps every rank within its memory."""
 
     def __init__(self, proven: bool) -> None:
         super().__init__("no feasible placement" if proven else "no feasible placement found in time")
@@ -157,9 +157,9 @@ def place(
     return Placement(_contender(cost, "chosen", result.assignment_S), rivals, result.candidates, result.cut_short)
 
 
-def sampled_rollouts(wanted: int, devices: int) -> int:
+def sampled_rollouts(wanted: int, ranks: int) -> int:
     """How many to play beside the greedy one, of so many wanted; none where there is nothing to choose."""
-    return 0 if devices == 1 else min(wanted, max(0, MAX_ROLLOUT_DEVICES // devices - 1))
+    return 0 if ranks == 1 else min(wanted, max(0, MAX_ROLLOUT_RANKS // ranks - 1))
 
 
 def _contender(cost: Cost, name: str, assignment_S: Tensor | None) -> Contender:

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Placement as a zero-one program for scipy's MILP solver: within memory, and with the least additive cost.
 
-Shapes: S shards, D devices, V = S x D variables, M kinds of memory.
+Shapes: S shards, D ranks, V = S x D variables, M kinds of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from dreamshard_planner.cost.problem import Problem, has_room
 
 MAX_VARIABLES = 200_000
-"""Shards x devices above which the solver would not finish in any time that a planner has."""
+"""Shards x ranks above which the solver would not finish in any time that a planner has."""
 RELATIVE_GAP = 1e-3
 """The solver stops when its plan is proven to be this close to the optimum."""
 MARGINS = (0.0, 1e-5)
@@ -33,13 +33,13 @@ class ExactPlan:
 
     assignment_S: Tensor | None
     cost_ms: float
-    """Summed cost of the busiest device; infinite where no plan was found."""
+    """Summed cost of the busiest rank; infinite where no plan was found."""
     bound_ms: float
     """No plan costs less than this: proven. Infinite where there is no plan at all."""
 
 
 def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> ExactPlan:
-    """The placement within memory whose busiest device has the least *summed* cost, and the proven bound.
+    """The placement within memory whose busiest rank has the least *summed* cost, and the proven bound.
 
     What kernels cost when fused is not additive; this is the best that a planner without that knowledge can do.
 
@@ -48,8 +48,8 @@ def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> 
         seconds: limit of the solver.
         cost_ms_S: milliseconds of each shard; without, any placement within memory will do.
     """
-    shards, devices = problem.num_parts, problem.num_ranks
-    if shards * devices > MAX_VARIABLES:
+    shards, ranks = problem.num_parts, problem.num_ranks
+    if shards * ranks > MAX_VARIABLES:
         return ExactPlan(None, math.inf, 0.0)
     cost_S = (torch.zeros(shards) if cost_ms_S is None else cost_ms_S).double()
     bound_ms = 0.0
@@ -60,34 +60,34 @@ def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> 
             bound_ms = math.inf if infeasible else float(solution.mip_dual_bound or 0.0)
         if solution.x is None:
             return ExactPlan(None, math.inf, bound_ms)
-        assignment_S = torch.from_numpy(solution.x[:-1].reshape(shards, devices).argmax(-1))
+        assignment_S = torch.from_numpy(solution.x[:-1].reshape(shards, ranks).argmax(-1))
         if bool(problem.fits(assignment_S[None])):
-            load_D = torch.zeros(devices, dtype=torch.float64).index_add_(0, assignment_S, cost_S)
+            load_D = torch.zeros(ranks, dtype=torch.float64).index_add_(0, assignment_S, cost_S)
             return ExactPlan(assignment_S, float(load_D.max()), bound_ms)
     return ExactPlan(None, math.inf, bound_ms)
 
 
 def _milp(problem: Problem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:
-    """Variable s * D + d says that shard s is on device d; the last one is the load of the busiest device."""
-    shards, devices = problem.num_parts, problem.num_ranks
+    """Variable s * D + d says that shard s is on rank d; the last one is the load of the busiest rank."""
+    shards, ranks = problem.num_parts, problem.num_ranks
     need_SM, capacity_DM = problem.storage_PM.numpy(), problem.capacity_DM.numpy()
     allowed_SD = has_room(need_SM[:, None], capacity_DM)
-    one_device_SV = kron(identity(shards), np.ones((1, devices)))
-    constraints = [LinearConstraint(_with_load(one_device_SV, 0), 1, 1)]
+    one_rank_SV = kron(identity(shards), np.ones((1, ranks)))
+    constraints = [LinearConstraint(_with_load(one_rank_SV, 0), 1, 1)]
     for need_S, capacity_D in zip(need_SM.T, capacity_DM.T, strict=True):
         unit = max(1, int(need_S.max()))
-        used_DV = kron(need_S[None] / unit, identity(devices))
+        used_DV = kron(need_S[None] / unit, identity(ranks))
         room_D = np.maximum(capacity_D, 0) / unit * (1 - margin)
         constraints.append(LinearConstraint(_with_load(used_DV, 0), -np.inf, room_D))
     if cost_S.any():
-        load_DV = kron(cost_S[None], identity(devices))
+        load_DV = kron(cost_S[None], identity(ranks))
         constraints.append(LinearConstraint(_with_load(load_DV, -1), -np.inf, 0))
     return milp(
-        np.append(np.zeros(shards * devices), 1.0),
-        integrality=np.append(np.ones(shards * devices), 0),
-        # The busiest device takes at least as long as the heaviest shard: a bound that the relaxed program lacks.
+        np.append(np.zeros(shards * ranks), 1.0),
+        integrality=np.append(np.ones(shards * ranks), 0),
+        # The busiest rank takes at least as long as the heaviest shard: a bound that the relaxed program lacks.
         bounds=Bounds(
-            np.append(np.zeros(shards * devices), cost_S.max(initial=0.0)),
+            np.append(np.zeros(shards * ranks), cost_S.max(initial=0.0)),
             np.append(allowed_SD.astype(float).ravel(), np.inf),
         ),
         constraints=constraints,

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The greedy heuristics that practice uses: sort by a score, give each table to the least loaded rank.
+"""The greedy heuristics that practice uses: sort by a score, give each shard to the rank with the lowest sum of scores.
 
-Shapes: S shards, D devices, M kinds of memory, F features.
+Shapes: S shards, D ranks, M kinds of memory, F features.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ HEURISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "lookup_greedy": lambda features_SF: _column(features_SF, "dim") * _column(features_SF, "pooling_factor"),
     "size_lookup_greedy": _size_lookup,
 }
-"""Scores [S] from features [S, F], as DreamShard's appendix lists its baselines: size in bytes, dim,
-dim x pooling factor, and that times the logarithm of the rows."""
+"""Scores [S] from features [S, F], as DreamShard's appendix lists its baselines: bytes of the weights, dim,
+dim x pooling factor, and that times the logarithm of the rows. Each is a start and a baseline of every plan; heuristics
+that need more than features are in :func:`~dreamshard_planner.policy.place.place`."""
 
 
 def greedy_by_score(
     problem: Problem, score_S: Tensor, load_D: Tensor | None = None, order_S: Tensor | None = None
 ) -> Tensor | None:
-    """Shards in descending order of score, each to the device with the smallest sum that can store it.
+    """Shards in descending order of score, each to the rank with the lowest sum that can store it.
 
     Args:
         problem: the task.
-        score_S: of the shards.
+        score_S: of the shards; what each adds to the sum of its rank, and, without ``order_S``, their order.
         load_D: sums to start from, in the unit of the scores; nothing by default.
         order_S: shards in another order, int64; e.g. the largest first, where memory is tight.
 
     Returns:
-        Device of each shard, int64 [S]; None where a shard fits on no device (a dead end). Ties go to the
-        lowest index.
+        Rank of each shard, int64 [S]; None where a shard fits on no rank (a dead end). Ties go to the lowest index.
     """
     free_DM = problem.capacity_DM.tolist()
     storage_SM, scores = problem.storage_PM.tolist(), score_S.tolist()
     loads = [0.0] * problem.num_ranks if load_D is None else load_D.tolist()
-    heap = [(load, device) for device, load in enumerate(loads)]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     assignment = [0] * problem.num_parts
     for shard in (torch.argsort(-score_S, stable=True) if order_S is None else order_S).tolist():
         full, need_M = [], storage_SM[shard]
         while heap:
-            load, device = heapq.heappop(heap)
-            if all(need <= free or need == 0 for need, free in zip(need_M, free_DM[device], strict=True)):
+            load, rank = heapq.heappop(heap)
+            if all(need <= free or need == 0 for need, free in zip(need_M, free_DM[rank], strict=True)):
                 break
-            full.append((load, device))
+            full.append((load, rank))
         else:
             return None
-        assignment[shard] = device
-        free_DM[device] = [free - need for need, free in zip(need_M, free_DM[device], strict=True)]
-        for entry in (*full, (load + scores[shard], device)):
+        assignment[shard] = rank
+        free_DM[rank] = [free - need for need, free in zip(need_M, free_DM[rank], strict=True)]
+        for entry in (*full, (load + scores[shard], rank)):
             heapq.heappush(heap, entry)
     return torch.tensor(assignment, dtype=torch.int64)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Local search on predicted cost: moves and swaps on the bottleneck device, with incremental cost.
+"""Local search on predicted cost: moves and swaps on the bottleneck rank, with incremental cost.
 
 What a change costs is in :mod:`dreamshard_planner.search.changes`. Descents from several placements advance side by
 side, because one alone would spend its time on calls and not on arithmetic.
@@ -34,7 +34,7 @@ class SearchConfig:
     """How long and how widely to search."""
 
     samples: int = 15
-    """Sampled policy roll-outs beside the greedy one, at most; fewer on more than 8 devices, none on more than 64."""
+    """Sampled policy roll-outs beside the greedy one, at most; fewer on more than 8 ranks, none on more than 64."""
     starts: int = 3
     """Starting placements to descend from: the cheapest."""
     candidates: int = 20_000
@@ -119,13 +119,13 @@ def local_search(
 
 def _side_by_side(problem: Problem, wanted: int) -> int:
     """How many of the wanted placements may advance together."""
-    shards, devices = problem.num_parts, problem.num_ranks
-    candidates = (shards // devices + 1) * (shards + devices)
+    shards, ranks = problem.num_parts, problem.num_ranks
+    candidates = (shards // ranks + 1) * (shards + ranks)
     return max(1, min(wanted, MAX_APPROXIMATED // candidates))
 
 
 def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator) -> Tensor:
-    """Copies [B, S] of a placement with a few random shards moved to random devices that can store them."""
+    """Copies [B, S] of a placement with a few random shards moved to random ranks that can store them."""
     perturbed_BP = assignment_S.repeat(copies, 1)
     free_BDM = problem.capacity_DM - problem.used_bytes(perturbed_BP)
     for copied_S, free_DM in zip(perturbed_BP, free_BDM, strict=True):
@@ -135,10 +135,10 @@ def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, shards: int,
             fits_D[home] = False
             if fits_D.any():
                 options = fits_D.nonzero()[:, 0]
-                device = int(options[int(torch.randint(len(options), (1,), generator=generator))])
-                copied_S[shard] = device
+                rank = int(options[int(torch.randint(len(options), (1,), generator=generator))])
+                copied_S[shard] = rank
                 free_DM[home] += need_M
-                free_DM[device] -= need_M
+                free_DM[rank] -= need_M
     return perturbed_BP
 
 
@@ -165,7 +165,7 @@ def _descend(
     budget: Budget,
     perturbed: Callable[[int], Tensor] | None = None,
 ) -> None:
-    """Steepest descent of every placement on the device with the largest cost, then on the one with the most output
+    """Steepest descent of every placement on the rank with the largest cost, then on the one with the most output
     bytes. Where one can get no further, one of ``perturbed`` takes its place, if given, until patience ends."""
     every_B = row_B = torch.arange(len(states.assignment_BP))
     by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)

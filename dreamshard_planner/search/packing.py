@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Fitting shards into memory where policy and heuristics dead-end: best fit, then an exact packing.
 
-Shapes: S shards, D devices, M kinds of memory.
+Shapes: S shards, D ranks, M kinds of memory.
 """
 
 from __future__ import annotations

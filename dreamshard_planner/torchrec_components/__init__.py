@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's seams, each usable alone with TorchRec's own planner."""
+"""TorchRec's components as this package makes them, each usable alone with TorchRec's own planner."""
 
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer

@@ -23,7 +23,7 @@ class DreamShardEstimator(ShardEstimator):
         constraints: per table, as TorchRec's estimators take them.
         statistics: per feature; precedence over the constraints' pooling factors.
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
-        context: shared by the seams of one planner; made from the other arguments by default.
+        context: shared by the components of one planner; made from the other arguments by default.
     """
 
     @neutral()

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's ``Partitioner``: where ranks are chosen, by policy and search or by a greedy rule."""
+"""TorchRec's ``Partitioner``: where ranks are chosen, by policy and search or by a heuristic."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ class DreamShardPartitioner(Partitioner):
 
 
 class RulePartitioner(Partitioner):
-    """Places shards by one of the greedy rules of :mod:`dreamshard_planner.search.heuristics`.
+    """Places shards by a greedy heuristic.
 
     Args:
-        rule: ``size_greedy``, ``dim_greedy``, ``lookup_greedy`` or ``size_lookup_greedy``.
+        rule: a name of :data:`~dreamshard_planner.search.heuristics.HEURISTICS`, such as ``size_greedy``.
         constraints: per table, as in :class:`DreamShardPartitioner`.
         statistics: workload statistics per feature.
     """
@@ -130,7 +130,7 @@ class RulePartitioner(Partitioner):
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Set ``shard.rank``; raises ``PlannerError`` where the rule dead-ends on memory."""
+        """Set ``shard.rank``; raises ``PlannerError`` where the heuristic dead-ends on memory."""
         context = PlanningContext.of(storage_constraint, *self._arguments)
         if any(option.dependency for option in proposal):
             pin(proposal, storage_constraint)

@@ -29,7 +29,7 @@ class DreamShardPerfModel(PerfModel):
             :class:`~dreamshard_planner.torchrec_components.partitioner.DreamShardPartitioner`.
         statistics: workload statistics per feature.
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
-        context: shared by the seams of one planner; made from the other arguments by default.
+        context: shared by the components of one planner; made from the other arguments by default.
     """
 
     @neutral()
