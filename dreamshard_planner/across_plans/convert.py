@@ -33,7 +33,7 @@ def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Co
     Args:
         source: folder of a checkpoint.
         target: a folder that does not exist yet.
-        dropped: as for :func:`load_across_plans`.
+        dropped: as for :func:`~dreamshard_planner.across_plans.loading.load_across_plans`.
 
     Raises:
         CheckpointError: no checkpoint, or one that does not go with the plan; names the table.

@@ -82,7 +82,7 @@ def overlaps(
 def state_reads(
     metadata: Metadata, table: SavedTable, name: str, index: MetadataIndex, sizes: tuple, weights: ChunkStorageMetadata
 ) -> list[Read]:
-    """Reads that make up a shard of an optimizer state by :data:`RULES`.
+    """Reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.rules.RULES`.
 
     Args:
         sizes: of the shard.

@@ -88,14 +88,14 @@ class Parts:
         return row
 
     def bytes_PC(self) -> torch.Tensor:
-        """See :class:`Problem`; one column of zeros where nothing is exchanged."""
+        """See :class:`~dreamshard_planner.cost.problem.Problem`; one column of zeros where nothing is exchanged."""
         bytes_PC = torch.zeros(len(self.workloads), max(1, len(self.columns)), dtype=torch.float64)
         for row, column, sent in self._sent:
             bytes_PC[row, column] = sent
         return bytes_PC
 
     def storage_PM(self, topology: Topology, with_storage: bool) -> torch.Tensor:
-        """See :class:`Problem`; nothing before storage is estimated."""
+        """See :class:`~dreamshard_planner.cost.problem.Problem`; nothing before storage is estimated."""
         if not with_storage:
             return torch.zeros(len(self.shards), len(MEMORY_KINDS), dtype=torch.int64)
         storage_PM = needed_bytes(self.shards)
