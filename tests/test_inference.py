@@ -37,7 +37,9 @@ from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatis
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search_space.sharding_types import CW, RW, TW
+from dreamshard_planner.search_space.usable_options import usable_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 META = torch.device("meta")
@@ -323,3 +325,27 @@ def test_a_report_tells_served_tables_from_trained_ones(tmp_path: Path) -> None:
     text = str(planner.report())
     assert "quantized tables: nothing was measured" in text
     assert {table.kernel for table in planner.report().tables} == {"quant", "fused"}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside trained tables"])
+def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
+    """Its sums leave a group where nothing is left of it, which the count of shards tells."""
+    tables = [EmbeddingBagConfig(100_000 * (i + 1), 64, f"t{i}", feature_names=[f"f{i}"]) for i in range(4)]
+    quantized = quantize_inference_model(nn.Sequential(EmbeddingBagCollection(tables)))
+    model, sharders = nn.ModuleDict({"served": quantized}), [*DEFAULT_SHARDERS]
+    if beside:
+        trained = [EmbeddingBagConfig(50_000, 64, f"u{i}", feature_names=[f"g{i}"]) for i in range(2)]
+        model["trained"] = EmbeddingBagCollection(trained, device=META)
+        sharders.append(EmbeddingBagCollectionSharder())
+    planner = DreamShardPlanner(topology=Topology(2, "cpu"), batch_size=512, stats=[], debug=False)
+    planner.plan(model, sharders)
+    assert ("network" in planner.report().cost_source) == beside
+    built = planner._model()
+    read = built.context.read(usable_options(built.search_space, "cpu"), built.left)
+    cost = built.context.cost(read)
+    sharding = read.sharding(planner.options)
+    state = ShardingState(cost, sharding, 1.0)
+    for table, options in enumerate(read.problem.tables):
+        tried = state.tried(table, range(len(options)))
+        expected = [cost.overall_ms(sharding.changed(*changes[0])) for changes in tried.changes]
+        assert tried.overall_Q.tolist() == pytest.approx([ms * 1e5 for ms in expected], abs=1)

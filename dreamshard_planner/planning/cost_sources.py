@@ -24,7 +24,6 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.workload.features import FEATURE_INDEX
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """Exchanges that cost nothing of their own."""
@@ -52,8 +51,7 @@ class NetworkCosts:
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """The cost of a problem's shardings."""
         problem = read.problem
-        if bool((problem.features_PF[:, FEATURE_INDEX["served"]] > 0).any()):
-            compute = WithServing.of(compute, RooflineCost.of_topology(self.topology), problem.features_PF)
+        compute = WithServing.of(compute, RooflineCost.of_topology(self.topology), problem.features_PF)
         if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
             return Cost(problem, compute)
         dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
