@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dreamshard_planner.plans.explanation import Explanation
     from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.plans.report import Report
+    from dreamshard_planner.problem.sharding_groups import ShardingGroups
     from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.torchrec_components.model_parallel import DistributedModelParallel
     from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
@@ -56,6 +57,7 @@ __all__ = [
     "PlanError",
     "Report",
     "SavedPlan",
+    "ShardingGroups",
     "StatisticsError",
     "TableStatistics",
     "TaskError",
@@ -77,6 +79,7 @@ _HOMES = (
     "plans.comparison",
     "plans.explanation",
     "search_space.placement_rules",
+    "problem.sharding_groups",
     "planner",
     "torchrec_components.model_parallel",
     "torchrec_components.plan_loader",

@@ -45,6 +45,7 @@ from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import left_out_by_group
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -88,6 +89,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         cost_source: ``"auto"`` for the checkpoint's cost network, where it has one for this device, else bandwidths;
             ``"roofline"`` for bandwidths; ``"torchrec"`` for the estimates of the TorchRec that is installed.
         placement_rules: tables that must lie together, apart, or on certain ranks; every plan keeps them.
+        sharding_groups: for TorchRec's ``DMPCollection`` (2D parallelism). ``topology`` is then that of all ranks, the
+            plan for those of one group, and its cost counts the averaging of replicas.
 
     Raises:
         CheckpointError: where the checkpoint can't be read.
@@ -129,6 +132,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         optimizers_attached: bool = False,
         cost_source: str = "auto",
         placement_rules: PlacementRules | None = None,
+        sharding_groups: ShardingGroups | None = None,
     ) -> None:
         settings = PlannerSettings(
             statistics=statistics,
@@ -142,6 +146,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             optimizers_attached=optimizers_attached,
             cost_source=cost_source,
             placement_rules=placement_rules,
+            sharding_groups=sharding_groups,
         )
         if placement_rules is not None and partitioner is not None:
             raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
@@ -150,8 +155,15 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "there is no process group to take the topology from: give topology=Topology(world_size=..., "
                 "compute_device=...), or call torch.distributed.init_process_group() first"
             )
+        topology = topology or _cpu_topology()
+        sync_ms_per_byte = 0.0
+        if sharding_groups is not None:
+            if topology is None:
+                raise DreamShardError("give the topology of all ranks beside sharding_groups: topology=Topology(...)")
+            sync_ms_per_byte = sharding_groups.sync_ms_per_byte(topology)
+            topology = sharding_groups.topology(topology)
         super().__init__(
-            topology=topology or _cpu_topology(),
+            topology=topology,
             batch_size=batch_size,
             enumerator=enumerator,
             storage_reservation=storage_reservation,
@@ -174,6 +186,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             checkpoint=resolve(checkpoint, self._topology.compute_device, recipe),
             settings=settings,
             timeout_seconds=timeout_seconds,
+            sync_ms_per_byte=sync_ms_per_byte,
         )
         self._session: PlanningSession | None = None
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"

@@ -391,6 +391,16 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
     job = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--search-seconds", "0.2", "--format", "json")
     document = json.loads(run("stats", "diff", *files, *job).stdout)
     assert document["replanning"]["again_ms"] <= document["replanning"]["keep_ms"] * 1.001
+    plan = str(folder / "of_monday.json")
+    run("plan", *SMALL, "--statistics", files[0], "--search-seconds", "0.2", "--out", plan)
+    told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1").stdout
+    assert "Verdict: keep the plan. By tuesday.json, " in told and "1 of 3 features drifted" in told
+    again = json.loads(
+        run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
+    )
+    assert again["verdict"] == "plan again" and again["replanning"]["again_ms"] <= again["replanning"]["keep_ms"]
+    assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
+    assert "leave out --gpu" in run("stats", "diff", "--plan", plan, files[1], "--gpu", "h100", status=2).stderr
     merged = str(folder / "merged.json")
     run("stats", "merge", *files, "--out", merged)
     assert TableStatistics.from_json(merged)["user_id"].pooling_factor == 6.0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import configparser
 import email
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -103,8 +105,19 @@ def test_metadata_asks_for_none_of_the_three_and_tells_the_version_once(built: d
     names = {re.match(r"[\w-]+", need)[0] for need in metadata.get_all("Requires-Dist")}
     assert "numpy" in names and not [name for name in names if name.startswith(("torch", "fbgemm"))]
     assert metadata.get_all("Project-URL")
-    assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
     assert __version__ not in (ROOT / "setup.cfg").read_text()
+
+
+def test_version_and_changelog_and_the_python_that_is_asked_for_agree() -> None:
+    releases = re.findall(r"(?m)^## (\S+)", (ROOT / "CHANGELOG.md").read_text())
+    assert releases[0] == "Unreleased" and releases[1] == __version__
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", release) for release in releases[1:])
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    least = setup["options"]["python_requires"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {least}\n" in setup["metadata"]["classifiers"]
+    assert tomllib.loads((ROOT / "ruff.toml").read_text())["target-version"] == f"py{least.replace('.', '')}"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"] == least
 
 
 def test_installing_changes_nothing_else(built: dict[str, Path], python: Path) -> None:

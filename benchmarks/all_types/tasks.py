@@ -13,7 +13,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from common.meta_model import meta_collection
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 from dreamshard_planner.workload import named_pool
-from dreamshard_planner.workload.pools import meta_like
+from dreamshard_planner.workload.pools import EMBARK_MODELS, meta_like
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}
@@ -22,6 +22,8 @@ GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
 META = ((60, 8), (200, 8), (60, 64), (200, 64))
 RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
 MERLIN = ("tiny", "small", "medium", "large")
+EMBARK_RANKS = {"t180": (8, 32, 128), "t200": (16, 32, 128), "t510": (16, 32, 128), "t7": (64, 128)}
+"""From as many as hold their weights."""
 QUICK = ("mlperf x 8", "random 50 x 8")
 
 
@@ -76,5 +78,10 @@ def tasks() -> dict[str, FullTask]:
         FullTask(f"merlin {model} x {ranks}", lambda model=model: named_pool(f"merlin_{model}"), ranks)
         for model in MERLIN
         for ranks in (8, 16, 64, 128)
+    ]
+    made += [
+        FullTask(f"embark {model} x {ranks}", lambda model=model: named_pool(f"embark_{model}"), ranks)
+        for model in EMBARK_MODELS
+        for ranks in EMBARK_RANKS[model]
     ]
     return {task.name: task for task in sorted(made, key=lambda task: len(task.make()) * task.ranks)}

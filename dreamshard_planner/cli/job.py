@@ -19,6 +19,7 @@ from dreamshard_planner.devices import GPUS, Machine
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.problem.sharding_groups import ShardingGroups
     from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -89,6 +90,12 @@ class JobOptions:
             metavar="TABLE=RANKS",
         ),
     ] = None
+    sharding_group: Annotated[
+        int | None, typer.Option(parser=whole, metavar="COUNT", help="Ranks of a sharding group (2D parallelism).")
+    ] = None
+    sync_interval: Annotated[
+        int, typer.Option(parser=whole, metavar="COUNT", help="Batches between two averagings of its replicas.")
+    ] = 1
     exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0
     search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None
@@ -123,12 +130,34 @@ class JobOptions:
             "exact_training": self.exact_training,
             "optimizers_attached": True,  # the plan is for this package's DistributedModelParallel
             "placement_rules": rules,
+            "sharding_groups": self.sharding_groups(),
             "seed": self.seed,
             "search_seconds": self.search_seconds,
         }
         return _doubted(
             Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)
         )
+
+    def sharding_groups(self) -> ShardingGroups | None:
+        """Of 2D parallelism; None where all ranks are one."""
+        if self.sharding_group is None:
+            return None
+        with quiet():
+            from dreamshard_planner.problem.sharding_groups import ShardingGroups
+
+        return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
+
+    def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
+        """The job that a plan was made for, with checkpoint, costs and search as options say."""
+        given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
+        if twice := sorted(given.difference(BESIDE_PLAN)):
+            raise typer.BadParameter(f"{saved.name} says what to plan: leave out {', '.join(map(_flag, twice))}")
+        with quiet():
+            from dreamshard_planner.offline.from_plan import job_of
+
+        job = job_of(saved, statistics)
+        own = {name: getattr(self, name) for name in given - {"statistics"}}
+        return _doubted(replace(job, settings={**job.settings, **own}))
 
     def statistics_read(self) -> TableStatistics | None:
         """Those of the file that was given."""
@@ -193,16 +222,7 @@ class PlanOrJobOptions(JobOptions):
             if missing:
                 raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
             return super().job()
-        given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
-        if twice := sorted(given.difference(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{self.plan} says what to plan: leave out {', '.join(map(_flag, twice))}")
-        saved = load_plan(self.plan)
-        with quiet():
-            from dreamshard_planner.offline.from_plan import job_of
-
-        job = job_of(saved, self.statistics_read())
-        own = {name: getattr(self, name) for name in given - {"statistics"}}
-        return _doubted(replace(job, settings={**job.settings, **own}))
+        return self.job_of(load_plan(self.plan), self.statistics_read())
 
 
 def load_plan(path: Path) -> SavedPlan:

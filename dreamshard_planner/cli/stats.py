@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import JobOptions, quiet
+from dreamshard_planner.cli.job import JobOptions, load_plan, quiet
 from dreamshard_planner.cli.options import listed, output, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
@@ -72,11 +72,19 @@ def merge(
     _keep(statistics.merge([statistics.from_json(path) for path in paths]), out, format)
 
 
+PLAN_AGAIN = 3
+"""Exit status where that is worth it; errors have 1, and what cannot be parsed 2."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(JobOptions):
     """Of ``diff``: a job is wanted only where the gain of planning again is."""
 
     tables: Annotated[str | None, typer.Option(help="What to plan: also tells what planning again would gain.")] = None
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="The plan that runs, .json: tells whether planning again is worth it. Instead of --tables."),
+    ] = None
     gpus: Annotated[
         int, typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node.")
     ] = 8
@@ -92,14 +100,25 @@ class DiffOptions(JobOptions):
 @takes(DiffOptions)
 def diff(
     options: DiffOptions,
-    before: Annotated[Path, typer.Argument(help="Statistics, .json.")],
-    after: Annotated[Path, typer.Argument(help="Newer ones.")],
+    before: Annotated[Path, typer.Argument(help="Statistics, .json; with --plan alone, the newer ones.")],
+    after: Annotated[Path | None, typer.Argument(help="Newer ones; with --plan, before are those in its file.")] = None,
+    worth: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the cost from which planning again is worth it, for --plan.")
+    ] = 0.05,
     every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """What drifted; with --tables also what planning again would gain."""
+    """What drifted; with --tables or --plan also what planning again would gain.
+
+    With --plan, exit status 3 where that is worth it, 0 where the plan may stay.
+    """
     statistics = _statistics()
-    one, other = statistics.from_json(before), statistics.from_json(after)
+    saved = None if options.plan is None else load_plan(options.plan)
+    if after is None and saved is None:
+        raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
+    newer = before if after is None else after
+    other = statistics.from_json(newer)
+    one = statistics(saved.inputs.features) if after is None else statistics.from_json(before)
     found = one.diff(other)
     document: dict[str, Any] = found.to_dict()
     shown = found.features if every_feature else found.drifted
@@ -116,7 +135,24 @@ def diff(
     ]
     columns = ("feature", "lookups before", "after", "changed", "reuse changed", "ids changed")
     told: list[Any] = [str(found).splitlines()[0], *([grid(columns, rows)] if rows else [])]
-    if options.tables is not None:
+    worthwhile = False
+    if saved is not None:
+        from dreamshard_planner.offline.what_if import replanning
+
+        if after is None and found.only_after:
+            named = ", ".join(found.only_after[:3]) + (", ..." if len(found.only_after) > 3 else "")
+            told.append(f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}.")
+        gain = replanning(options.job_of(saved, other), saved, other)
+        worthwhile = gain.gain >= worth
+        verdict = "plan again" if worthwhile else "keep the plan"
+        document["replanning"] = {"keep_ms": gain.keep_ms, "again_ms": gain.again_ms, "gain": gain.gain}
+        document["verdict"] = verdict
+        told.insert(
+            0,
+            f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
+            f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {worth:.1%} that are worth it.",
+        )
+    elif options.tables is not None:
         from dataclasses import replace
 
         from dreamshard_planner.offline.what_if import replanning
@@ -129,6 +165,8 @@ def diff(
             f"{gain.gain:.1%} less."
         )
     show(document, format, *told)
+    if worthwhile:
+        raise typer.Exit(PLAN_AGAIN)
 
 
 def _statistics() -> type[TableStatistics]:

@@ -27,6 +27,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "hbm": ("memory_bytes", size_bytes),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),
     "inter-bandwidth": ("inter_bytes_per_s", bytes_per_s),
+    "sharding-group": ("sharding_group", whole),
 }
 """Axis and reader of its values, by the option that gives one value."""
 

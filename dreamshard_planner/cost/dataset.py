@@ -39,8 +39,8 @@ backward) at 0, by 3.4 and 4.6 % at 0.5, and by 6.6 and 5.8 % at 1."""
 _MEASURED = tuple(entry for entry in fields(Workload) if entry.metadata.get("measured", True))
 WORKLOAD_FIELDS = tuple(entry.name for entry in _MEASURED)
 """The per-shard columns, in order."""
-FIELD_TYPES = {entry.name: entry.type for entry in _MEASURED}
-"""As written in :class:`Workload`."""
+FIELD_TYPES = {entry.name: entry.type for entry in _MEASURED} | {"weight_bytes": "int"}
+"""As written in :class:`Workload`, but for weights: what is measured is trained, in whole bytes."""
 
 KIND = "dreamshard cost dataset"
 _KEY_FIELDS = ("device", "name", "threads", "fbgemm")
@@ -132,8 +132,8 @@ class CostDataset:
         """From ``sets`` and their times [N, R, 2] in milliseconds."""
         flat = [workload for group in sets for workload in group]
         columns = {
-            entry.name: np.array([getattr(workload, entry.name) for workload in flat], dtype=_DTYPES[entry.type])
-            for entry in _MEASURED
+            name: np.array([getattr(workload, name) for workload in flat], dtype=_DTYPES[FIELD_TYPES[name]])
+            for name in WORKLOAD_FIELDS
         }
         columns["reuse_histogram"] = columns["reuse_histogram"].reshape(len(flat), -1)
         offsets = np.concatenate([[0], np.cumsum([len(group) for group in sets], dtype=np.int64)]).astype(np.int64)

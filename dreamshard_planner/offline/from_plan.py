@@ -40,13 +40,19 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         statistics: over those that its file holds.
 
     Raises:
-        PlanError: its ranks are not spread over hosts evenly, or it has quantized tables.
+        PlanError: its ranks are not spread over hosts evenly, it has quantized tables, or is for one of several
+            sharding groups.
     """
     inputs, settings = saved.inputs, saved.inputs.settings
     if served := next((name for name, table in inputs.tables.items() if table.optimizer == NO_OPTIMIZER), None):
         raise PlanError(
             f"{saved.name}: table {served!r} is quantized, and lists of tables, which this file would be read as, hold "
             "tables that are trained: ask the planner of the model itself (planner.explain, planner.report)"
+        )
+    if "sharding_groups" in settings:
+        raise PlanError(
+            f"{saved.name} is for the ranks of one sharding group (2D parallelism) and does not say all ranks: give "
+            "the tables and --sharding-group instead"
         )
     tables = {path: [_spec(saved, path, name) for name in of_module] for path, of_module in saved.sharding.items()}
     model = OfflineModel.of_modules(

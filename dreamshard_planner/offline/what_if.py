@@ -23,7 +23,9 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.offline.jobs import Job, PlannedJob
 from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
+from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.kernels import CACHING, KERNELS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -36,6 +38,7 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
     "memory_bytes": lambda job, value: replace(job, machine=replace(job.machine, memory_bytes=value)),
     "intra_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, intra_bytes_per_s=value)),
     "inter_bytes_per_s": lambda job, value: replace(job, machine=replace(job.machine, inter_bytes_per_s=value)),
+    "sharding_group": lambda job, value: _grouped(job, value),
 }
 """What may vary, and a job with another value of it. ``ranks`` are those of each host."""
 CANDIDATES = 8
@@ -207,6 +210,13 @@ def sweep(job: Job, axis: str, values: Sequence[Any], step: Step = lambda what: 
     return tuple(_point(axis, value, AXES[axis](job, value), step) for value in values)
 
 
+def _grouped(job: Job, size: int) -> Job:
+    """In sharding groups of so many ranks, averaged as often as those that there are."""
+    known = job.settings.get("sharding_groups")
+    groups = ShardingGroups(size=size) if known is None else replace(known, size=size)
+    return replace(job, settings={**job.settings, "sharding_groups": groups})
+
+
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """As many of another model, with its own memory and links; a network between hosts that was given stays."""
     own = {"memory_bytes": None, "memory_bytes_per_s": None, "intra_bytes_per_s": None}
@@ -353,9 +363,14 @@ def resized(
         config.num_embeddings, config.embedding_dim, config.data_type = known
 
 
-def replanning(job: Job, before: TableStatistics, after: TableStatistics) -> Replanning:
-    """What a plan made with the statistics ``before`` costs by those ``after``, and what a new one would."""
-    kept = replace(job, model=job.model.with_statistics(before)).plan()
+def replanning(job: Job, before: TableStatistics | SavedPlan, after: TableStatistics) -> Replanning:
+    """What a plan, or one made with the statistics ``before``, costs by those ``after``, and what a new one would.
+
+    Raises:
+        PlannerError: the tables do not fit.
+    """
+    kept = (
+        before if isinstance(before, SavedPlan) else replace(job, model=job.model.with_statistics(before)).plan().plan
+    )
     again = replace(job, model=job.model.with_statistics(after)).plan()
-    keep_ms = again.planner.predict(kept.plan).total_ms
-    return Replanning(keep_ms, again.outline.chosen.total_ms)
+    return Replanning(again.planner.predict(kept).total_ms, again.outline.chosen.total_ms)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -26,6 +27,7 @@ from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.slices import own_slices
+from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -49,6 +51,8 @@ class PlanningContext:
     """As TorchRec's estimators take them."""
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None
     """Of the model, where options are to be estimated as TorchRec does; None: they are estimated already."""
+    sync_ms_per_byte: float = 0.0
+    """Of averaging the replicas of other sharding groups, where there are such."""
 
     @classmethod
     @neutral()
@@ -76,7 +80,7 @@ class PlanningContext:
     def __post_init__(self) -> None:
         if self.cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
-        self._costs = COST_SOURCES[self.cost_source](self.topology, self.checkpoint)
+        self._costs = COST_SOURCES[self.cost_source](self.topology, self.checkpoint, self.sync_ms_per_byte)
         self.compute: ComputeCost = self._costs.compute()
         self.links = self._costs.links()
         # Perf and storage.
@@ -115,7 +119,26 @@ class PlanningContext:
 
     def notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from, and of how its tables were read."""
-        return (*self._costs.notes(plan, self.reader), *noted("table", self.reader.notes(plan)))
+        return (
+            *self._costs.notes(plan, self.reader),
+            *self._sync_note(plan),
+            *noted("table", self.reader.notes(plan)),
+        )
+
+    def _sync_note(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+        if not self.sync_ms_per_byte:
+            return ()
+        read = self.read(plan, with_storage=False)
+        rank_X, part_X = read.problem.laid(read.sharding(plan))
+        synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
+        most = float(synced_D.index_add(0, rank_X, read.synced_bytes_P[part_X]).max())
+        sync_ms = most * self.sync_ms_per_byte
+        text = (
+            f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(most))} of a rank "
+            f"with its replicas takes {sync_ms:.3f} ms of each batch in the mean, counted as backward, and happens in "
+            "place"
+        )
+        return (Note("source", text, {"sync_bytes": most, "sync_ms": sync_ms}),)
 
     def read(
         self, options: Sequence[ShardingOption], topology: Topology | None = None, with_storage: bool = True

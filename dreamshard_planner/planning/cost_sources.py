@@ -36,6 +36,8 @@ class NetworkCosts:
 
     topology: Topology
     checkpoint: Checkpoint
+    sync_ms_per_byte: float = 0.0
+    """Of averaging the replicas of other sharding groups."""
     takes_estimates = False
     """Whether costs are the perf that options come with."""
     uses_network = True
@@ -52,13 +54,15 @@ class NetworkCosts:
         """The cost of a problem's shardings."""
         problem = read.problem
         compute = WithServing.of(compute, RooflineCost.of_topology(self.topology), problem.features_PF)
-        if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any()):
+        sync_ms_P = read.synced_bytes_P * self.sync_ms_per_byte
+        if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any() or sync_ms_P.any()):
             return Cost(problem, compute)
         dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
         ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
         with_extras = WithExtras(compute)
-        extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P], -1)
+        # A rank waits for its replicas, and for no other rank of its group.
+        extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
         return Cost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
@@ -102,7 +106,11 @@ class TorchRecCosts(NetworkCosts):
         """Forward is everything but the backward."""
         perfs = [shard.perf for shard in read.shard_P]
         backward = [perf.bwd_compute + perf.bwd_comms for perf in perfs]
-        latents = [[1.0, perf.total - later, later] for perf, later in zip(perfs, backward, strict=True)]
+        sync_ms_P = (read.synced_bytes_P * self.sync_ms_per_byte).tolist()
+        latents = [
+            [1.0, perf.total - later, later + sync]
+            for perf, later, sync in zip(perfs, backward, sync_ms_P, strict=True)
+        ]
         return Cost(read.problem, compute, torch.tensor(latents, dtype=torch.float64).view(-1, 3))
 
 

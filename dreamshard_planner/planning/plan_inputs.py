@@ -55,6 +55,7 @@ class MadeFrom:
                 "seed": settings.seed,
                 "search_seconds": settings.search_seconds,
                 "refine_seconds": settings.measuring_seconds,
+                **({} if settings.sharding_groups is None else {"sharding_groups": plain(settings.sharding_groups)}),
             },
             features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
         )
@@ -85,7 +86,7 @@ class MadeFrom:
                 "constraints": self.constraints,
                 "placement rules": settings.placement_rules,
                 "cost source": (settings.cost_source, settings.allowed_types),
-                "training": (settings.exact_training, settings.optimizers_attached),
+                "training": (settings.exact_training, settings.optimizers_attached, settings.sharding_groups),
                 "statistics": settings.statistics,
                 "checkpoint": self.checkpoint.digest(),
                 "recipe": self.checkpoint.recipe,

@@ -57,6 +57,8 @@ class PlanRequest:
     settings: PlannerSettings
     timeout_seconds: float | None
     """TorchRec's, of planning."""
+    sync_ms_per_byte: float = 0.0
+    """Of averaging the replicas of other sharding groups."""
 
     @property
     def budget(self) -> SearchBudget:
@@ -131,7 +133,13 @@ class PlanningSession:
         settings = request.settings
         reader = OptionReader(constraints, settings.statistics, sharders, legal, settings.optimizers_attached)
         context = PlanningContext(
-            request.topology, reader, request.checkpoint, settings.cost_source, constraints, sharders
+            request.topology,
+            reader,
+            request.checkpoint,
+            settings.cost_source,
+            constraints,
+            sharders,
+            request.sync_ms_per_byte,
         )
         left = reservation.reserve(
             topology=request.topology,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -34,6 +35,7 @@ class PlannerSettings:
     optimizers_attached: bool
     cost_source: str
     placement_rules: PlacementRules | None
+    sharding_groups: ShardingGroups | None = None
 
     def __post_init__(self) -> None:
         if self.refine not in ("none", "measure") or not self.refine_seconds > 0:
@@ -57,6 +59,8 @@ class PlannerSettings:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
         if not isinstance(self.placement_rules, PlacementRules | None):
             raise TypeError(f"placement_rules must be PlacementRules, got {type(self.placement_rules).__name__}")
+        if not isinstance(self.sharding_groups, ShardingGroups | None):
+            raise TypeError(f"sharding_groups must be ShardingGroups, got {type(self.sharding_groups).__name__}")
         object.__setattr__(self, "seed", checked_seed(self.seed))
 
     @property

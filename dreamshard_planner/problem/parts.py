@@ -12,9 +12,9 @@ from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.cost.roofline import DENSE_PASSES
 from dreamshard_planner.search_space.input_checks import needed_bytes
-from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.kernels import FUSED, KERNELS, fuses_as
 from dreamshard_planner.search_space.options import fqn_of, type_of
-from dreamshard_planner.workload.tables import Table, Workload
+from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload
 
 
 class Parts:
@@ -28,6 +28,7 @@ class Parts:
         self.dense_elements: list[float] = []
         self.dense_passes: list[float] = []
         self.ssd_bytes: list[float] = []
+        self.synced_bytes: list[float] = []
         self.columns: dict[Collective, int] = {}
         """Column of each collective that some part takes part in."""
         self._uncounted_bytes: list[int] = []
@@ -82,6 +83,7 @@ class Parts:
         self.dense_passes.append(DENSE_PASSES[table.optimizer])
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
         self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
+        self.synced_bytes.append(_synced_bytes(option, workload))
         self._uncounted_bytes.append(_uncounted_bytes(option, table, workload))
         for collective, sent in exchanges:
             self._sent.append((row, self.columns.setdefault(collective, len(self.columns)), sent))
@@ -110,6 +112,15 @@ def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
     # Where it is known which ids are looked up, blocks of rows differ by where they lie.
     first = (shard.offset[0],) if whole.ids is not None and shard.size[0] < whole.rows else ()
     return (*shard.size, *storage, *first)
+
+
+def _synced_bytes(option: ShardingOption, shard: Workload) -> float:
+    """What ``DMPCollection.sync`` averages of a shard: weights, and row-wise or element-wise sums of the optimizer; it
+    looks at fused kernels alone."""
+    if fuses_as(option.compute_kernel) != FUSED:
+        return 0.0
+    states = {"sgd": 0, "adagrad": shard.dim}.get(shard.optimizer, 1)
+    return shard.rows * (shard.dim * shard.weight_bytes + states * OUTPUT_BYTES)
 
 
 def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> int:

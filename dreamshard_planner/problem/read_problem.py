@@ -32,6 +32,8 @@ class ReadProblem:
     """Times that as many pass through memory beside the kernels, by the table's optimizer."""
     ssd_bytes_P: torch.Tensor
     """Bytes of the distinct rows that parts on SSDs read per batch, zero elsewhere."""
+    synced_bytes_P: torch.Tensor
+    """Bytes of weights and optimizer states that replicas in other sharding groups are averaged with."""
 
     def assign(self, sharding: Sharding) -> list[ShardingOption]:
         """The chosen options, with the ranks of their shards set."""

@@ -122,6 +122,7 @@ class OptionReader(TableReader):
             torch.tensor(parts.dense_elements, dtype=torch.float64),
             torch.tensor(parts.dense_passes, dtype=torch.float64),
             torch.tensor(parts.ssd_bytes, dtype=torch.float64),
+            torch.tensor(parts.synced_bytes, dtype=torch.float64),
         )
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:

@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import resources
@@ -32,6 +32,7 @@ META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Dims are not published; these span what production models use, each as likely as the others."""
 TABLES_SCHEMA = "dreamshard_planner.tables/1"
 MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
+EMBARK_MODELS = ("t180", "t200", "t510", "t7")
 
 
 @cache
@@ -56,8 +57,27 @@ def merlin(model: str) -> list[Table]:
     """A synthetic model of NVIDIA Merlin's distributed-embeddings, ``tiny`` (55 tables) to ``colossal`` (2,002)."""
     if model not in MERLIN_MODELS:
         raise TaskError(f"unknown Merlin model {model!r}; known are {', '.join(MERLIN_MODELS)}")
+    return _of_groups(model, _data("merlin_synthetic_models.json")["models"][model])
+
+
+def embark(model: str) -> list[Table]:
+    """A model of EMBark's benchmarks, by its name there: ``t180`` (which lists 177 tables), ``t200``, ``t510``, and the
+    ``t7`` beside them, of 446 billion weights. Ids are drawn by a power law of exponent 1.1."""
+    if model not in EMBARK_MODELS:
+        raise TaskError(f"unknown EMBark model {model!r}; known are {', '.join(EMBARK_MODELS)}")
+    tables, batch_size = _of_groups(model, _data("embark_models.json")["models"][model]), 4096
+    lookups = [table.pooling_factor * batch_size for table in tables]
+    histogram_TK, _ = default_reuse([table.rows for table in tables], lookups, 1.1)
+    return [
+        replace(table, features=(FeatureStatistics(table.pooling_factor, tuple(histogram), batch_size),))
+        for table, histogram in zip(tables, histogram_TK.tolist(), strict=True)
+    ]
+
+
+def _of_groups(model: str, groups: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Groups of tables of one shape; each table serves one feature per pooling factor."""
     tables = []
-    for group, entry in enumerate(_data("merlin_synthetic_models.json")["models"][model]):
+    for group, entry in enumerate(groups):
         features = tuple(FeatureStatistics(float(factor)) for factor in entry["pooling_factors"])
         tables += [
             Table(f"{model}_{group}_{index}", entry["num_embeddings"], entry["embedding_dim"], features)
@@ -178,6 +198,7 @@ def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generat
 POOLS: dict[str, Callable[[], list[Table]]] = {
     "mlperf_dlrm_dcnv2": mlperf_dlrm_dcnv2,
     **{f"merlin_{model}": (lambda model=model: merlin(model)) for model in MERLIN_MODELS},
+    **{f"embark_{model}": (lambda model=model: embark(model)) for model in EMBARK_MODELS},
     "meta_like_2021": lambda: meta_like(num_tables=856, year=2021),
     "meta_like_2022": lambda: meta_like(num_tables=788, year=2022),
     "broad": broad,

@@ -1,0 +1,184 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""2D parallelism: the plan of one sharding group, by the topology of all ranks, under TorchRec's ``DMPCollection``.
+
+``DMPCollection`` asserts CUDA or MTIA; the test takes that assertion, and no other, out of its ``__init__``, and the
+index out of the CPUs that shards are put on (``cpu:1`` is no device of a tensor). Its all-reduce is an argument, since
+gloo cannot average.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, run_on_ranks
+from torch import nn
+from torch.distributed.remote_device import _remote_device
+from torchrec.distributed import model_parallel
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm.model import EveryTypeSharder
+from dreamshard_planner import DreamShardError, DreamShardPlanner, ShardingGroups
+from dreamshard_planner.search_space.sharding_types import CW, RW, TW
+
+TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}
+CONSTRAINTS = {name: ParameterConstraints(sharding_types=[kind], min_partition=32) for name, kind in TYPES.items()}
+
+
+class Model(nn.Module):
+    """Four tables, each split another way."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(100 + i, 64, f"t{i}", feature_names=[f"f{i}"]) for i in range(4)]
+        self.bags = EmbeddingBagCollection(tables=tables, device=torch.device(device))
+        apply_optimizer_in_backward(RowWiseAdagrad, self.bags.parameters(), {"lr": 0.5})
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.bags(features).values()
+
+
+class OnCpus(model_parallel.DMPCollection):
+    """``DMPCollection`` without its first assertion, and with CPUs that have no index."""
+
+    def _remap_sharding_plan(self, plan: ShardingPlan, **arguments: Any) -> None:
+        super()._remap_sharding_plan(plan=plan, **arguments)
+        for module in plan.plan.values():
+            for table in module.values():
+                for shard in table.sharding_spec.shards:
+                    shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
+
+
+def _allow_cpus() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(model_parallel.DMPCollection.__init__)))
+    body = tree.body[0].body
+    dropped = next(node for node in body if isinstance(node, ast.Assert))
+    assert "only supports CUDA" in ast.unparse(dropped)
+    body.remove(dropped)
+    names = {**vars(model_parallel), "__class__": model_parallel.DMPCollection}
+    source = ast.unparse(tree).replace("super().__init__", "super(DMPCollection, self).__init__")
+    exec(source, names)
+    OnCpus.__init__ = names["__init__"]
+
+
+def _averaging(group: list[dist.ProcessGroup]):
+    def all_reduce(tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group[0])
+            tensor /= group[0].size()
+
+    return all_reduce
+
+
+def _train(rank: Rank, consecutive: bool) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    _allow_cpus()
+    groups = ShardingGroups(size=2, sync_interval=2, use_inter_host_allreduce=consecutive)
+    # As in the example of DMPCollection: all ranks, and the sharding group as the host.
+    topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
+    planner = DreamShardPlanner(topology=topology, batch_size=4, constraints=CONSTRAINTS, sharding_groups=groups)
+    plan = planner.collective_plan(Model("meta"), [EveryTypeSharder()], dist.group.WORLD)
+    replicas: list[dist.ProcessGroup] = []
+    torch.manual_seed(0)
+    sharded = OnCpus(
+        module=Model("cpu"),
+        device=torch.device("cpu"),
+        plan=plan,
+        world_size=rank.world_size,
+        sharding_group_size=2,
+        global_pg=dist.group.WORLD,
+        sharders=[EveryTypeSharder()],
+        use_inter_host_allreduce=consecutive,
+        custom_all_reduce=_averaging(replicas),
+    )
+    context = sharded._default_ctx
+    replicas.append(context.replica_pg)
+    sharded.sync()  # the same weights to begin with
+    generator = torch.Generator().manual_seed(rank.rank)
+    lengths = torch.randint(1, 4, (16,), generator=generator)
+    values = torch.randint(0, 100, (int(lengths.sum()),), generator=generator)
+    sharded(KeyedJaggedTensor([f"f{i}" for i in range(4)], values, None, lengths)).sum().backward()
+    before = [weights.clone() for of_type in context.weights_by_dtype.values() for weights in of_type]
+    sharded.sync()
+    after = [weights.clone() for of_type in context.weights_by_dtype.values() for weights in of_type]
+    return {
+        "kinds": {name: one.sharding_type for name, one in plan.plan["bags"].items()},
+        "replicas": dist.get_process_group_ranks(context.replica_pg),
+        "before": before,
+        "after": after,
+        "bytes": sum(weights.nbytes for weights in before)
+        + sum(state.nbytes for of_type in context.optimizer_tensors_by_dtype.values() for state in of_type),
+        "synced_bytes": planner.report().notes if rank.rank == 0 else (),
+    }
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_replicas_of_a_planned_group_are_averaged(consecutive: bool) -> None:
+    ranks = run_on_ranks(_train, consecutive, world_size=4)
+    assert all(one["kinds"] == TYPES for one in ranks)
+    assert [one["replicas"] for one in ranks] == (
+        [[0, 2], [1, 3], [0, 2], [1, 3]] if consecutive else [[0, 1], [0, 1], [2, 3], [2, 3]]
+    )
+    for one in ranks:
+        replicas = [ranks[other] for other in one["replicas"]]
+        assert one["before"]
+        for index, mean in enumerate(one["after"]):
+            alike = [other["before"][index] for other in replicas]
+            assert not torch.equal(*alike)
+            torch.testing.assert_close(mean, sum(alike) / 2)
+    (told,) = [note.figures for note in ranks[0]["synced_bytes"] if "sync_bytes" in note.figures]
+    assert told["sync_bytes"] == max(one["bytes"] for one in ranks)
+
+
+def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
+    with pytest.raises(DreamShardError, match="4 ranks are no whole number of sharding groups of 3"):
+        DreamShardPlanner(topology=Topology(4, "cpu"), sharding_groups=ShardingGroups(size=3))
+    with pytest.raises(ValueError, match="sync_interval of sharding groups must be a whole number above 0, got 0"):
+        ShardingGroups(size=2, sync_interval=0)
+
+
+@pytest.mark.parametrize(
+    "size, consecutive, hosts, inside",
+    [(8, False, 4, True), (8, True, 8, False), (2, False, 1, True), (16, False, 8, True), (4, True, 4, False)],
+)
+def test_ranks_of_a_group_by_host_and_the_links_of_replicas(
+    size: int, consecutive: bool, hosts: int, inside: bool
+) -> None:
+    """Of two hosts with eight ranks, one of them with less memory."""
+    world = Topology(16, "cuda", local_world_size=8, intra_host_bw=1e9, inter_host_bw=1e8, hbm_cap=100)
+    world.devices[5].storage.hbm = 60
+    groups = ShardingGroups(size=size, use_inter_host_allreduce=consecutive)
+    one, count = groups.topology(world), 16 // size
+    assert (one.world_size, one.local_world_size, len(one.devices)) == (size, hosts, size)
+    small = 5 % size if consecutive else 5 // count
+    assert [device.storage.hbm for device in one.devices] == [60 if rank == small else 100 for rank in range(size)]
+    expected = 2 * (count - 1) / count / (1e9 if inside else 1e8)
+    assert groups.sync_ms_per_byte(world) == (pytest.approx(expected) if count > 1 else 0)
+    assert world.world_size == 16 and world.devices[0].storage.hbm == 100
+
+
+def test_averaging_is_part_of_the_cost_and_weighs_less_the_rarer_it_is() -> None:
+    def planner(**groups: int) -> DreamShardPlanner:
+        made = DreamShardPlanner(
+            topology=Topology(8, "cuda"), batch_size=512, sharding_groups=ShardingGroups(**groups), debug=False
+        )
+        made.plan(Model("meta"), get_default_sharders())
+        return made
+
+    every, seldom = (planner(size=2, sync_interval=interval).report().chosen for interval in (1, 100))
+    alone = planner(size=8).report()
+    assert every.total_ms > seldom.total_ms
+    assert not [note for note in alone.notes if "sync_ms" in note.figures]
