@@ -36,7 +36,7 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.search_space.enumeration import EnumeratedOption, estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.sharding_types import DP, TW
-from dreamshard_planner.search_space.slices import wider_slices
+from dreamshard_planner.search_space.slices import own_slices
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -215,7 +215,8 @@ class SplitTask:
 
     def _halvings(self, allowed: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Slices that are two, four, ... of TorchRec's side by side, as our planner has them."""
-        halvings = [wider for option in allowed for wider in wider_slices(EnumeratedOption.of(option))]
+        asked = {name for name, constraint in self.constraints.items() if constraint.min_partition}
+        halvings = [halved for option in allowed for halved in own_slices(EnumeratedOption.of(option), asked)]
         estimate_all(torchrec_estimators(self.topology, self.constraints), halvings, self.sharders)
         return halvings
 
