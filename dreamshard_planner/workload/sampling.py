@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 EVERY = 100
-"""Counting a batch takes a fifth to half of a CPU's step on it (20 ms for 110,000 lookups): at most 0.5 % of them all."""
+"""Counting a batch takes a fifth to half of a CPU's step on it (20 ms for 110,000 lookups): 0.5 % of them all."""
 
 
 class BatchSampler:
