@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -77,6 +77,9 @@ class Replan:
     forced: tuple[str, ...] = ()
     """Why the current plan cannot stay as it is, in words; empty where it can."""
 
+    COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
+    """Of :meth:`rows`."""
+
     @property
     def stays(self) -> bool:
         """Whether the current plan is the best to have."""
@@ -131,10 +134,6 @@ class Replan:
             for tables, moved, to_one, ms, seconds in self.rows()
         ]
         return "\n".join(lines)
-
-
-COLUMNS = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
-"""Of :meth:`Replan.rows`."""
 
 
 def best(curve: Sequence[Move], steps: int, max_bytes_moved: int | None) -> int:

@@ -23,18 +23,23 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import overall_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.search.joint import DEFAULT_JOINT, descended
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.states import Change
 
 Received = Callable[[int, int], np.ndarray]
 """Bytes that the ranks of a position would get, int64 [U, N], were a table sharded by this option."""
-BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)
+BUDGETS = (0.05, 0.2, 1.0)
 """Shares of the bytes to the fresh plan at which the third walk starts."""
 ROUNDS = 60
 """Of undoing: where more tables differ, a round undoes several."""
-SHARPNESS = 16
-"""Exponent of the mean of the ranks' costs that stands for the slowest one: a hill has to be lowered from all sides."""
-MAX_SWAPS = 1500
+SHARPNESS = (40, 8, 100)
+"""Exponents, in turns, of the mean of the ranks' costs that stands for the slowest one: what is nearly as slow has to
+become faster as well."""
+KICKS, KICKED = 10, 2
+"""Of the third walk."""
+MAX_SWAPS = 400
 """Of one step: those whose units differ most from zero and least from what would level both ranks."""
 
 
@@ -62,25 +67,30 @@ def few_moves(
     """
     walk = _Walk(cost, fresh, kept, received)
     walk.back()
+    for start in starts:
+        walk.restart(descended(cost, start, DEFAULT_JOINT, DEFAULT_SEARCH))
+        walk.back()
     for start in [*starts, *([] if starts else [walk.sharding])]:
         walk.restart(start)
         walk.forward(walk.most_bytes)
     for share in BUDGETS:
         limit = int(share * walk.most_bytes)
-        if front := [point for point in walk.front() if point.bytes_moved <= limit]:
-            walk.restart(front[-1].sharding)
-            walk.forward(limit, by_ratio=False)
+        walk.within(limit)
     return walk.front()
 
 
 class _Walk:
     """One sharding that changes, and all that it has been."""
 
+    _sharpness = SHARPNESS[0]
+
     def __init__(self, cost: Cost, fresh: Sharding, kept: Sequence[Change], received: Received) -> None:
         self._cost, self._problem, self._received = cost, cost.problem, received
         self._fresh, self._kept = fresh, {table: change for change in kept for table in change[:1]}
         self._unit = max(1e-9, cost.overall_ms(fresh))
+        self._known: dict[Change, tuple[np.ndarray, np.ndarray, int]] = {}
         self._seen: dict[Sharding, Waypoint] = {}
+        self._generator = torch.Generator().manual_seed(0)
         self._single_P = cost.single_ms_P.numpy()
         self.restart(fresh)
         self.most_bytes = self._bytes
@@ -131,6 +141,24 @@ class _Walk:
             if not key_Q[index].isfinite() or not self._take(trials[index]):
                 return
 
+    def within(self, limit: int) -> None:
+        """Go on from the best with so few bytes, then from copies of it in which some tables are back where they were,
+        which leaves bytes for others."""
+        for kick in range(KICKS + 1):
+            front = [point for point in self.front() if point.bytes_moved <= limit]
+            if not front:
+                return
+            self.restart(front[-1].sharding)
+            self._sharpness = SHARPNESS[kick % len(SHARPNESS)]
+            if kick:
+                self._kicked()
+            self.forward(limit, by_ratio=bool(kick % 2))
+
+    def _kicked(self) -> None:
+        moved = [change for table, change in self._kept.items() if change != self._now(table)]
+        for index in torch.randperm(len(moved), generator=self._generator)[:KICKED].tolist():
+            self._take([moved[index]])
+
     def _take(self, trial: list[Change]) -> bool:
         """Apply it, if memory still allows that."""
         if not bool(self._rated([trial]).overall_Q.isfinite()[0]):
@@ -149,12 +177,10 @@ class _Walk:
         return table, self.sharding.options[table], self.sharding.positions[table]
 
     def _bytes_of(self, change: Change) -> int:
-        table, option, positions = change
-        received_UN = self._received(table, option)
-        return int(received_UN[range(len(positions)), list(positions)].sum())
+        return self._laid(change)[2]
 
     def _smooth_ms(self) -> float:
-        return float(overall_ms(_smooth(self._state.device_ms_D), self._problem.collectives.ms(self._state.bytes_CD)))
+        return float(overall_ms(self._smooth(self._state.device_ms_D), self._problem.collectives.ms(self._state.bytes_CD)))
 
     def _candidates(self) -> Iterator[list[Change]]:
         """Changes of the tables that burden the slowest rank, or exchange most: units elsewhere, other options, what
@@ -216,9 +242,9 @@ class _Walk:
         changed = [(query, sign, at) for query, trial in enumerate(trials) for change in trial
                    for sign, at in ((-1, self._now(change[0])), (1, change))]  # fmt: skip
         laid = [self._laid(at) for _, _, at in changed]
-        sizes = torch.tensor([len(rank_Y) for rank_Y, _ in laid])
+        sizes = torch.tensor([len(rank_Y) for rank_Y, _, _ in laid])
         query_X, sign_X = (torch.tensor([entry[i] for entry in changed]).repeat_interleave(sizes) for i in (0, 1))
-        rank_X, part_X = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*laid, strict=True))
+        rank_X, part_X = (torch.from_numpy(np.concatenate([entry[i] for entry in laid])) for i in (0, 1))
 
         slot_X = (query_X * ranks + rank_X) * groups + problem.group_P[part_X]
         slot_Z, at_X = slot_X.unique(return_inverse=True)
@@ -240,17 +266,25 @@ class _Walk:
         collective_ms = problem.collectives.ms(bytes_QDC.transpose(1, 2))
         moved_Q = torch.zeros(count, dtype=torch.int64)
         moved_Q.index_add_(0, torch.tensor([query for query, _, _ in changed]),
-                           torch.tensor([sign * self._bytes_of(at) for _, sign, at in changed]))  # fmt: skip
+                           torch.tensor([sign * of[2] for (_, sign, _), of in zip(changed, laid, strict=True)]))  # fmt: skip
         exact_Q, smooth_Q = (overall_ms(slowest_Q, collective_ms).masked_fill(~fits_Q, torch.inf)
-                             for slowest_Q in (device_QD.amax(-1), _smooth(device_QD)))  # fmt: skip
+                             for slowest_Q in (device_QD.amax(-1), self._smooth(device_QD)))  # fmt: skip
         return _Rated(exact_Q, smooth_Q, moved_Q)
 
-    def _laid(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks and parts of one table."""
-        table, option, positions = change
-        part_X, span = self._problem.parts_of(table, option), self._problem.tables[table][option].units[0].span
-        rank_X = (np.array(positions, dtype=np.int64)[:, None] * span + np.arange(span)).ravel()
-        return rank_X, part_X
+    def _smooth(self, device_ms_XD: Tensor) -> Tensor:
+        """A mean over ranks, [...], that leans to the slowest."""
+        most_X1, power = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30), self._sharpness
+        return ((device_ms_XD / most_X1) ** power).mean(-1) ** (1 / power) * most_X1[..., 0]
+
+    def _laid(self, change: Change) -> tuple[np.ndarray, np.ndarray, int]:
+        """Ranks and parts of one table, and bytes that it would have to move."""
+        if change not in self._known:
+            table, option, positions = change
+            span = self._problem.tables[table][option].units[0].span
+            rank_X = (np.array(positions, dtype=np.int64)[:, None] * span + np.arange(span)).ravel()
+            moved = int(self._received(table, option)[range(len(positions)), list(positions)].sum())
+            self._known[change] = rank_X, self._problem.parts_of(table, option), moved
+        return self._known[change]
 
 
 @dataclass(frozen=True)
@@ -263,9 +297,3 @@ class _Rated:
     """The same with a mean that leans to the slowest rank in its place."""
     bytes_Q: Tensor
     """That move more than now; fewer below zero."""
-
-
-def _smooth(device_ms_XD: Tensor) -> Tensor:
-    """A mean over ranks, [...], that leans to the slowest."""
-    most_X1 = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30)
-    return ((device_ms_XD / most_X1) ** SHARPNESS).mean(-1) ** (1 / SHARPNESS) * most_X1[..., 0]
