@@ -58,7 +58,7 @@ def replanned(
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
-        found = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN)
+        found = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved)
         now, afresh = (ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh))
     points = [now, *(point for point in found if point.overall_ms < now.overall_ms)]
     curve = tuple(ways.move(point, moving) for point in points)

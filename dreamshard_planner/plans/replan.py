@@ -13,6 +13,10 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.formatting import seconds_in_words, size_in_words
 
 
+SHOWN = 0.005
+"""Share of the cost that a row of the curve gains at least."""
+
+
 @dataclass(frozen=True)
 class Moving:
     """How long it takes to go on under another plan.
@@ -120,10 +124,14 @@ class Replan:
         return {**document, "stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
-        """Of the curve, for people: tables, bytes moved, bytes to one rank, ms per step, seconds in all."""
+        """Of the curve, for people: :attr:`COLUMNS`, without what gains less than half a percent over the row before."""
+        shown = [self.now]
+        for move in self.curve:
+            if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:
+                shown.append(move)
         return [
             (move.tables, *map(size_in_words, (move.bytes_moved, move.bytes_to_one_rank)), move.step_ms, seconds)
-            for move in self.curve
+            for move in shown
             for seconds in [move.seconds(self.steps)]
         ]
 

@@ -34,11 +34,15 @@ BUDGETS = (0.05, 0.2, 1.0)
 """Shares of the bytes to the fresh plan at which the third walk starts."""
 ROUNDS = 60
 """Of undoing: where more tables differ, a round undoes several."""
-SHARPNESS = (40, 8, 100)
+SHARPNESS = (40, 16, 100)
 """Exponents, in turns, of the mean of the ranks' costs that stands for the slowest one: what is nearly as slow has to
 become faster as well."""
-KICKS, KICKED = 10, 2
-"""Of the third walk."""
+KICKS, KICKED = 24, 2
+"""Copies that the third walk goes on from, and tables that are back where they were in each."""
+PATIENCE = 8
+"""Of these one after the other, without any gain, after which no more are made."""
+TRIALS = 100_000
+"""Of the third walk within one budget: no further copy is made past them."""
 MAX_SWAPS = 400
 """Of one step: those whose units differ most from zero and least from what would level both ranks."""
 
@@ -54,7 +58,12 @@ class Waypoint:
 
 @torch.no_grad()
 def few_moves(
-    cost: Cost, starts: Sequence[Sharding], kept: Sequence[Change], fresh: Sharding, received: Received
+    cost: Cost,
+    starts: Sequence[Sharding],
+    kept: Sequence[Change],
+    fresh: Sharding,
+    received: Received,
+    limit: int | None = None,
 ) -> list[Waypoint]:
     """Plans of which each costs less than all that move fewer bytes, those with fewest first.
 
@@ -64,6 +73,7 @@ def few_moves(
         kept: how tables are sharded now, those that may stay so.
         fresh: a feasible sharding, made without a thought of bytes.
         received: bytes that move.
+        limit: of bytes, beside those of :data:`BUDGETS`.
     """
     walk = _Walk(cost, fresh, kept, received)
     walk.back()
@@ -73,9 +83,8 @@ def few_moves(
     for start in [*starts, *([] if starts else [walk.sharding])]:
         walk.restart(start)
         walk.forward(walk.most_bytes)
-    for share in BUDGETS:
-        limit = int(share * walk.most_bytes)
-        walk.within(limit)
+    for most in sorted({*(int(share * walk.most_bytes) for share in BUDGETS), *([] if limit is None else [limit])}):
+        walk.within(most)
     return walk.front()
 
 
@@ -88,6 +97,7 @@ class _Walk:
         self._cost, self._problem, self._received = cost, cost.problem, received
         self._fresh, self._kept = fresh, {table: change for change in kept for table in change[:1]}
         self._unit = max(1e-9, cost.overall_ms(fresh))
+        self._trials = 0
         self._known: dict[Change, tuple[np.ndarray, np.ndarray, int]] = {}
         self._seen: dict[Sharding, Waypoint] = {}
         self._generator = torch.Generator().manual_seed(0)
@@ -144,10 +154,13 @@ class _Walk:
     def within(self, limit: int) -> None:
         """Go on from the best with so few bytes, then from copies of it in which some tables are back where they were,
         which leaves bytes for others."""
+        end, before, fruitless = self._trials + TRIALS, None, 0
         for kick in range(KICKS + 1):
             front = [point for point in self.front() if point.bytes_moved <= limit]
-            if not front:
+            fruitless = fruitless + 1 if front[-1:] == before else 0
+            if not front or self._trials > end or fruitless > PATIENCE:
                 return
+            before = front[-1:]
             self.restart(front[-1].sharding)
             self._sharpness = SHARPNESS[kick % len(SHARPNESS)]
             if kick:
@@ -239,6 +252,7 @@ class _Walk:
         """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
         problem, state = self._problem, self._state
         ranks, groups, count = problem.num_ranks, problem.num_groups, len(trials)
+        self._trials += count
         changed = [(query, sign, at) for query, trial in enumerate(trials) for change in trial
                    for sign, at in ((-1, self._now(change[0])), (1, change))]  # fmt: skip
         laid = [self._laid(at) for _, _, at in changed]
