@@ -393,9 +393,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return list(self._last().plan)
 
     @neutral()
-    def predict(
-        self, plan: AnyPlan, name: str = "plan", *, statistics: TableStatistics | None = None
-    ) -> ReportEntry:
+    def predict(self, plan: AnyPlan, name: str = "plan", *, statistics: TableStatistics | None = None) -> ReportEntry:
         """Predicted cost of any plan of the last planned module, whoever made it.
 
         Args:

@@ -42,38 +42,42 @@ def watched(seed: int, **settings):
 
 
 def test_data_that_does_not_drift_is_no_alarm() -> None:
-    for seed in range(2):
-        _, watch = watched(seed)
-        for batch in batches(48, 100 + seed):
-            watch(batch)
-        assert [judgement.step for judgement in watch.judgements] == [16, 32, 48]
-        assert not any(judgement.pays for judgement in watch.judgements)
+    _, watch = watched(0)
+    for batch in batches(32, 100):
+        watch(batch)
+    assert [judgement.step for judgement in watch.judgements] == [16, 32]
+    assert not any(judgement.pays for judgement in watch.judgements)
 
 
-def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list = []
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    monkeypatch.setattr(logging.getLogger("dreamshard_planner.watch"), "handlers", [handler])
     made, watch = watched(0, told=told.append, path=tmp_path / "watch.jsonl")
     saved = made.saved_plan()
-    with caplog.at_level(logging.INFO, logger="dreamshard_planner"):
-        for batch in [*batches(16, 7), *batches(16, 8, POOLING[::-1])]:
-            watch(batch)
+    for batch in [*batches(16, 7), *batches(16, 8, POOLING[::-1])]:
+        watch(batch)
     calm, alarm = watch.judgements
     assert not calm.pays and alarm.pays and told == [alarm]
     assert set(alarm.drifted) == set(NAMES) and alarm.batches == 16
     assert alarm.new_ms < alarm.now_ms and 0 < alarm.sure_seconds <= alarm.gain_seconds
     assert alarm.found.steps == 10**9 - 32 and not alarm.found.stays and made.saved_plan() == saved
-    assert "another plan pays" in caplog.text
+    assert [(record.levelname, record.getMessage()) for record in logged] == [("WARNING", str(alarm))]
+    assert "another plan pays" in str(alarm)
     lines = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     assert [line["pays"] for line in lines] == [False, True] and lines[1]["found"]["chosen"]["tables"] > 0
 
 
 def test_what_does_not_pay_is_no_alarm_and_is_planned_for_ever_more_seldom() -> None:
     made, _ = watched(0)
-    watch = DriftWatch(made, steps=128, every=16, sample_every=1, restart_seconds=3600.0)
-    for batch in batches(8 * 16, 3, POOLING[::-1]):
+    watch = DriftWatch(made, steps=96, every=16, sample_every=1, restart_seconds=3600.0)
+    for batch in batches(6 * 16, 3, POOLING[::-1]):
         watch(batch)
     assert not any(judgement.pays for judgement in watch.judgements)
-    assert [judgement.found is not None for judgement in watch.judgements] == [True, False, True, False, False, False, True, False]
+    planned_for = [judgement.found is not None for judgement in watch.judgements]
+    assert planned_for == [True, False, True, False, False, False]
 
 
 def test_a_rank_that_did_not_plan_samples_nothing() -> None:
