@@ -3,9 +3,10 @@
 
     python benchmarks/drift_watch.py --record benchmarks/results/2026-11-23-drift-watch.json
 
-20 jobs of each kind: 16 tables with power-law ids on 4 CPU ranks, planned by 32 batches of 256 samples, watched for three
-windows of 32 sampled batches each. Where data drifts, the pooling factors of a quarter of the features trade places at the
-start of the first, second or third window; an alarm counts where it comes within the second window after that.
+20 jobs of each kind: 16 tables with power-law ids on 4 CPU ranks, planned by 32 batches of 256 samples, watched for
+three windows of 32 sampled batches each. Where data drifts, the pooling factors of a quarter of the features trade
+places at the start of the first, second or third window; an alarm counts where it comes by the second window from
+there.
 """
 
 from __future__ import annotations

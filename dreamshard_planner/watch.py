@@ -124,7 +124,7 @@ class DriftWatch:
                 "batches: give a longer one as every=, or a smaller sample_every="
             )
         self._planner, self.steps, self.every, self.sample_every = planner, steps, every, sample_every
-        self._worth, self._moving = worth, {"restart_seconds": restart_seconds, "bytes_per_s": bytes_per_s}
+        self._worth, self._restart_seconds, self._bytes_per_s = worth, restart_seconds, bytes_per_s
         self._told, self._path, self._group = told, path, group
         self._pause, self._paused = 1, 0
         self.step, self.judgements = 0, list[Judgement]()
@@ -181,7 +181,11 @@ class DriftWatch:
         if (known is not None and not drifted) or self._paused < self._pause:
             return judgement
         found = self._planner.replan(
-            self._planner.saved_plan(), steps=max(0, self.steps - self.step), statistics=first, **self._moving
+            self._planner.saved_plan(),
+            steps=max(0, self.steps - self.step),
+            statistics=first,
+            restart_seconds=self._restart_seconds,
+            bytes_per_s=self._bytes_per_s,
         )
         now_ms, new_ms = ([self._planner.predict(plan, statistics=part).total_ms for part in parts]
                           for plan in (self._planner.saved_plan(), found.plan))  # fmt: skip
