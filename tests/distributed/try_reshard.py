@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """What TorchRec's ``DistributedModelParallel.reshard`` does with a running job: python tests/distributed/try_reshard.py
 
-On two gloo ranks, one of two pooled tables changes its sharding in the midst of training; the next losses and the weights
+On two gloo ranks, one of four pooled tables changes its sharding in the midst of training; the next losses and the weights
 are compared with those of a plain torch model by the rules of moving. Prints the table of docs/replanning.md.
 """
 
@@ -21,7 +21,13 @@ from torch.multiprocessing import ProcessRaisedException
 
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
-TABLES = {"bags": {"bag0": TableSpec(24, 16), "bag1": TableSpec(20, 16)}}
+STAYING = {
+    "bag1": Sharding("table_wise", (1,)),
+    "bag2": Sharding("column_wise", (1, 0), (8, 8)),
+    "bag3": Sharding("row_wise"),
+}
+"""Without a table of each type, before and after, ``reshard`` ends with an IndexError."""
+TABLES = {"bags": {name: TableSpec(24, 16) for name in ("bag0", *STAYING)}}
 WAYS = {
     "table_wise": Sharding("table_wise", (0,)),
     "table_wise, other rank": Sharding("table_wise", (1,)),
@@ -45,7 +51,7 @@ def resharded(rank: ranks.Rank, before: Moving, after: Moving) -> Result:
 def tried(one: str, other: str, optimizer: str) -> str:
     """In a word or two."""
     before, after = (
-        Moving(TABLES, {"bag0": WAYS[way], "bag1": Sharding("table_wise", (1,))}, optimizer) for way in (one, other)
+        Moving(TABLES, {"bag0": WAYS[way], **STAYING}, optimizer) for way in (one, other)
     )
     try:
         result = ranks.run_on_ranks(resharded, before, after, world_size=2)[0]
@@ -63,7 +69,7 @@ def tried(one: str, other: str, optimizer: str) -> str:
 if __name__ == "__main__":
     assert set(SHARDING_TYPES) >= {sharding.kind for sharding in WAYS.values()}
     ranks.TIMEOUT_SECONDS = 60
-    print(f"| from | to | {' | '.join(OPTIMIZERS)} |\n|---|---|{'---|' * len(OPTIMIZERS)}", flush=True)
-    for one, other in PAIRS:
-        cells = [tried(one, other, optimizer) for optimizer in OPTIMIZERS]
+    print("| from | to |", *(f"{optimizer} |" for optimizer in sys.argv[1:] or OPTIMIZERS), flush=True)
+    for one, other in sorted(PAIRS, key=lambda pair: "data_parallel" in pair):
+        cells = [tried(one, other, optimizer) for optimizer in sys.argv[1:] or OPTIMIZERS]
         print(f"| {one} | {other} | {' | '.join(cells)} |", flush=True)
