@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.workload.features import FEATURE_INDEX, columns
 
@@ -35,6 +35,8 @@ LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
 """Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
 have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the
 share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
+MOST_FOLDS = 20
+"""Into which sets are divided to be held out in turn."""
 _LEAST_SCALE = 0.1
 """Of the network's part, which knows what else there is than rows."""
 
@@ -47,8 +49,13 @@ class CorrectedCost(ComputeCost):
 
     _OWN = 5
 
-    def __init__(self, compute: ComputeCost, corrections: Corrections) -> None:
+    def __init__(self, compute: ComputeCost, corrections: Corrections, learned: str = "") -> None:
+        """``learned`` says from what, where training steps were observed."""
         self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
+        self._learned = learned
+        if learned:
+            prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
+            self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
         self._rates_O23 = torch.tensor([corrections.get(name, UNCHANGED) for name in OPTIMIZERS])
 
     @property
@@ -78,7 +85,9 @@ class CorrectedCost(ComputeCost):
         return torch.where(latent_XH[..., :1] > 0.5, corrected_X2, 0.0)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """The compute cost's."""
+        """The compute cost's, but what a prior says of itself where steps were observed."""
+        if self._learned and self.source.kind == "roofline":
+            return ()
         return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
 
 
@@ -139,10 +148,13 @@ class StageCheck:
         side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
         return f"{100 * self.before:.0f} % {side}"
 
-    def to_dict(self, seconds: float) -> dict[str, Any]:
-        """For JSON; ``said`` is all of it in words, after so many seconds of measuring."""
-        verdict, missing = "good", math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
-        if not self.good:
+    def to_dict(self, seconds: float | None = None) -> dict[str, Any]:
+        """For JSON; ``said`` is all of it in words, after so many seconds of measuring; None: of observed kernels."""
+        verdict = "good"
+        if not self.good and seconds is None:
+            verdict = "observe other plans as well"
+        elif not self.good:
+            missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
             longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
             verdict = longer if missing > 0 else "dreamshard train would learn it"
         now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
@@ -165,19 +177,60 @@ def choose_corrections(
     Returns:
         The corrections, and a check of every optimizer and direction that ``check`` has sets of.
     """
-    chosen = {name: [list(rates) for rates in in_use.get(name, UNCHANGED)] for name in OPTIMIZERS}
+    chosen = _all_of(in_use)
     options = [chosen, *(_fitted(compute, fit, chosen, with_rates) for with_rates in (False, True))]
     error_CX2 = torch.stack([_errors(CorrectedCost(compute, corrections), check) for corrections in options])
+    return _chosen(chosen, options, error_CX2, check, FEW_SETS, BUSY_GAIN * others_share)
+
+
+def learn_corrections(
+    compute: ComputeCost, in_use: Corrections, sets: LabelledSets
+) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
+    """The same from few sets, such as a plan's fused kernels: each is held out once from a fit to the others, to choose
+    and to tell the errors. A scale takes two sets, and rates as many as :func:`choose_corrections` asks for.
+
+    Args:
+        compute: uncorrected.
+        in_use: corrections to do better than.
+        sets: measured or observed.
+    """
+    chosen, folds = _all_of(in_use), min(len(sets), MOST_FOLDS)
+    options, error_CX2 = [chosen], [_errors(CorrectedCost(compute, chosen), sets)]
+    fold_X = torch.arange(len(sets)) % max(1, folds)
+    for with_rates, few in ((False, 1), (True, FEW_SETS - 1)):
+        options.append(_fitted(compute, sets, chosen, with_rates, few + 1))
+        error_X2 = torch.zeros(len(sets), 2, dtype=torch.float64)
+        for fold in range(folds):
+            of_others = _fitted(compute, sets.select((fold_X != fold).nonzero()[:, 0]), chosen, with_rates, few)
+            held_out = (fold_X == fold).nonzero()[:, 0]
+            error_X2[held_out] = _errors(CorrectedCost(compute, of_others), sets.select(held_out))
+        error_CX2.append(error_X2)
+    return _chosen(chosen, options, torch.stack(error_CX2), sets, 2, 0.0)
+
+
+def _all_of(corrections: Corrections) -> dict[str, list[list[float]]]:
+    return {name: [list(rates) for rates in corrections.get(name, UNCHANGED)] for name in OPTIMIZERS}
+
+
+def _chosen(
+    chosen: dict[str, list[list[float]]],
+    options: Sequence[Corrections],
+    error_CX2: Tensor,
+    check: LabelledSets,
+    few_sets: int,
+    more_gain: float,
+) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
+    """By optimizer and direction the best of some corrections, of which the first are in use."""
     checks = []
     for name, direction, at_X in _stages(check):
         error_CX = error_CX2[:, at_X, direction]
         gain_CX = error_CX[0].abs() - error_CX.abs()
-        before, few = float(error_CX[0].abs().mean()), len(at_X) < FEW_SETS
+        before, few = float(error_CX[0].abs().mean()), len(at_X) < few_sets
         least = max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN
-        least += BUSY_GAIN * others_share
+        least += more_gain
         certain_C = gain_CX.std(1, unbiased=False) * (math.inf if few else DOUBT / math.sqrt(len(at_X)))
         best = int(torch.where(gain_CX.mean(1) > certain_C.clamp_min(least), gain_CX.mean(1), 0.0).argmax())
-        chosen[name][direction] = options[best][name][direction]
+        chosen[name][direction] = list(options[best][name][direction])
         checks.append(_check(name, direction, error_CX[[0, best]], check, at_X, best > 0))
     return {name: rates for name, rates in chosen.items() if rates != list(map(list, UNCHANGED))}, checks
 
@@ -201,14 +254,14 @@ def _errors(compute: ComputeCost, sets: LabelledSets) -> Tensor:
 
 
 def _fitted(
-    compute: ComputeCost, sets: LabelledSets, in_use: Corrections, with_rates: bool
+    compute: ComputeCost, sets: LabelledSets, in_use: Corrections, with_rates: bool, few: int = FEW_SETS
 ) -> dict[str, list[list[float]]]:
-    """Scales, and rates where wanted, of each optimizer that there are sets enough of."""
+    """Scales, and rates where wanted, of each optimizer that there are at least ``few`` sets of."""
     network_X2 = predict_ms(compute, sets).double()
     extent_X2 = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
     found = {name: [list(rates) for rates in both] for name, both in in_use.items()}
     for name, direction, at_X in _stages(sets):
-        if len(at_X) >= FEW_SETS:
+        if len(at_X) >= few:
             terms_XK = torch.cat([network_X2[at_X, direction, None], extent_X2[at_X, : 2 * with_rates]], dim=-1)
             rates = _least_relative_error(terms_XK, sets.labels_ms_X2[at_X, direction].double())
             found[name][direction] = [*rates, 0.0, 0.0][:3]

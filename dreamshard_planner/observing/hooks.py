@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dreamshard_planner.observing.recorder import Mark, Step, StepRecorder
 
@@ -31,10 +32,11 @@ CARRIED = {"torchrec.distributed.comm_ops": "outputs", "torchrec.distributed.dis
 
 def lookups_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """Every sharded module of a model with its path, and each of its lookups with its sharding type."""
-    for path, module in model.named_modules():
-        kinds = getattr(module, "_sharding_types", None) or getattr(module, "_sharding_type_to_sharding", ())
+    for path, module in get_unwrapped_module(model).named_modules():
+        kinds: Any = getattr(module, "_sharding_types", None) or getattr(module, "_sharding_type_to_sharding", ())
         # Sharded modules keep their lookups in a plain list, out of reach of modules().
-        for kind, lookup in zip(kinds, getattr(module, "_lookups", ()), strict=False):
+        lookups: Any = getattr(module, "_lookups", ())
+        for kind, lookup in zip(kinds, lookups, strict=False):
             yield path, module, kind, lookup
 
 
@@ -172,9 +174,7 @@ class _Listened:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
-    @property
-    def __class__(self) -> type:  # TorchRec waits for instances of dist.Work alone
-        return dist.Work
+    __class__ = dist.Work  # type: ignore[assignment]  # TorchRec waits for such instances alone
 
 
 def _name(carried: str, operation: str, ranks: int) -> str:

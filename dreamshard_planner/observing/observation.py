@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -131,6 +131,8 @@ class ObservedRun:
     plan: SavedPlan | None
     """None on ranks that did not plan, and of plans of other planners."""
     ranks: tuple[RankSteps, ...]
+    planned_lookups: dict[str, float] = field(default_factory=dict)
+    """Per sample, by feature, that the plan was made for; where :attr:`plan` is."""
 
     @property
     def steps(self) -> int:
@@ -264,4 +266,4 @@ def _files(path: Path) -> Iterable[Path]:
 
 def _joined(run: ObservedRun, other: ObservedRun) -> ObservedRun:
     ranks: dict[int, Any] = {rank.rank: rank for rank in (*other.ranks, *run.ranks)}
-    return replace(run, plan=run.plan or other.plan, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
+    return replace(run if run.plan is not None else other, ranks=tuple(ranks[rank] for rank in sorted(ranks)))

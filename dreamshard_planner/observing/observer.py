@@ -7,14 +7,16 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.errors import ObservationError
@@ -29,13 +31,11 @@ from dreamshard_planner.observing.observation import (
     rank_file,
 )
 from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
+from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
 from dreamshard_planner.workload.tables import costed_optimizer
-
-if TYPE_CHECKING:
-    from dreamshard_planner.planner import DreamShardPlanner
 
 _COUNT = count()
 """Observations that this process has begun."""
@@ -44,7 +44,7 @@ _COUNT = count()
 class Observer:
     """What one rank has seen so far; see :func:`observe`."""
 
-    def __init__(self, model: nn.Module, planner: DreamShardPlanner | None, every: int) -> None:
+    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int) -> None:
         self._model, self._planner = model, planner
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._run = _run_id()
@@ -93,7 +93,6 @@ class Observer:
                 f"no training step was seen in {self._recorder.steps} calls of the model: it has to be called itself, "
                 "with backward(), at least twice"
             )
-        plan = self._plan()
         of_rank = RankSteps(
             rank=dist.get_rank(),
             steps=self._recorder.steps,
@@ -102,7 +101,10 @@ class Observer:
             kernels=tuple(self._described(index) for index in range(len(self._kernels))),
             statistics={name: known for one in self._samplers if one.seen for name, known in one.statistics().items()},
         )
-        run = ObservedRun(self._run, self._started, dist.get_world_size(), plan, (of_rank,))
+        run = ObservedRun(self._run, self._started, dist.get_world_size(), None, (of_rank,))
+        planner = self._planner
+        if isinstance(planner, DreamShardPlanner) and dist.get_rank() == 0:
+            run = replace(run, plan=planner.saved_plan(), planned_lookups=planner.lookups_per_sample())
         return Observation(describe_hardware(self._device, torch.get_num_threads()), (run,))
 
     def save(self, path: str | Path) -> None:
@@ -115,18 +117,13 @@ class Observer:
         """
         self.observation().save(rank_file(Path(path), dist.get_rank()))
 
-    def _plan(self) -> Any:
-        """On the rank that planned."""
-        planned = self._planner is not None and dist.get_rank() == 0 and hasattr(self._planner, "saved_plan")
-        return self._planner.saved_plan() if planned else None
-
     def _described(self, index: int) -> ObservedKernel:
         path, sharding_type, kernel = self._kernels[index]
         config, fused = kernel.config, kernel.emb_module
         return ObservedKernel(
             sharding_type=sharding_type,
             kernel=config.compute_kernel.value,
-            optimizer=costed_optimizer(getattr(getattr(fused, "optimizer", None), "value", "other")),
+            optimizer=costed_optimizer(getattr(getattr(fused, "optimizer", None), "name", "other")),
             memory=memory_of(config.compute_kernel.value),
             pooled=config.pooling.value != "NONE",
             weighted=config.is_weighted,
@@ -160,7 +157,7 @@ def _run_id() -> str:
 @contextmanager
 def observe(
     model: nn.Module,
-    planner: DreamShardPlanner | None = None,
+    planner: EmbeddingShardingPlanner | None = None,
     path: str | os.PathLike[str] | None = None,
     every: int = EVERY,
 ) -> Iterator[Observer]:
@@ -170,7 +167,7 @@ def observe(
 
     Args:
         model: sharded, as ``DistributedModelParallel`` has it.
-        planner: that planned it, whose prediction is kept beside what is observed; on rank 0.
+        planner: that planned it, on rank 0; the prediction of a ``DreamShardPlanner`` is kept beside what is observed.
         path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``.
         every: batches from one whose ids are counted to the next.
 
@@ -192,4 +189,4 @@ def observe(
     finally:
         observer.close()
     if path is not None:
-        observer.save(path)
+        observer.save(Path(path))
