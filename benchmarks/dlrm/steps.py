@@ -95,7 +95,7 @@ class Trainee:
     def __init__(
         self, model: nn.Module, batches: Sequence[Batch], node: Node, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._node = node
+        self._node, self.model = node, model
         self.clock = KernelClock(model, node.device, now)
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))

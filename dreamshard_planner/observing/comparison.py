@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from dreamshard_planner.observing.observation import ObservedRun
 from dreamshard_planner.plans.predicted import Predicted
-from dreamshard_planner.support.formatting import some_of
 
 NEAR, NEAR_EXCHANGE = 0.2, 0.5
 """How far, as a share, predicted kernels and exchanges may be off to be trusted."""
@@ -16,6 +15,8 @@ ALIKE = 1.25
 """Ratio of ranks' ratios up to which all are off alike."""
 SMALL = 0.1
 """Share of the embedding work below which nobody asks how far exchanges are off."""
+SHOWN = 3
+"""Features that are named."""
 OTHER_LOOKUPS = 0.1
 """Relative change of a feature's lookups from which its statistics are others."""
 
@@ -94,7 +95,8 @@ def _of_statistics(run: ObservedRun) -> Iterator[str]:
         if name in known and abs(known[name].pooling_factor - planned) > OTHER_LOOKUPS * max(planned, 1e-9)
     ]
     if changed:
-        yield f"wrong statistics: the plan was made for others of {some_of(changed, ())}"
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        yield f"wrong statistics: the plan was made for others of {', '.join(changed[:SHOWN])}{more}"
 
 
 def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.recorder import Mark, Step, StepRecorder
 
 COLLECTIVES = {
@@ -126,9 +127,11 @@ class Hooks:
         self._stack.callback(delattr, module, "input_dist")
 
     def listen_to_collectives(self) -> None:
-        """TorchRec's, of this process."""
+        """TorchRec's, of this process: of one model at a time."""
         for function in COLLECTIVES:
             original = getattr(dist, function)
+            if isinstance(original, partial):
+                raise ObservationError("another model of this process is observed: train and observe one at a time")
             setattr(dist, function, partial(self._collective, function, original))
             self._stack.callback(setattr, dist, function, original)
 

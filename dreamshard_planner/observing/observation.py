@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -129,10 +129,10 @@ class ObservedRun:
     started: str
     world_size: int
     plan: SavedPlan | None
-    """None on ranks that did not plan, and of plans of other planners."""
-    ranks: tuple[RankSteps, ...]
-    planned_lookups: dict[str, float] = field(default_factory=dict)
-    """Per sample, by feature, that the plan was made for; where :attr:`plan` is."""
+    """With what was predicted of it; None on ranks that did not plan, and where no planner of ours was given."""
+    planned_lookups: dict[str, float]
+    """Per sample, by feature, that the prediction counts on."""
+    ranks: tuple[RankSteps, ...] = ()
 
     @property
     def steps(self) -> int:

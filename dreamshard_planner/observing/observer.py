@@ -32,6 +32,7 @@ from dreamshard_planner.observing.observation import (
 )
 from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
 from dreamshard_planner.planner import DreamShardPlanner
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
@@ -45,9 +46,8 @@ class Observer:
     """What one rank has seen so far; see :func:`observe`."""
 
     def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int) -> None:
-        self._model, self._planner = model, planner
-        self._started = datetime.now(UTC).isoformat(timespec="seconds")
-        self._run = _run_id()
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._run = ObservedRun(_run_id(), started, dist.get_world_size(), *_planned(model, planner))
         self._samplers: list[BatchSampler] = []
         self._kernels: list[tuple[str, str, Any]] = []
         self._samples: dict[int, int] = {}
@@ -57,6 +57,7 @@ class Observer:
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._recorder = StepRecorder(Clock(self._device))
         self._hooks = Hooks(self._recorder)
+        self._hooks.listen_to_collectives()
         for module in dict.fromkeys(module for _, module, _, _ in lookups):
             sampler = BatchSampler(every)
             self._samplers.append(sampler)
@@ -65,7 +66,6 @@ class Observer:
             for kernel in kernels_in(lookup):
                 self._listen(path, kind, kernel)
         self._hooks.listen_to_steps(model)
-        self._hooks.listen_to_collectives()
 
     def _listen(self, path: str, sharding_type: str, kernel: Any) -> None:
         index = len(self._kernels)
@@ -101,10 +101,7 @@ class Observer:
             kernels=tuple(self._described(index) for index in range(len(self._kernels))),
             statistics={name: known for one in self._samplers if one.seen for name, known in one.statistics().items()},
         )
-        run = ObservedRun(self._run, self._started, dist.get_world_size(), None, (of_rank,))
-        planner = self._planner
-        if isinstance(planner, DreamShardPlanner) and dist.get_rank() == 0:
-            run = replace(run, plan=planner.saved_plan(), planned_lookups=planner.lookups_per_sample())
+        run = replace(self._run, ranks=(of_rank,))
         return Observation(describe_hardware(self._device, torch.get_num_threads()), (run,))
 
     def save(self, path: str | Path) -> None:
@@ -145,6 +142,14 @@ def _described_table(path: str, table: Any) -> ObservedTable:
     )
 
 
+def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[SavedPlan | None, dict[str, float]]:
+    """The model's plan with what a planner of ours, which may have made another, predicts of it; on the rank that
+    planned."""
+    if not isinstance(planner, DreamShardPlanner) or dist.get_rank():
+        return None, {}
+    return planner.saved_plan(model.plan), planner.lookups_per_sample()
+
+
 def _run_id() -> str:
     """Of this observation, the same on every rank that begins as many; ranks meet at the process group's store, and
     none waits for another."""
@@ -167,12 +172,15 @@ def observe(
 
     Args:
         model: sharded, as ``DistributedModelParallel`` has it.
-        planner: that planned it, on rank 0; the prediction of a ``DreamShardPlanner`` is kept beside what is observed.
+        planner: a ``DreamShardPlanner`` that planned it, or the same model otherwise: what it predicts, on rank 0, is
+            kept beside what is observed. Of other planners nothing is.
         path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``.
         every: batches from one whose ids are counted to the next.
 
     Raises:
-        ObservationError: there is no process group, the model is not sharded, or, at the end, no step was seen.
+        ObservationError: there is no process group, the model is not sharded, another one is observed just now, or, at
+            the end, no step was seen.
+        PlannerError: the planner has planned another model.
         FileError: the file cannot be written; before anything is observed.
 
     Example::
