@@ -69,7 +69,9 @@ def rank_steps(run: int, rank: int, statistics: dict = STATISTICS, steps: int = 
 def observation(runs: int = 3, **hardware: str | int) -> Observation:
     described = describe_hardware("cpu", torch.get_num_threads()) | hardware
     made = [
-        ObservedRun(f"run{run}", "2026-11-23", 2, None, {}, tuple(rank_steps(run, rank) for rank in range(2)))
+        ObservedRun(
+            f"run{run}", "2026-11-23", 2, 1, "gloo", None, {}, tuple(rank_steps(run, rank) for rank in range(2))
+        )
         for run in range(runs)
     ]
     return Observation(described, tuple(made))
@@ -142,10 +144,14 @@ def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
         rank_steps(0, rank, steps=steps, **{f"{name} span": spans[rank], f"{name} waited": (0.5,) * steps})
         for rank in range(2)
     ]
-    one = ObservedRun("a", "", 2, None, {}, tuple(ranks)).collectives[name]  # the first three steps are not counted
+    one = ObservedRun("a", "", 2, 1, "gloo", None, {}, tuple(ranks)).collectives[
+        name
+    ]  # the first three steps are not counted
     assert (one.ms, one.span_ms, one.waited_ms) == (1.5, (3.5, 2.0), (0.5, 0.5))
     late = replace(ranks[1], kept=(0, 1, 2, 4, 5))
-    assert ObservedRun("a", "", 2, None, {}, (ranks[0], late)).collectives[name].ms == 1.0  # step 4 alone is of both
+    assert (
+        ObservedRun("a", "", 2, 1, "gloo", None, {}, (ranks[0], late)).collectives[name].ms == 1.0
+    )  # step 4 alone is of both
 
 
 def test_learning_corrects_what_was_observed_and_names_the_rest(
@@ -184,7 +190,7 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
     out = tmp_path / "learned.safetensors"
     learn(resolve("roofline", "cpu"), observation(3), out)
     content = out.read_bytes()
-    with pytest.raises(CalibrationRefused, match=r"3 runs, 24 steps \(6 kernels\): no correction made .* better"):
+    with pytest.raises(CalibrationRefused, match=r"3 runs, 24 steps \(6 kernels\): no correction made .* better on"):
         learn(Checkpoint.load(out), observation(3), out)
     one = observation(1)
     one = replace(one, runs=(replace(one.runs[0], ranks=one.runs[0].ranks[:1]),))
@@ -216,7 +222,7 @@ def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> Observe
         columns["outputs all_to_all forward span"] = (predicted.collectives_ms * exchange,) * 8
         columns["outputs all_to_all forward bytes"] = (1e6,) * 8
         ranks.append(rank_steps(0, rank, **columns))
-    return ObservedRun("a", "now", 2, plan, {"f0": lookups}, tuple(ranks))
+    return ObservedRun("a", "now", 2, 1, "gloo", plan, {"f0": lookups}, tuple(ranks))
 
 
 @pytest.mark.parametrize(

@@ -80,4 +80,8 @@ def learn(
         raise CalibrationRefused(f"{path} stays as it was: {refused}; or --force") from refused
     told = made.metadata["learned"]
     tell_where(path, out is not None)
-    show(told, format, "\n".join([*(check["said"] for check in told["checks"]), told["said"], *told["left_out"]]))
+    show(
+        told,
+        format,
+        "\n".join([*(check["said"] for check in told["checks"]), *told["exchanges"], told["said"], *told["left_out"]]),
+    )

@@ -144,6 +144,7 @@ class Hooks:
         name = _name(CARRIED[caller], operation, dist.get_world_size(group))
         sent = named[argument] if argument in named else given[place]
         splits = named.get("input_split_sizes", given[3] if len(given) > 3 else None)
+        step.count(f"{name} calls", 1)
         step.count(f"{name} bytes", sent_bytes(operation, sent, splits, group))
         start = self._clock.mark()
         work = original(*given, **named)

@@ -18,6 +18,7 @@ from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.measure.hardware import hardware_name
+from dreamshard_planner.observing.exchanges import learn_exchanges
 from dreamshard_planner.observing.observation import Observation, ObservedKernel, ObservedRun, RankSteps
 from dreamshard_planner.search_space.kernels import FUSED
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -101,9 +102,9 @@ def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeC
 
 @neutral()
 def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, force: bool = False) -> Checkpoint:
-    """Correct a checkpoint's costs, or those of bandwidths where it has no network, by optimizer and direction: first
-    their level, then what distinct rows and their weights add, as far as kernels that are held out confirm it. What was
-    not observed stays.
+    """Correct a checkpoint's costs, or those of bandwidths where it has no network, by optimizer and direction: their
+    level, or what distinct rows and their weights add, or both, as far as kernels that are held out confirm it; and
+    the bandwidth of exchanges. What was not observed stays.
 
     Args:
         checkpoint: to do better than.
@@ -123,10 +124,11 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     observed = ObservedSets.of(observation)
     compute, bytes_per_ms = prior_of(checkpoint, observation)
     corrections, checks = learn_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
-    if not force and not any(check.changed for check in checks):
+    collectives, exchanges = learn_exchanges(observation, checkpoint)
+    if not force and not any(check.changed for check in checks) and not exchanges:
         raise CalibrationRefused(
             f"{observation.title} ({len(observed.sets)} kernels): no correction made the costs of {checkpoint.name} "
-            "better on kernels held out",
+            "better on kernels or exchanges held out",
             [check.to_dict() for check in checks],
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"
@@ -140,12 +142,14 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "title": title,
         "said": _said(title, checks, unseen),
         "checks": [check.to_dict() for check in checks],
+        "exchanges": exchanges,
         "never_observed": unseen,
         "left_out": list(observed.left_out),
     }
     metadata = {
         **{key: value for key, value in checkpoint.metadata.items() if key != "calibration"},
         "corrections": corrections,
+        "collectives": collectives,
         "hardware": observation.hardware,
         "hardware_name": f"{checkpoint.measured_on}, learned on {hardware_name(observation.hardware)}",
         "learned": told,

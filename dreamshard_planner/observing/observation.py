@@ -99,7 +99,7 @@ class RankSteps:
     columns: dict[str, tuple[float, ...]]
     """Milliseconds of each kept step: ``step``, ``forward`` and ``backward`` of the whole model; ``kernel 0 forward``
     (processor time on a CPU) and so on; ``kernels``, all of them by the host's clock; ``outputs all_to_all forward
-    span`` and ``waited`` of collectives. Their ``bytes`` to other ranks, and ``lookups`` of kernels."""
+    span`` and ``waited`` of collectives. Their ``calls``, and ``bytes`` to other ranks; ``lookups`` of kernels."""
     kernels: tuple[ObservedKernel, ...]
     statistics: dict[str, FeatureStatistics]
     """Of this rank's batches."""
@@ -128,6 +128,9 @@ class ObservedRun:
     """The same on all ranks."""
     started: str
     world_size: int
+    hosts: int
+    backend: str
+    """Of the process group."""
     plan: SavedPlan | None
     """With what was predicted of it; None on ranks that did not plan, and where no planner of ours was given."""
     planned_lookups: dict[str, float]
@@ -160,6 +163,7 @@ class ObservedRun:
             span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
             waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
             bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
+            calls=max(rank.median(f"{name} calls") for rank in self.ranks),
         )
 
 
@@ -176,6 +180,8 @@ class Collective:
     """Of that, what the rank could do nothing else in."""
     bytes: tuple[float, ...]
     """That each rank sends to the others."""
+    calls: float
+    """In a step."""
 
 
 @dataclass(frozen=True)

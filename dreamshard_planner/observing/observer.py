@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
@@ -47,7 +48,9 @@ class Observer:
 
     def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int) -> None:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        self._run = ObservedRun(_run_id(), started, dist.get_world_size(), *_planned(model, planner))
+        run, ranks = _run_id(), dist.get_world_size()
+        hosts = -(-ranks // get_local_size(ranks))
+        self._run = ObservedRun(run, started, ranks, hosts, dist.get_backend(), *_planned(model, planner))
         self._samplers: list[BatchSampler] = []
         self._kernels: list[tuple[str, str, Any]] = []
         self._samples: dict[int, int] = {}
