@@ -66,14 +66,13 @@ def rank_steps(run: int, rank: int, statistics: dict = STATISTICS, steps: int = 
     return RankSteps(rank, steps, tuple(range(steps)), filled, (of_rank,), statistics)
 
 
+def observed_run(name: str, *ranks: RankSteps) -> ObservedRun:
+    return ObservedRun(name, "2026-11-23", 2, 1, "gloo", None, {}, ranks)
+
+
 def observation(runs: int = 3, **hardware: str | int) -> Observation:
     described = describe_hardware("cpu", torch.get_num_threads()) | hardware
-    made = [
-        ObservedRun(
-            f"run{run}", "2026-11-23", 2, 1, "gloo", None, {}, tuple(rank_steps(run, rank) for rank in range(2))
-        )
-        for run in range(runs)
-    ]
+    made = [observed_run(f"run{run}", *(rank_steps(run, rank) for rank in range(2))) for run in range(runs)]
     return Observation(described, tuple(made))
 
 
@@ -144,14 +143,10 @@ def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
         rank_steps(0, rank, steps=steps, **{f"{name} span": spans[rank], f"{name} waited": (0.5,) * steps})
         for rank in range(2)
     ]
-    one = ObservedRun("a", "", 2, 1, "gloo", None, {}, tuple(ranks)).collectives[
-        name
-    ]  # the first three steps are not counted
+    one = observed_run("a", *ranks).collectives[name]  # the first three steps are not counted
     assert (one.ms, one.span_ms, one.waited_ms) == (1.5, (3.5, 2.0), (0.5, 0.5))
     late = replace(ranks[1], kept=(0, 1, 2, 4, 5))
-    assert (
-        ObservedRun("a", "", 2, 1, "gloo", None, {}, (ranks[0], late)).collectives[name].ms == 1.0
-    )  # step 4 alone is of both
+    assert observed_run("a", ranks[0], late).collectives[name].ms == 1.0  # step 4 alone is of both
 
 
 def test_learning_corrects_what_was_observed_and_names_the_rest(
@@ -209,6 +204,30 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
     assert result.exit_code == 1 and "stays as it was" in result.stderr and out.read_bytes() == content
 
 
+def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
+    def of(run: int, rank: int) -> RankSteps:
+        sent, ms = (1e6, 2e6)[rank] * (run + 1), 0.02 + 2e6 * (run + 1) / 4e5
+        names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
+        every = {"span": ms + rank, "bytes": sent, "calls": 1.0}
+        columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in every.items()}
+        return rank_steps(run, rank, **columns)
+
+    runs = [observed_run(f"run{run}", *(of(run, rank) for rank in range(2))) for run in range(2)]
+    seen = Observation(describe_hardware("cpu", 1), tuple(runs))
+    made = learn(resolve("roofline", "cpu"), seen, tmp_path / "learned.safetensors")
+    fits = made.metadata["collectives"]["fits"]
+    assert fits["all_to_all"]["bytes_per_ms"] == pytest.approx(4e5, rel=1e-3)
+    assert fits["all_reduce"] == fits["all_to_all"]
+    (said,) = made.metadata["learned"]["exchanges"]
+    assert said == "outputs by all_to_all: were 99 % off, are now 0 % off"
+    planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
+    planner.plan(model(), SHARDERS)
+    assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
+    one_alone = replace(seen, runs=tuple(replace(run, ranks=run.ranks[:1]) for run in runs))
+    alone = learn(resolve("roofline", "cpu"), one_alone, tmp_path / "alone.safetensors", force=True)
+    assert alone.metadata["collectives"] is None  # nobody knows how long it waited
+
+
 def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> ObservedRun:
     """Two ranks whose kernels take so many times what is predicted, and outputs likewise."""
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH)
@@ -222,7 +241,7 @@ def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> Observe
         columns["outputs all_to_all forward span"] = (predicted.collectives_ms * exchange,) * 8
         columns["outputs all_to_all forward bytes"] = (1e6,) * 8
         ranks.append(rank_steps(0, rank, **columns))
-    return ObservedRun("a", "now", 2, 1, "gloo", plan, {"f0": lookups}, tuple(ranks))
+    return replace(observed_run("a", *ranks), plan=plan, planned_lookups={"f0": lookups})
 
 
 @pytest.mark.parametrize(

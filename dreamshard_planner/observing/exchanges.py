@@ -50,9 +50,8 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     if not whole:
         return known, []
     first, device = whole[0], str(observation.hardware["device"])
-    points = [
-        one for run in whole if (run.hosts, run.world_size) == (first.hosts, first.world_size) for one in _of(run)
-    ]
+    alike = (run for run in whole if (run.hosts, run.world_size) == (first.hosts, first.world_size))
+    points = [one for run in alike for one in _of(run)]
     local = first.world_size // first.hosts
     links = links_of(Topology(first.world_size, device, local_world_size=local), checkpoint)
     fits, said = {}, []
@@ -61,9 +60,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         fit, before, after = _fitted(of_operation, getattr(links, operation))
         if fit is not None:
             fits[operation] = fit
-            said.append(
-                f"exchange of outputs by {operation} was {100 * before:.0f} % off, is now {100 * after:.0f} % off"
-            )
+            said.append(f"outputs by {operation}: were {100 * before:.0f} % off, are now {100 * after:.0f} % off")
     if not fits:
         return known, []
     others = {name: CollectiveFit(**fit) for name, fit in _measured(links, known).items()}
