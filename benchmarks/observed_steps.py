@@ -13,6 +13,7 @@ without observing, by the wall clock of the slower rank and by the processor tim
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import tempfile
@@ -99,10 +100,10 @@ def run_model(seed: int, node: Node, given: argparse.Namespace) -> dict[str, Any
     optimizer = tuple(OPTIMIZERS)[seed % len(OPTIMIZERS)]
     pool = random.Random(seed).sample(named_pool(given.tables), given.count)
     tables, _ = scale_tables(pool, given.max_rows, DIM)
-    seen = [
-        observed(trainee(tables, optimizer, 100 * seed + plan, node, given), given.steps, node)
-        for plan in range(LEARNED_FROM + HELD_OUT)
-    ]
+    seen = []
+    for plan in range(LEARNED_FROM + HELD_OUT):
+        seen.append(observed(trainee(tables, optimizer, 100 * seed + plan, node, given), given.steps, node))
+        gc.collect()  # models are cyclic
     parts = seen[:LEARNED_FROM], seen[LEARNED_FROM:]
     train, test = (Observation.merge({str(index): one for index, one in enumerate(part)}) for part in parts)
     told: dict[str, Any] = {"seed": seed, "optimizer": optimizer, "kernels": len(ObservedSets.of(train).sets)}
@@ -166,9 +167,8 @@ def main() -> None:
 def tell(models: Sequence[dict[str, Any]], taken: dict[str, Any] | None, given: argparse.Namespace) -> None:
     """Print, and write where wanted."""
     console = wide_console()
-    table = table_of(
-        f"Error on kernels of {HELD_OUT} other plans", "model", "kernels", "prior", "learned", "shipped", "learned"
-    )
+    columns = ("kernels", "prior", "learned", "shipped", "learned")
+    table = table_of(f"Error on kernels of {HELD_OUT} other plans", "model", *columns)
     names = ("roofline", "roofline, learned", "shipped", "shipped, learned")
     for one in models:
         cells = [" ".join(f"{error:.0%}" for error in one[name]) for name in names]

@@ -219,7 +219,7 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     assert fits["all_to_all"]["bytes_per_ms"] == pytest.approx(4e5, rel=1e-3)
     assert fits["all_reduce"] == fits["all_to_all"]
     (said,) = made.metadata["learned"]["exchanges"]
-    assert said == "outputs by all_to_all: were 99 % off, are now 0 % off"
+    assert said == "outputs by all_to_all: were 100 % off, are now 0 % off"
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
     planner.plan(model(), SHARDERS)
     assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
