@@ -26,7 +26,7 @@ from dreamshard_planner.workload.sketch import IdSketch
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
 TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
-MEASURING = ("train", "collect", "fit", "calibrate")
+MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
 """Commands that test_cli.py runs."""
 
 
