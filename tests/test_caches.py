@@ -171,13 +171,14 @@ def counted(count: int, gib: float) -> TableStatistics:
 
 def test_what_fits_into_device_memory_stays_there_unless_somebody_knows_better() -> None:
     """Twelve tables of 36 GiB level out over eight ranks only where four of them are cached in host memory."""
-    made = large(12, 36)
+    whole = {f"t{i}": ParameterConstraints(min_partition=64) for i in range(12)}
+    made = large(12, 36, constraints=whole)
     assert kernels(made) == {"fused": 12} and not told(made)
-    allowed = {f"t{i}": ParameterConstraints(compute_kernels=["fused", CACHED]) for i in range(12)}
+    allowed = {name: ParameterConstraints(compute_kernels=["fused", CACHED], min_partition=64) for name in whole}
     asked = large(12, 36, constraints=allowed)
     assert kernels(asked)[CACHED] > 0 and told(asked)
     assert asked.report().chosen.total_ms < made.report().chosen.total_ms
-    known = large(12, 36, statistics=counted(12, 36))
+    known = large(12, 36, constraints=whole, statistics=counted(12, 36))
     assert kernels(known)[CACHED] > 0 and not told(known)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -150,16 +150,20 @@ class PlanningOptions:
 
         return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
 
-    def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
-        """The job that a plan was made for, with checkpoint, costs and search as options say."""
+    def given_beside(self, plan: str | Path) -> dict[str, Any]:
+        """What options add to a plan that says what to plan, by name."""
         given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
         if twice := sorted(given.difference(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{saved.name} says what to plan: leave out {', '.join(map(_flag, twice))}")
+            raise typer.BadParameter(f"{plan} says what to plan: leave out {', '.join(map(_flag, twice))}")
+        return {name: getattr(self, name) for name in given - {"statistics"}}
+
+    def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
+        """The job that a plan was made for, with checkpoint, costs and search as options say."""
+        own = self.given_beside(saved.name)
         with quiet():
             from dreamshard_planner.offline.from_plan import job_of
 
         job = job_of(saved, statistics)
-        own = {name: getattr(self, name) for name in given - {"statistics"}}
         return _doubted(replace(job, settings={**job.settings, **own}))
 
     def statistics_read(self) -> TableStatistics | None:
@@ -228,6 +232,7 @@ class PlanOrJobOptions(PlanningOptions):
         """The plan's, with statistics, checkpoint, costs and search as options say."""
         if self.plan is None:
             return super().job()
+        self.given_beside(self.plan)
         return self.job_of(load_plan(self.plan), self.statistics_read())
 
 
