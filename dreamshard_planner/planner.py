@@ -301,12 +301,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 wait is unknown for backends that don't say.
         """
         if pg is None:
-            if not dist.is_initialized():
-                raise DreamShardError(
-                    "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
-                    "use plan(), which needs none"
-                )
             pg = dist.group.WORLD
+        if pg is None:
+            raise DreamShardError(
+                "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
+                "use plan(), which needs none"
+            )
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
         def make(together: Together) -> ShardingPlan:

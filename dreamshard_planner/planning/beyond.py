@@ -110,14 +110,14 @@ class WiderSpace:
             if theirs is not None:
                 starts += [sharding for sharding in [read.sharding(theirs.options)] if cost.problem.fits(sharding)]
             found = joint_search(cost, starts, QUICK, search, seed)
+        exact_ms = cost.overall_ms(start)
+        best, best_ms = (start, exact_ms) if found is None else (found.sharding, found.overall_ms)
         types = Counter(
-            options[index].sharding_type
-            for options, index in zip(read.problem.tables, found.sharding.options, strict=True)
+            options[index].sharding_type for options, index in zip(read.problem.tables, best.options, strict=True)
         )
         theirs_ms = None if theirs is None else cost.overall_ms(read.sharding(theirs.options))
-        exact_ms = cost.overall_ms(start)
         opened = (self.opened_by, self.opened)
-        return BeyondExactTraining(*opened, exact_ms, found.overall_ms, tuple(types.most_common()), theirs_ms)
+        return BeyondExactTraining(*opened, exact_ms, best_ms, tuple(types.most_common()), theirs_ms)
 
 
 def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:

@@ -115,13 +115,12 @@ class TableReader:
     def declared(self, option: ShardingOption) -> TableInputs:
         """The option's table as its module declares it."""
         rows, dim = option.tensor.shape
-        pooling = "mean" if is_mean(self._config(option)) else "sum"
         return TableInputs(
             rows=rows,
             dim=dim,
             data_type=str(option.tensor.dtype).removeprefix("torch."),
             features=tuple(self._feature_names(option)),
-            pooling=pooling if option.is_pooled else "none",
+            pooling="none" if not option.is_pooled else "mean" if is_mean(self._config(option)) else "sum",
             weighted=self._module_is_weighted(option.module[1]),
             optimizer=self._optimizer(option),
         )
@@ -226,7 +225,8 @@ class TableReader:
 
     def assumes_popularity(self, option: ShardingOption) -> bool:
         """Whether the table is in host memory and no statistics tell how often its rows are read again."""
-        known = [self._statistics and self._statistics.get(name) for name in self._feature_names(option)]
+        statistics: Mapping[str, FeatureStatistics] = self._statistics or {}
+        known = [statistics.get(name) for name in self._feature_names(option)]
         in_host = memory_of(option.compute_kernel) in ("uvm", "uvm_caching")
         return in_host and any(feature is None or feature.reuse_histogram is None for feature in known)
 

@@ -422,12 +422,12 @@ def draw_indices(
 def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:
     """Change counts, within their bins while that suffices, until they sum to ``total`` >= R; int64 [R]."""
     for _ in range(4):
-        missing = total - count_R.sum()
-        room_R = (high_R - count_R) if missing > 0 else (count_R - low_R)
-        if missing == 0 or room_R.sum() == 0:
+        lacking = total - count_R.sum()
+        room_R = (high_R - count_R) if lacking > 0 else (count_R - low_R)
+        if lacking == 0 or room_R.sum() == 0:
             break
-        share = torch.clamp(missing.abs() / room_R.sum(), max=1.0)
-        count_R = count_R + missing.sign() * (room_R * share).floor()
+        share = torch.clamp(lacking.abs() / room_R.sum(), max=1.0)
+        count_R = count_R + lacking.sign() * (room_R * share).floor()
     count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
     while (missing := total - int(count_R.sum())) != 0:
         # Evenly, from the rows read most, whose bins are wide; out of their bins only if all are full.

@@ -219,6 +219,6 @@ def _measured(content: Content, measured: ReportEntry) -> Section:
         title="Predicted against measured",
         caption="Compute of each rank, forward and backward together.",
         finding=finding,
-        draw=partial(charts.measured, content),
+        draw=partial(charts.measured, content, measured),
         grids=(Grid("Each rank, ms", tuple(columns), rows),),
     )
