@@ -93,9 +93,7 @@ class CacheTask:
             )
             features[f"f{index}"], self.stats[name] = feature, HitRates(feature, rows, lookups)
             configs.append(
-                EmbeddingBagConfig(
-                    name=name, num_embeddings=rows, embedding_dim=table.dim, feature_names=[f"f{index}"]
-                )
+                EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=table.dim, feature_names=[f"f{index}"])
             )
         self.statistics = TableStatistics(features)
         self.model = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
