@@ -7,6 +7,7 @@ Shapes: R rows, N indices.
 from __future__ import annotations
 
 import math
+
 import pytest
 import torch
 from torch import Tensor
