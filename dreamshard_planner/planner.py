@@ -435,6 +435,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         self.saved_plan(name=Path(path).name).save(path)
 
+    def lookups_per_sample(self) -> dict[str, float]:
+        """By feature, that the last plan was made for: from statistics, constraints, or TorchRec's default.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+        """
+        reader = self._last().model.context.reader
+        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in self._last().plan)
+        return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
+
     @neutral()
     def explain(self, rank: int | None = None, plan: AnyPlan | None = None) -> Explanation:
         """Why a rank of a plan takes as long as it does: its fused kernels, its costliest tables and what leaving,
