@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,14 +65,13 @@ def explain(
     job, saved = options.job(), None if path is None else load_plan(path)
     if saved is not None:
         tell_other_statistics(saved, job, options.statistics)
-        job = replace(job, settings={**job.settings, "search_seconds": 0.01})  # the plan is there
     with working(_planning(job)):
-        planner = job.plan().planner
+        planner = job.plan().planner if saved is None else job.read()
         found = planner.explain(rank, saved)
     if saved is not None:
         from dreamshard_planner.offline.from_plan import other_inputs
 
-        for difference in other_inputs(saved, planner.saved_plan().inputs):
+        for difference in other_inputs(saved, planner.saved_plan(saved).inputs):
             typer.echo(f"note: {saved.name} was made from other inputs: {difference}", err=True)
     show(found.to_dict(), format, str(found))
 

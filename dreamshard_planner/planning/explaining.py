@@ -25,6 +25,8 @@ from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
+from dreamshard_planner.plans.report import ReportEntry, each_collective
+from dreamshard_planner.plans.verdict import collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
@@ -84,7 +86,10 @@ def explain(
         for table in costliest[:MAX_TABLES]
     )
     bottleneck, headline = _verdict(rated, here, rank)
-    if bottleneck is not None:
+    cost = ReportEntry.of("plan", rated.costs)
+    if collectives_dominate(cost):
+        headline = f"{verdict(cost, (), each_collective(rated.cost, rated.sharding))}. {headline}"
+    elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
         headline = f"{headline} {_remedy(entry, _why_whole(bottleneck, context, wider, others))}"
     return Explanation(
