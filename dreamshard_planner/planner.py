@@ -230,7 +230,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @neutral()
     def read(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-        """Read ``module`` without planning it, so that :meth:`predict`, :meth:`explain` and :meth:`saved_plan` take plans
+        """Read ``module`` without planning it: :meth:`predict`, :meth:`explain` and :meth:`saved_plan` then take plans
         of it that are there already.
 
         Raises:

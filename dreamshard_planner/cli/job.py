@@ -149,15 +149,20 @@ class JobOptions:
 
     def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
         """The job that a plan was made for, with checkpoint, costs and search as options say."""
-        given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
-        if twice := sorted(given.difference(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{saved.name} says what to plan: leave out {', '.join(map(_flag, twice))}")
+        given = self.given_beside(saved.name)
         with quiet():
             from dreamshard_planner.offline.from_plan import job_of
 
         job = job_of(saved, statistics)
         own = {name: getattr(self, name) for name in given - {"statistics"}}
         return _doubted(replace(job, settings={**job.settings, **own}))
+
+    def given_beside(self, plan: str) -> set[str]:
+        """Names of the options that were given beside a plan of that name, where they may be."""
+        given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
+        if twice := sorted(given.difference(BESIDE_PLAN)):
+            raise typer.BadParameter(f"{plan} says what to plan: leave out {', '.join(map(_flag, twice))}")
+        return given
 
     def statistics_read(self) -> TableStatistics | None:
         """Those of the file that was given."""
@@ -222,6 +227,7 @@ class PlanOrJobOptions(JobOptions):
             if missing:
                 raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
             return super().job()
+        self.given_beside(self.plan.name)
         return self.job_of(load_plan(self.plan), self.statistics_read())
 
 

@@ -150,11 +150,11 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     from dreamshard_planner.support.formatting import ranges
 
-    tables = sorted(report.tables, key=lambda table: -table.alone_ms)
-    shown = tables[:limit]
-    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), table.alone_ms) for table in shown]
-    more = f", the {len(shown)} costliest of {len(tables)}" if len(shown) < len(tables) else ""
-    return grid(("table", "sharding", "ranks", "alone ms"), rows, f"Tables{more}")
+    by_cost = sorted(((table.alone_ms / len(table.ranks), table) for table in report.tables), key=lambda pair: -pair[0])
+    shown = by_cost[:limit]
+    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), rank_ms) for rank_ms, table in shown]
+    more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
+    return grid(("table", "sharding", "ranks", "ms a rank, by itself"), rows, f"Tables{more}")
 
 
 def _saved_tables(saved: SavedPlan) -> list[RenderableType]:

@@ -35,6 +35,7 @@ from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import NarrowSlices, narrower_slices
+from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
@@ -92,6 +93,7 @@ def explain(
     elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
         headline = f"{headline} {_remedy(entry, _why_whole(bottleneck, context, wider, others))}"
+        headline += _beyond(wider, given, rated, bottleneck, rank)
     return Explanation(
         rank=rank,
         headline=headline,
@@ -230,6 +232,19 @@ class _Changes:
     def _change(self, sharding: Sharding, table: int) -> Change:
         total_ms = self._cost.overall_ms(sharding)
         return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
+
+
+def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: str, rank: int) -> str:
+    """What the best way to split a table would gain that exact training leaves out; empty where it leaves out none."""
+    if wider is None:
+        return ""
+    usable = usable_options(wider.search_space, wider.context.topology.compute_device)
+    others = _alternatives(wider.context, rated.options, usable, {table})
+    changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
+    best = changes.of(table)["splitting"]
+    if best is None or best.gain_ms <= 0:
+        return f" {wider.opened_by} would open nothing that gains."
+    return f" With {wider.opened_by} {best.how} would gain {best.gain_ms:.3f} ms."
 
 
 def _alternatives(

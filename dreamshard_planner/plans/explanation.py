@@ -96,6 +96,8 @@ class Explanation:
     cost_source: str
     """Of compute."""
     collectives_source: str
+    assumptions: tuple[str, ...] = ()
+    """What these figures rest on that nobody said."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -105,6 +107,7 @@ class Explanation:
         own_ms, mean_ms = self.rank_ms[self.rank], sum(self.rank_ms) / len(self.rank_ms)
         lines = [
             self.headline,
+            *(f"Note: {assumption}." for assumption in self.assumptions),
             f"Rank {self.rank} of {len(self.rank_ms)}: {own_ms:.3f} ms of compute (slowest {max(self.rank_ms):.3f}, "
             f"mean {mean_ms:.3f}, fastest {min(self.rank_ms):.3f}), {self.waiting_ms:.3f} ms of waiting; collectives "
             f"{self.collectives_ms:.3f} ms, in all {self.total_ms:.3f}.",
@@ -117,9 +120,7 @@ class Explanation:
         ]
         if self.tables:
             width = max(20, *(len(table.table) for table in self.tables))
-            lines.append(
-                f"{'costliest tables':<{width}}{'ms it adds':>12}{'ms by itself':>14}{'memory':>12}  sharded"
-            )
+            lines.append(f"{'costliest tables':<{width}}{'ms it adds':>12}{'ms by itself':>14}{'memory':>12}  sharded")
             for table in self.tables:
                 lines.append(
                     f"{table.table:<{width}}{table.marginal_ms:>12.3f}{table.alone_ms:>14.3f}"

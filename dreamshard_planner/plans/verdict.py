@@ -42,8 +42,8 @@ def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequ
         if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
             return (
                 f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
-                f"rank {rank} computes; every rank would take {mean_ms:.3f} ms if all were level. Splitting it is what "
-                "could help: dreamshard explain tells how"
+                f"rank {rank} computes; every rank would take {mean_ms:.3f} ms if all were level. Splitting it, or "
+                "fewer lookups of it, could help: dreamshard explain tells what each way gains"
             )
     above = compute_ms / mean_ms - 1
     if above <= LEVEL:
