@@ -243,7 +243,7 @@ def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: st
     changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
     best = changes.of(table)["splitting"]
     if best is None or best.gain_ms <= 0:
-        return f" {wider.opened_by} would open nothing that gains."
+        return f" {wider.opened_by} would allow nothing that gains."
     return f" With {wider.opened_by} {best.how} would gain {best.gain_ms:.3f} ms."
 
 
