@@ -228,6 +228,20 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             warnings.warn(lost, stacklevel=3)
         return sharding_plan
 
+    @neutral()
+    def read(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
+        """Read ``module`` without planning it: :meth:`predict`, :meth:`explain` and :meth:`saved_plan` then take plans
+        of it that are there already.
+
+        Raises:
+            PlannerError, StatisticsError: as :meth:`plan`, but for tables that do not fit.
+        """
+        sharders = list(sharders)
+        self._result = "the last module was read, and not planned"
+        self._session = self._read(module, sharders)
+        self._use(self._session)
+        self._enumerator.enumerate(module, sharders)
+
     def _read(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> PlanningSession:
         """The problem of a module."""
         searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
