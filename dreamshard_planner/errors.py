@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class DreamShardError(Exception):
@@ -21,7 +22,7 @@ class DatasetError(DreamShardError):
 class CalibrationRefused(DreamShardError):
     """A calibration left everything as it was, and says why; ``checks`` holds the errors that it found."""
 
-    def __init__(self, reason: str, checks: Sequence[dict] = ()) -> None:
+    def __init__(self, reason: str, checks: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(reason)
         self.checks = checks
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save as serialize
@@ -30,6 +30,7 @@ from dreamshard_planner.checkpoints.file import (
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.correction import CorrectedCost
+from dreamshard_planner.cost.network import AnyCostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
@@ -37,6 +38,9 @@ from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.features import FEATURE_NAMES
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import Topology
 
 SHIPPED = Path(__file__).parent
 
@@ -46,7 +50,7 @@ class Checkpoint:
     """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
 
     policy: AnyPolicy
-    cost: ComputeCost | None
+    cost: AnyCostNetwork | None
     """As it was fitted; what calibration corrected is in the metadata, and in :meth:`compute_cost`."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Hardware, library versions, dataset digest, validation errors and the like."""
@@ -54,7 +58,7 @@ class Checkpoint:
     why: str = ""
     """Why ``auto`` took it, where there was a choice: a user keeps checkpoints of their own."""
 
-    def compute_cost(self, topology) -> ComputeCost:
+    def compute_cost(self, topology: Topology) -> ComputeCost:
         """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
         learned, corrections = self.metadata.get("learned"), self.metadata.get("corrections")
         compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)

@@ -95,7 +95,7 @@ class Here:
         if device == "cuda":
             name = torch.cuda.get_device_name() if torch.cuda.device_count() else None
         else:
-            name = describe_hardware(device, 1)["name"]
+            name = str(describe_hardware(device, 1)["name"])
         return cls(device, name, threads or torch.get_num_threads())
 
     def best(self, described: Mapping[Path, Mapping[str, Any]]) -> Path | None:

@@ -84,7 +84,9 @@ def _cpu() -> Finding:
     from dreamshard_planner.measure.hardware import describe_hardware
 
     hardware = describe_hardware("cpu", 1)
-    return Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 1e9:.0f} GB")
+    return Finding(
+        "CPU", f"{hardware['name']}, {hardware['cores']} cores, {int(hardware['memory_bytes']) / 1e9:.0f} GB"
+    )
 
 
 def _cuda() -> list[Finding]:

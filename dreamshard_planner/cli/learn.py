@@ -281,7 +281,7 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
         inputs = SavedPlan.load(plan).inputs
         of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
         return of_plan, [inputs.batch_size * inputs.topology.world_size]
-    if not (specs := read_model(source).specs):
+    if source is None or not (specs := read_model(source).specs):
         raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
     return [spec.table(known) for spec in specs], []
 

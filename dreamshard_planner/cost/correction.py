@@ -52,17 +52,13 @@ class CorrectedCost(ComputeCost):
     def __init__(self, compute: ComputeCost, corrections: Corrections, learned: str = "") -> None:
         """``learned`` says from what, where training steps were observed."""
         self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
+        inner = compute.approximate_channels
+        self.approximate_channels = None if inner is None else self._OWN + inner
         self._learned = learned
         if learned:
             prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
             self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
         self._rates_O23 = torch.tensor([corrections.get(name, UNCHANGED) for name in OPTIMIZERS])
-
-    @property
-    def approximate_channels(self) -> int | None:
-        """Those of the compute cost behind these."""
-        inner = self._compute.approximate_channels
-        return None if inner is None else self._OWN + inner
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`."""
@@ -153,7 +149,7 @@ class StageCheck:
         verdict = "good"
         if not self.good and seconds is None:
             verdict = "observe other plans as well"
-        elif not self.good:
+        elif not self.good and seconds is not None:
             missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
             longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
             verdict = longer if missing > 0 else "dreamshard train would learn it"
@@ -306,8 +302,9 @@ def _check(name: str, way: int, error_2X: Tensor, sets: LabelledSets, at_X: Tens
     """Of the errors before and after."""
     before_X, after_X = error_2X
     figures = before_X.abs().mean(), before_X.median(), after_X.abs().mean(), after_X.abs().std(unbiased=False)
+    before, bias, after, spread = (round(float(x), 4) for x in figures)
     remark = _remark(after_X.abs(), sets, at_X)
-    return StageCheck(name, DIRECTIONS[way], len(at_X), *(round(float(x), 4) for x in figures), changed, remark)
+    return StageCheck(name, DIRECTIONS[way], len(at_X), before, bias, after, spread, changed, remark)
 
 
 def _remark(error_X: Tensor, sets: LabelledSets, at_X: Tensor) -> str:
