@@ -280,3 +280,39 @@ def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     assert "no prediction was kept" in CliRunner().invoke(app, ["observed", str(tmp_path / "bare.json")]).stdout
     info = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
     assert json.loads(info.stdout)["kind"] == "observation"
+
+
+def span(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict:
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid}
+
+
+def test_a_trace_tells_kinds_of_work_by_names(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    events = [
+        span("ProfilerStep#1", 0, 100_000, "user_annotation"),
+        span("ProfilerStep#2", 100_000, 100_000, "user_annotation"),
+        span("fbgemm::split_embedding_codegen_lookup", 0, 10_000),
+        span("aten::empty", 1_000, 2_000),  # inside of it
+        span("aten::mm", 10_000, 30_000),
+        span("## All2All_Pooled_fwd ##", 150_000, 8_000, "user_annotation"),
+        span("gloo:all_to_all", 0, 90_000, tid=2),
+        span("split_embedding_backward_codegen_adagrad_unweighted_kernel_warp_per_row_1", 0, 4_000, "kernel", 7),
+        span("void split_embedding_codegen_forward_unweighted_kernel<float>", 0, 2_000, "kernel", 7),
+        span("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 6_000, "kernel", 8),
+        {"ph": "M", "name": "process_name"},
+    ]
+    file.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 3, "world_size": 8}}))
+    told = json.loads(CliRunner().invoke(app, ["observed", str(file), "--format", "json"]).stdout)[0]
+    assert (told["rank"], told["steps"]) == (3, 2)
+    assert told["host_ms"] == {"dense layers": 91.0, "embedding forward": 5.0, "output exchange, forward": 4.0}
+    assert told["gpu_ms"] == {"all-to-all": 3.0, "embedding backward": 2.0, "embedding forward": 1.0}
+    shown = CliRunner().invoke(app, ["observed", str(file)]).stdout
+    assert "rank 3, 2 steps" in shown and "A trace does not tell which tables" in shown
+    for events, reason in (
+        (None, "no list of 'traceEvents'"),
+        ([span("aten::mm", 0, 1)], "no training step is marked"),
+        ([span("ProfilerStep#1", 0, 9), span("aten::mm", 0, 1)], "nothing of TorchRec or FBGEMM runs in it"),
+    ):
+        file.write_text(json.dumps({"traceEvents": events}))
+        result = CliRunner().invoke(app, ["observed", str(file)])
+        assert result.exit_code == 1 and "trace.json: " in result.stderr and reason in result.stderr
