@@ -15,7 +15,7 @@ from test_context import model
 from test_plugin import SHARDERS, topology
 from typer.testing import CliRunner
 
-from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
+from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
@@ -270,7 +270,10 @@ def test_a_difference_has_a_meaning_and_a_verdict(
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
     Observation(hardware, (run,)).save(tmp_path / "seen.json")
-    result = CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json")])
+    result = CliRunner().invoke(
+        app, ["observed", str(tmp_path / "seen.json"), "--statistics", str(tmp_path / "s.json")]
+    )
+    assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
     forward = run.plan.predicted.forward_ms[1]
     assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
     assert "may be trusted" in result.stdout.replace("\n", " ")

@@ -27,7 +27,11 @@ FilesArgument = Annotated[
 
 
 @command("dreamshard observed observation.json")
-def observed(files: FilesArgument, format: FormatOption = Format.table) -> None:
+def observed(
+    files: FilesArgument,
+    statistics: Annotated[Path | None, output("Write the statistics of all observed batches, to plan with.")] = None,
+    format: FormatOption = Format.table,
+) -> None:
     """Predicted beside observed, by rank and kind of work, what the difference means, and whether to trust it.
 
     Of traces of torch.profiler, the kinds of work alone.
@@ -35,11 +39,14 @@ def observed(files: FilesArgument, format: FormatOption = Format.table) -> None:
     from dreamshard_planner.observing.comparison import compare
     from dreamshard_planner.observing.observation import Observation
     from dreamshard_planner.observing.trace import Trace, is_trace
+    from dreamshard_planner.workload.statistics import TableStatistics
 
     if all(map(is_trace, files)):
         traces = sorted(map(Trace.load, files), key=lambda trace: trace.rank)
         return show([asdict(trace) for trace in traces], format, *_of_traces(traces))
     observation = Observation.load_all(files)
+    if statistics is not None:
+        TableStatistics.merge(run.statistics for run in observation.runs).to_json(statistics)
     found = [compare(run) for run in observation.runs]
     ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
     told = [table for one, of_run in zip(found, ranks, strict=True) for table in _tables(one, of_run)]

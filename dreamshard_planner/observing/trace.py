@@ -44,7 +44,7 @@ GPU_KINDS = {
 }
 """Kinds of what a GPU runs, by names of kernels; whatever else it runs is :data:`DENSE`."""
 STEPS = (r"ProfilerStep#\d+", r"## forward( \d+)? ##")
-"""Of these ranges the first that a trace has tells how many steps it holds; else calls of the optimizer called least."""
+"""Of these ranges the first that a trace has tells how many steps it holds; else the optimizer that is called least."""
 OPTIMIZER = "Optimizer.step#"
 UNREAD = (
     "which tables lie in which kernel, what they look up, and how long a rank waits for the others inside an exchange: "
