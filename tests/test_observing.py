@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cli import app
+from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused
@@ -173,6 +174,8 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
         said in result.output and "never observed, and as before: SGD, row-wise Adagrad, column_wise" in result.output
     )
     assert said in CliRunner().invoke(app, ["info", "auto"]).output.replace("\n", " ")
+    (finding,) = (one for one in diagnose() if one.subject == "costs on cpu")
+    assert f"bandwidths, {said}" in finding.found
     planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH)
     planner.plan(model(), SHARDERS)
     report = planner.report()
