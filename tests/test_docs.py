@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
-from test_commands import parse
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -29,6 +28,7 @@ from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.offline.table_list import TableEntry, read_table_list
+from tests.cli.test_commands import parse
 
 ROOT = Path(__file__).parent.parent
 FORMATS = (ROOT / "docs" / "file_formats.md").read_text()
