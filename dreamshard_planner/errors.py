@@ -27,6 +27,10 @@ class CalibrationRefused(DreamShardError):
         self.checks = checks
 
 
+class ObservationError(DreamShardError, ValueError):
+    """Observed training steps are missing, damaged, of other hardware or of another version; names the file."""
+
+
 class PlanError(DreamShardError, ValueError):
     """A plan file is missing, damaged, foreign or newer than this package; names the file and the entry."""
 

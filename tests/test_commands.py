@@ -301,7 +301,7 @@ def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) 
     document = json.loads(run("explain", *SMALL, "--format", "json").stdout)
     assert document["rank"] == max(range(2), key=lambda rank: document["rank_ms"][rank]) and document["tables"]
     other = run("explain", *SMALL, "--plan", str(folder / "after.json"), "--rank", "1").stdout
-    assert "Rank 1 of 2" in other and "leaving:" in other
+    assert "Rank 1 of 2" in other and "moved away:" in other
     assert "rank 7" in run("explain", *SMALL, "--rank", "7", status=1).stderr.lower()
     foreign = run("explain", *SMALL, "--plan", str(folder / "foreign.json"), status=1).stderr
     assert "foreign.json" in foreign

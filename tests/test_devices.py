@@ -88,6 +88,6 @@ def test_reports_say_so() -> None:
         batch_size=64,
         settings={"checkpoint": SHIPPED / "cpu.safetensors", "search_seconds": 0.2, "sharding_types": ["table_wise"]},
     )
-    notes = job.plan().outline.notes
+    notes = job.plan().report.notes
     assert any("measured on cpu" in note.text for note in notes)
     assert any("TorchRec's defaults" in note.text and "intra_host_bw" in note.text for note in notes)

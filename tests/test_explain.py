@@ -70,6 +70,40 @@ def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains(
     assert other.waiting_ms == pytest.approx(found.rank_ms[found.rank] - other.rank_ms[other.rank])
 
 
+def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottleneck() -> None:
+    module = model(256)
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    types = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
+    one = planner(hot=900.0, cost_source="roofline", sharding_types=("table_wise", "column_wise"))
+    one.plan(module, SHARDERS)
+    found = one.explain()
+    assert found.bottleneck == "t2" and "With exact_training=False column_wise on ranks 0-1" in found.headline
+    gain_ms = float(found.headline.rpartition(" would gain ")[2].removesuffix(" ms."))
+    assert 0 < gain_ms <= one.beyond_exact_training().exact_ms - one.beyond_exact_training().total_ms + 1e-3
+    fixed = planner(hot=900.0, cost_source="roofline", constraints=types)
+    fixed.plan(module, SHARDERS)
+    assert "exact_training=False" not in fixed.explain().headline
+
+
+def test_collectives_come_first_where_they_dominate_and_assumptions_are_told() -> None:
+    one = planner(statistics=None, topology=Topology(4, "cuda", local_world_size=1, inter_host_bw=1e3))
+    one.plan(model(), SHARDERS)
+    found = one.explain()
+    assert found.headline.startswith(one.report().verdict) and found.headline.startswith("Bottleneck: collectives, ")
+    assumed = [note.text for note in one.report().notes if note.code == "assumption"]
+    assert list(found.assumptions) == assumed != [] and assumed[0] in str(found)
+
+
+def test_plans_are_explained_without_planning() -> None:
+    one, other = planner(), planner()
+    plan = one.plan(model(), SHARDERS)
+    other.read(model(), SHARDERS)
+    assert other.explain(plan=plan) == one.explain(plan=plan)
+    assert other.predict(plan).total_ms == one.predict(plan).total_ms
+    with pytest.raises(DreamShardError, match="the last module was read, and not planned"):
+        other.report()
+
+
 def test_no_bottleneck_where_tables_are_alike_and_memory_is_told() -> None:
     one = planner()
     one.plan(model(), SHARDERS)

@@ -49,7 +49,7 @@ def planned() -> PlannedJob:
 @pytest.fixture(scope="module")
 def report(planned: PlannedJob) -> Report:
     """With a rival that does not fit, and measurements as refining or training would add them."""
-    found, halves = planned.outline, (0.123, 0.234)
+    found, halves = planned.report, (0.123, 0.234)
     total_ms = 0.468 + found.chosen.collectives_ms
     measured = ReportEntry("dreamshard", True, total_ms, (0.246, 0.468), halves, halves, found.chosen.collectives_ms)
     before = replace(measured, name="before", rank_ms=(0.345, 0.567))

@@ -21,6 +21,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
+from dreamshard_planner.devices import Machine
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
@@ -135,7 +136,7 @@ STALE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "device": (lambda: {"topology": topology(device="cuda")}, "device cpu -> cuda"),
     "memory": (
         lambda: {"topology": topology(memory=2**33)},
-        "DDR of rank 0 and 1 more 17,179,869,184 -> 8,589,934,592",
+        "DDR of rank 0 and 1 more 16.00 GiB -> 8.00 GiB",
     ),
     "batch size": (lambda: {"batch_size": 65}, "batch size 64 -> 65"),
     "constraints": (
@@ -201,6 +202,10 @@ def _with(value: Any, *path: Any) -> Callable[[dict], None]:
     return damage
 
 
+def _old_notes(document: dict) -> None:
+    document["version"], document["predicted"]["notes"] = 2, 7
+
+
 SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
@@ -220,6 +225,7 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
         r"size \(2000, 16\) at \(1, 0\) leaves its 2000 rows of dim 16",
     ),
     "no shards": (_with([], *SHARD[:-1]), "0 table_wise shard.* do not cover"),
+    "notes of the second version that are no list": (_old_notes, "predicted.notes: must be a valid array, got 7"),
     "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
     "no dtype": (_with("float31", "inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
     "a cost of no table": (_with(1.0, "predicted", "alone_ms", "t9"), "costs and sharding name different tables: t9"),
@@ -372,7 +378,21 @@ def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
     found = compare(file, other.saved_plan(name="other"))
     assert found.only_before == ("t1", "t2", "t3") and found.only_after == ("new", "t1")
     assert "batch size 64 -> 128" in found.inputs and not found.one_cost_source
-    assert "the costs are of different sources, and do not compare" in str(found)
+    assert str(found).startswith("Costs of plan.json and other are of different sources, and do not compare.")
+
+
+def test_compare_tells_a_machine_from_a_better_one() -> None:
+    plans = []
+    for gpu in ("h100", "h200"):
+        one = planner(topology=Machine(ranks_per_host=2, gpu=gpu).topology())
+        one.plan(model(), SHARDERS)
+        plans.append(one.saved_plan(name=gpu))
+    found = compare(*plans)
+    assert found.one_cost_source and found.cost_after.total_ms < found.cost_before.total_ms
+    first, machine, *_ = str(found).splitlines()
+    assert first.startswith(f"A step takes {found.cost_after.total_ms:.3f} ms with h200, ")
+    assert machine == "Machine: HBM of rank 0 and 1 more 74.51 GiB -> 131.32 GiB; bandwidth of HBM 3,350 -> 4,800 GB/s."
+    assert found.inputs == ()
 
 
 def test_a_module_in_a_path_and_tables_of_one_name(tmp_path: Path) -> None:

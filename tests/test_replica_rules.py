@@ -168,7 +168,7 @@ def test_attached_optimizers_open_data_parallel(optimizer: type) -> None:
     assert "data_parallel" not in kinds
     beyond = closed.beyond_exact_training()
     assert beyond.opened_by == "optimizers_attached=True" and beyond.opened == (("data_parallel", 30),)
-    assert "optimizers_attached=True would open" in str(beyond) and any(
+    assert "optimizers_attached=True would allow" in str(beyond) and any(
         "optimizers_attached=True would gain" in str(note) for note in closed.report().notes
     )
     attached, kinds = replicated(optimizer, optimizers_attached=True)

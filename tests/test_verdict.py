@@ -78,7 +78,16 @@ def test_more_memory_than_there_is_is_an_assumption() -> None:
         sharding_types=("table_wise",),
     )
     planner.plan(collection(table("t0", 100)), SHARDERS)
-    assert any("128.00 GiB of memory are assumed for every rank" in note.text for note in planner.report().notes)
+    assert any("128.00 GiB of host memory are assumed for every rank" in note.text for note in planner.report().notes)
+
+
+def test_host_memory_of_gpus_is_an_assumption_where_tables_lie_there() -> None:
+    told = []
+    for rows in (10_000, 100_000_000):
+        planner = DreamShardPlanner(topology=Topology(2, "cuda", hbm_cap=10**10, local_world_size=2), batch_size=64)
+        planner.plan(collection(table("t0", rows, 64)), SHARDERS)
+        told.append([note.text for note in planner.report().notes if "host memory are assumed" in note.text])
+    assert told[0] == [] and "256.00 GiB on a host; 1 table(s) lie there (t0)" in told[1][0]
 
 
 def test_codes_are_known() -> None:

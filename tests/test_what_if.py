@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,17 @@ from torchrec.modules.embedding_configs import DataType
 
 from dreamshard_planner import FeatureStatistics, TableStatistics, TaskError
 from dreamshard_planner.devices import GB, Machine
-from dreamshard_planner.offline.jobs import Job, OfflineModel, read_model
+from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob, read_model
 from dreamshard_planner.offline.table_list import TableSpec
-from dreamshard_planner.offline.what_if import replanning, resized, smallest_that_fits, sweep, what_if, worst_table
+from dreamshard_planner.offline.what_if import (
+    Plans,
+    replanning,
+    resized,
+    smallest_that_fits,
+    sweep,
+    what_if,
+    worst_table,
+)
 
 QUICK = {"search_seconds": 0.2, "sharding_types": ["table_wise", "row_wise", "column_wise"]}
 
@@ -37,7 +46,7 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
     base = job()
     points = sweep(base, "ranks", [2, 4])
     assert [point.ranks for point in points] == [2, 4] and all(point.fits for point in points)
-    assert points[1].total_ms == pytest.approx(base.plan().outline.chosen.total_ms, rel=0.05)
+    assert points[1].total_ms == pytest.approx(base.plan().report.chosen.total_ms, rel=0.05)
     assert points[0].us_per_sample == pytest.approx(points[0].total_ms * 1e3 / 2048)
     (slow,) = sweep(base, "intra_bytes_per_s", [1e9])
     assert slow.total_ms > points[1].total_ms and slow.collectives_ms > 10 * points[1].collectives_ms
@@ -53,7 +62,7 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
 def test_the_smallest_machine_is_the_first_that_fits() -> None:
     steps = []
     machine = Machine(ranks_per_host=8, memory_bytes=3 * GB, host_memory_bytes=GB)
-    found, on_device = smallest_that_fits(job(machine), step=steps.append)
+    found, on_device = smallest_that_fits(job(machine), Plans(steps.append))
     # 8.2 GB of weights, and buffers, on ranks of 3 GB: two are too few.
     assert found is not None and found.ranks in (3, 4) and found.fits and on_device == found
     (fewer,) = sweep(job(machine), "ranks", [found.ranks - 1])
@@ -77,7 +86,7 @@ def test_the_smallest_machine_with_host_memory_and_the_one_without() -> None:
 def test_the_table_that_hurts_most_and_what_helps() -> None:
     planned = job().plan()
     worst = worst_table(planned)
-    assert worst.table == "pooled.t0" and worst.without_ms < planned.outline.chosen.total_ms
+    assert worst.table == "pooled.t0" and worst.without_ms < planned.report.chosen.total_ms
     by_what = {remedy.what: remedy for remedy in worst.remedies}
     assert {"cached in unified memory", "half the rows", "half the dim", "fp16 weights"} <= by_what.keys()
     assert by_what["half the dim"].gain_ms > 0
@@ -107,11 +116,32 @@ def test_a_model_with_a_smaller_table_is_itself_afterwards() -> None:
 
 def test_all_together_and_unknown_axes() -> None:
     steps = []
-    found = what_if(job(), {"hosts": [2]}, smallest=False, worst=False, step=steps.append)
-    assert found.base.fits and found.sweeps["hosts"][0].ranks == 8 and steps == ["as it is", "hosts 2"]
+    varied = {"hosts": [2, 1], "ranks": [4], "memory_bytes": [GB // 100, GB // 100]}
+    found = what_if(job(), varied, smallest=False, worst=False, step=steps.append)
+    assert found.base.fits and found.sweeps["hosts"][0].ranks == 8
+    assert steps == ["as it is", "hosts 2", "memory_bytes 10,000,000"]  # what comes again is not planned again
+    assert found.sweeps["ranks"][0].total_ms == found.sweeps["hosts"][1].total_ms == found.base.total_ms
+    assert not any(point.fits for point in found.sweeps["memory_bytes"])
     assert found.to_dict()["worst"] is None and "roofline" in found.cost_source
     with pytest.raises(TaskError, match="nothing called 'colour' varies; ranks"):
         what_if(job(), {"colour": [1]})
+
+
+def test_no_point_is_dearer_than_the_present_plan_where_that_fits() -> None:
+    good = job().plan()
+    paper = replace(good.job, settings={"recipe": "paper"})  # one policy roll-out, without a search
+    present = PlannedJob(paper, good.planner, good.plan, 0.0)
+    slower = replace(paper, machine=replace(paper.machine, intra_bytes_per_s=100 * GB))
+    kept_ms = slower.read().predict(good.plan).total_ms
+    assert slower.plan().report.chosen.total_ms > kept_ms
+    assert Plans(present=present).point("", 0, slower).total_ms == pytest.approx(kept_ms)
+    tight = replace(paper, machine=replace(paper.machine, memory_bytes=GB // 100))
+    assert not Plans(present=present).point("", 0, tight).fits
+
+
+def test_a_table_that_no_rank_waits_for_gets_no_remedies() -> None:
+    found = worst_table(job(hot=2.0).plan())
+    assert found.without_ms > 0 and found.remedies == ()
 
 
 def test_planning_again_gains_where_another_table_became_hot() -> None:

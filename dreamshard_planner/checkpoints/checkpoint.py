@@ -7,6 +7,7 @@ Learning writes it, planning reads it. Nothing in it is executable.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -59,10 +60,16 @@ class Checkpoint:
 
     def compute_cost(self, topology: Topology) -> ComputeCost:
         """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
-        if self.cost is None:
-            return RooflineCost.of_topology(topology)
-        corrections = self.metadata.get("corrections")
-        return CorrectedCost(self.cost, corrections) if corrections else self.cost
+        learned, corrections = self.metadata.get("learned"), self.metadata.get("corrections")
+        compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)
+        if self.cost is None and learned:  # whatever the topology says now, these are what was corrected
+            compute = RooflineCost.of_bandwidths(self.metadata["hardware"]["device"], *learned["bytes_per_ms"])
+        return CorrectedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
+
+    @property
+    def measured_on(self) -> str:
+        """Hardware of its network, whatever it was corrected for since."""
+        return re.split(", (?:calibrated|learned) on ", self.metadata.get("hardware_name", "?"))[0]
 
     @property
     def recipe(self) -> str:
@@ -124,7 +131,8 @@ def resolve(
     recipe: str = "default",
     threads: int | None = None,
 ) -> Checkpoint:
-    """The checkpoint to plan with: a :class:`Checkpoint`, a path, or ``"auto"``.
+    """The checkpoint to plan with: a :class:`Checkpoint`, a path, ``"roofline"`` (bandwidths, whatever was measured),
+    or ``"auto"``.
 
     ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.checkpoints.user_folder`) that was
     measured on this machine's kind of processor, or on the card that this process sees; else the one that ships for
@@ -142,6 +150,8 @@ def resolve(
     """
     if checkpoint == "auto":
         checkpoint = _auto(compute_device, recipe, threads)
+    elif checkpoint == "roofline":
+        checkpoint = shipped(SHIPPED, "roofline", recipe)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
     if checkpoint.recipe != recipe:

@@ -259,14 +259,19 @@ def _doubted(job: Job) -> Job:
     return job
 
 
+def _worth_telling(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Sharding spec not found")
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what TorchRec and FBGEMM tell of themselves at import."""
+    """Without what TorchRec and FBGEMM tell of themselves at import, and TorchRec of replicas, which have no spec."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
+    logging.getLogger().addFilter(_worth_telling)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

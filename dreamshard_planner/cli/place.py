@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ from dreamshard_planner.support.progress import working
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job, PlannedJob
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import MemoryEntry, Report
 
 TABLES_SHOWN = 20
@@ -41,7 +41,7 @@ def plan(
     format: FormatOption = Format.table,
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
-    _check_picture(html, png)
+    check_picture(html, png)
     job = options.job()
     with working(_planning(job)):
         planned = job.plan()
@@ -49,7 +49,7 @@ def plan(
     if out is not None:
         planned.planner.save_plan(out)
         typer.echo(f"written to {out}", err=True)
-    _picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
+    picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
     show(_document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
@@ -66,14 +66,13 @@ def explain(
     job, saved = options.job(), None if path is None else load_plan(path)
     if saved is not None:
         tell_other_statistics(saved, job, options.statistics)
-        job = replace(job, settings={**job.settings, "search_seconds": 0.01})  # the plan is there
     with working(_planning(job)):
-        planner = job.plan().planner
+        planner = job.plan().planner if saved is None else job.read()
         found = planner.explain(rank, saved)
     if saved is not None:
         from dreamshard_planner.offline.from_plan import other_inputs
 
-        for difference in other_inputs(saved, planner.saved_plan().inputs):
+        for difference in other_inputs(saved, planner.saved_plan(saved).inputs):
             typer.echo(f"note: {saved.name} was made from other inputs: {difference}", err=True)
     show(found.to_dict(), format, str(found))
 
@@ -83,9 +82,9 @@ def report(
     plan: PlanArgument, html: HtmlOption = None, png: PngOption = None, format: FormatOption = Format.table
 ) -> None:
     """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
-    _check_picture(html, png)
+    check_picture(html, png)
     saved = load_plan(plan)
-    _picture(saved, html, png)
+    picture(saved, html, png)
     show(saved.to_dict(), format, *_saved_tables(saved))
 
 
@@ -114,7 +113,7 @@ def _planning(job: Job) -> str:
     return f"planning {job.model.name} for {job.machine.title}"
 
 
-def _check_picture(html: Path | None, png: Path | None) -> None:
+def check_picture(html: Path | None, png: Path | None) -> None:
     """That what draws is installed, before anything is planned."""
     if html is not None or png is not None:
         from dreamshard_planner.plans.picture import check_libraries
@@ -122,7 +121,7 @@ def _check_picture(html: Path | None, png: Path | None) -> None:
         check_libraries()
 
 
-def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, title: str | None = None) -> None:
+def picture(subject: Report | SavedPlan | Replan, html: Path | None, png: Path | None, title: str | None = None) -> None:
     """What was asked for."""
     from dreamshard_planner.plans.picture import save_html, save_png
 
@@ -152,11 +151,11 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     from dreamshard_planner.support.formatting import ranges
 
-    tables = sorted(report.tables, key=lambda table: -table.alone_ms)
-    shown = tables[:limit]
-    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), table.alone_ms) for table in shown]
-    more = f", the {len(shown)} costliest of {len(tables)}" if len(shown) < len(tables) else ""
-    return grid(("table", "sharding", "ranks", "alone ms"), rows, f"Tables{more}")
+    by_cost = sorted(((table.alone_ms / len(table.ranks), table) for table in report.tables), key=lambda pair: -pair[0])
+    shown = by_cost[:limit]
+    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), rank_ms) for rank_ms, table in shown]
+    more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
+    return grid(("table", "sharding", "ranks", "ms a rank, by itself"), rows, f"Tables{more}")
 
 
 def _saved_tables(saved: SavedPlan) -> list[RenderableType]:

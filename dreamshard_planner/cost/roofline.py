@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
@@ -93,19 +93,26 @@ class RooflineCost(ComputeCost):
     def __post_init__(self) -> None:
         gb_per_s = self.memory_bytes_per_ms * 1e3 / 1e9
         prior = "" if self.kernels is CPU_KERNELS else "prior from published kernels of other machines, "
-        source = CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, nothing measured")
+        source = CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, {NOT_MEASURED}")
         object.__setattr__(self, "source", source)
 
     @classmethod
     def of_topology(cls, topology: Topology) -> RooflineCost:
         """From the bandwidths of a ``torchrec.distributed.planner.Topology``."""
         if topology.compute_device == "cpu":
-            return cls(topology.ddr_mem_bw, topology.ddr_mem_bw)
-        named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == topology.hbm_mem_bw * 1e3)
+            return cls.of_bandwidths("cpu", topology.ddr_mem_bw, topology.ddr_mem_bw)
+        return cls.of_bandwidths(topology.compute_device, topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw)
+
+    @classmethod
+    def of_bandwidths(cls, compute_device: str, memory_bytes_per_ms: float, uvm_bytes_per_ms: float) -> RooflineCost:
+        """Of a kind of device; one with the memory bandwidth of a known GPU has its L2."""
+        if compute_device == "cpu":
+            return cls(memory_bytes_per_ms, uvm_bytes_per_ms)
+        named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == memory_bytes_per_ms * 1e3)
         gpu = next(named, None)
         return cls(
-            memory_bytes_per_ms=topology.hbm_mem_bw,
-            uvm_bytes_per_ms=topology.hbm_to_ddr_mem_bw,
+            memory_bytes_per_ms=memory_bytes_per_ms,
+            uvm_bytes_per_ms=uvm_bytes_per_ms,
             kernels=GPU_KERNELS,
             cache_bytes=L2_BYTES if gpu is None else gpu.l2_bytes,
         )

@@ -9,7 +9,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -140,12 +141,17 @@ class Job:
             PlannerError: TorchRec's, where tables do not fit.
         """
         start = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
-            warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`doubtful`
+        with _known_warnings():
             planner = self.planner()
             plan = planner.plan(self.model.module, get_default_sharders())
         return PlannedJob(self, planner, plan, time.perf_counter() - start)
+
+    def read(self) -> DreamShardPlanner:
+        """A planner that has read the model, for plans that are there already."""
+        with _known_warnings():
+            planner = self.planner()
+            planner.read(self.model.module, get_default_sharders())
+        return planner
 
 
 @dataclass(frozen=True)
@@ -163,10 +169,14 @@ class PlannedJob:
         """On the plan, and what it was chosen from."""
         return self.planner.report()
 
-    @property
-    def outline(self) -> Report:
-        """The same without what takes as long as planning."""
-        return self.planner.report()
+
+@contextmanager
+def _known_warnings() -> Iterator[None]:
+    """Without those that tell users of a job nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
+        warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`Job.doubtful`
+        yield
 
 
 def read_model(source: str) -> OfflineModel:

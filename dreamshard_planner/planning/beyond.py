@@ -14,8 +14,8 @@ from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search_space.enumeration import is_torchrecs
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
-from dreamshard_planner.search_space.slices import is_torchrecs
 from dreamshard_planner.search_space.usable_options import certain_options, usable_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
@@ -55,11 +55,11 @@ class BeyondExactTraining:
 
     def __str__(self) -> str:
         if not self.total_ms < self.exact_ms * (1 - NOTHING):
-            return f"{self.opened_by} would open {_counted(self.opened)}, and gain nothing that a search found"
+            return f"{self.opened_by} would allow {_counted(self.opened)}, and gain nothing that a search found"
         types = ", ".join(f"{count} {kind}" for kind, count in self.types)
         theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
         return (
-            f"{self.opened_by} would open {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
+            f"{self.opened_by} would allow {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
             f"{self.exact_ms:.3f} ({types}); TorchRec's own plan over these types: {theirs}"
         )
 

@@ -25,6 +25,8 @@ from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
+from dreamshard_planner.plans.report import ReportEntry, each_collective
+from dreamshard_planner.plans.verdict import collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
@@ -33,6 +35,7 @@ from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import NarrowSlices, narrower_slices
+from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
@@ -84,9 +87,13 @@ def explain(
         for table in costliest[:MAX_TABLES]
     )
     bottleneck, headline = _verdict(rated, here, rank)
-    if bottleneck is not None:
+    cost = ReportEntry.of("plan", rated.costs)
+    if collectives_dominate(cost):
+        headline = f"{verdict(cost, (), each_collective(rated.cost, rated.sharding))}. {headline}"
+    elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
         headline = f"{headline} {_remedy(entry, _why_whole(bottleneck, context, wider, others))}"
+        headline += _beyond(wider, given, rated, bottleneck, rank)
     return Explanation(
         rank=rank,
         headline=headline,
@@ -191,7 +198,7 @@ class _Changes:
     def _best(self, table: int, options: Sequence[int]) -> Change | None:
         if not options:
             return None
-        tried = self._state.tried(table, options)
+        tried = self._state.tried([(table, option) for option in options])
         index = int(tried.key_Q.argmin())
         if not math.isfinite(float(tried.key_Q[index])):
             return None
@@ -225,6 +232,19 @@ class _Changes:
     def _change(self, sharding: Sharding, table: int) -> Change:
         total_ms = self._cost.overall_ms(sharding)
         return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
+
+
+def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: str, rank: int) -> str:
+    """What the best way to split a table would gain that exact training leaves out; empty where it leaves out none."""
+    if wider is None:
+        return ""
+    usable = usable_options(wider.search_space, wider.context.topology.compute_device)
+    others = _alternatives(wider.context, rated.options, usable, {table})
+    changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
+    best = changes.of(table)["splitting"]
+    if best is None or best.gain_ms <= 0:
+        return f" {wider.opened_by} would allow nothing that gains."
+    return f" With {wider.opened_by} {best.how} would gain {best.gain_ms:.3f} ms."
 
 
 def _alternatives(

@@ -160,7 +160,7 @@ class PlanningSession:
     def planned(self, search_space: Sequence[ShardingOption]) -> PlannedModel:
         """The module, by all its options."""
         inputs = self.request.made_from(search_space, self.reservation, self.context.reader).inputs
-        return PlannedModel(self.context, search_space, self.left, inputs, self.legal, self.wider)
+        return PlannedModel(self.context, search_space, self.left, inputs, self._assumptions, self.legal, self.wider)
 
     def result(
         self,

@@ -281,9 +281,9 @@ def _document(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"{path}: version {str(version)[:9]} is newer than this package reads ({VERSION}); upgrade the package"
         )
-    if version < 3 and isinstance(document.get("predicted"), dict):
-        notes = document["predicted"].get("notes", [])
-        document["predicted"]["notes"] = [{"code": "saved", "text": text} for text in notes]
+    predicted = document.get("predicted")
+    if version < 3 and isinstance(predicted, dict) and isinstance(notes := predicted.get("notes", []), list):
+        predicted["notes"] = [{"code": "saved", "text": text} for text in notes]
     return document
 
 

@@ -179,7 +179,6 @@ class TableReader:
             dim = config.embedding_dim
             weight_bytes = quantized_bytes(config.data_type, dim)
         on_host = topology.compute_device == "cpu"
-        load_factor = option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
         return Table(
             name=fqn_of(option),
             rows=max(1, rows),
@@ -191,10 +190,14 @@ class TableReader:
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
             optimizer="sgd" if is_served else costed_optimizer(self._optimizer(option)),
             memory="device" if on_host else memory_of(option.compute_kernel),
-            cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
+            cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
             served=is_served,
         )
+
+    def load_factor(self, option: ShardingOption) -> float | None:
+        """The share of a table's rows that its cache holds, where somebody gave one."""
+        return option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
 
     def _prefetches(self, option: ShardingOption) -> bool:
         if option.compute_kernel != CACHING:

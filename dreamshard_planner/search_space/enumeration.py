@@ -182,6 +182,15 @@ class EnumeratedOption(ShardingOption):
         return result
 
 
+class OwnOption(EnumeratedOption):
+    """An option of the planner's own, which TorchRec's enumerator does not offer."""
+
+
+def is_torchrecs(option: ShardingOption) -> bool:
+    """Whether TorchRec's enumerator offers the option."""
+    return not isinstance(option, OwnOption)
+
+
 class FastEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator: the same options with the same estimates.
 

@@ -100,32 +100,53 @@ class FeatureCounts:
         )
 
 
+class BatchCounts:
+    """Running sums of the features of batches.
+
+    Args:
+        keys: features to look at; None for all of the first batch.
+    """
+
+    def __init__(self, keys: Sequence[str] | None = None) -> None:
+        self._keys = keys
+        self._given: set[str] | None = None
+        self._features: dict[str, FeatureCounts] = {}
+        self.batches = 0
+
+    # Not around a loop over batches: these are made in the caller's state, random numbers and all.
+    @neutral()
+    def add(self, batch: KeyedJaggedTensor) -> None:
+        """One batch; StatisticsError where it has other keys than the first one."""
+        if self._given is None:
+            self._given = set(batch.keys())
+            wanted = list(batch.keys()) if self._keys is None else list(self._keys)
+            if missing := [key for key in wanted if key not in self._given]:
+                raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(self._given)}")
+            self._features = {key: FeatureCounts(key) for key in wanted}
+        elif set(batch.keys()) != self._given:
+            changed = sorted(set(batch.keys()) ^ self._given)
+            raise StatisticsError(f"batch {self.batches} has other keys than the first one: {changed}")
+        for key, count in self._features.items():
+            jagged = batch[key]
+            count.add(jagged.values(), jagged.lengths().numel())
+        self.batches += 1
+
+    @neutral()
+    def statistics(self) -> dict[str, FeatureStatistics]:
+        """Of all batches so far; StatisticsError where there are none."""
+        if not self.batches:
+            raise StatisticsError("no batches: cannot take statistics of nothing")
+        return {key: count.statistics() for key, count in self._features.items()}
+
+
 def count_batches(
     batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None
 ) -> dict[str, FeatureStatistics]:
     """Of batches of ``KeyedJaggedTensor``, see ``TableStatistics.from_batches``."""
-    given: set[str] | None = None
-    counts: dict[str, FeatureCounts] = {}
-    for position, batch in enumerate(batches):
-        # Not around the loop: the batches are made in the caller's state, random numbers and all.
-        with neutral():
-            if given is None:
-                given = set(batch.keys())
-                wanted = list(batch.keys()) if keys is None else list(keys)
-                missing = [key for key in wanted if key not in given]
-                if missing:
-                    raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
-                counts = {key: FeatureCounts(key) for key in wanted}
-            elif set(batch.keys()) != given:
-                changed = sorted(set(batch.keys()) ^ given)
-                raise StatisticsError(f"batch {position} has other keys than the first one: {changed}")
-            for key, count in counts.items():
-                jagged = batch[key]
-                count.add(jagged.values(), jagged.lengths().numel())
-    if given is None:
-        raise StatisticsError("no batches: cannot take statistics of nothing")
-    with neutral():
-        return {key: count.statistics() for key, count in counts.items()}
+    counts = BatchCounts(keys)
+    for batch in batches:
+        counts.add(batch)
+    return counts.statistics()
 
 
 @neutral()

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from dreamshard_planner.plans.picture.content import Content
     from dreamshard_planner.plans.picture.sections import Section
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import Report
 
 
-def save_html(subject: Report | SavedPlan, path: str | Path, title: str | None = None) -> None:
+def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str | None = None) -> None:
     """Write one HTML file that needs neither network nor scripts; an existing one is replaced as a whole.
 
     Args:
-        subject: a report; or a plan from a file, whose page also says what it was made from.
+        subject: a report; a plan from a file, whose page also says what it was made from; or what re-planning found,
+            whose page begins with the curve.
         path: of the file.
         title: what was planned; ``Sharding plan``, or the name of the saved plan, by default.
 
@@ -38,7 +40,7 @@ def save_html(subject: Report | SavedPlan, path: str | Path, title: str | None =
     write_whole(path, page(content, sections))
 
 
-def save_png(subject: Report | SavedPlan, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
+def save_png(subject: Report | SavedPlan | Replan, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
     """Write one PNG for each figure of the HTML file into a folder, which is made where it is not there.
 
     Args:

@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dreamshard_planner.plans.picture import drawing
 from dreamshard_planner.plans.picture.content import Content, ShownTable, ms, ratio
+from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import MemoryEntry, ReportEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
@@ -26,6 +27,26 @@ MAX_NAME = 36
 ROW_INCHES = 0.3
 PALETTE = (drawing.BLUE, drawing.ORANGE, drawing.VERMILION, drawing.GREEN, drawing.SKY, drawing.PURPLE, drawing.INK)
 """Of sharding types, in their order."""
+
+
+def curve(replan: Replan) -> Figure:
+    """What a step costs by what has moved; the chosen plan, and one made afresh."""
+    figure = Figure((drawing.WIDTH_INCHES, 3.9), layout="constrained")
+    axes = figure.subplots()
+    unit, name = _unit(max(1, replan.afresh.bytes_moved, *(move.bytes_moved for move in replan.curve)))
+    points = [(move.bytes_moved / unit, move.step_ms) for move in replan.curve]
+    axes.step(*zip(*points, strict=True), where="post", color=drawing.BLUE, marker="o", label="re-planned")
+    for move, label, colour, marker in (
+        (replan.afresh, "planned afresh", drawing.ORANGE, "s"),
+        (replan.chosen, "chosen", drawing.VERMILION, "D"),
+    ):
+        axes.plot(move.bytes_moved / unit, move.step_ms, marker, color=colour, markersize=8, label=label)
+    axes.set_xlabel(f"{name} of weights moved")
+    axes.set_ylabel("ms per training step")
+    axes.set_ylim(0, max(step_ms for _, step_ms in points) * 1.1 or 1.0)
+    axes.grid(axis="y")
+    _legend(axes)
+    return figure
 
 
 def ranks(content: Content) -> Figure:
