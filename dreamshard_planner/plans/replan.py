@@ -132,9 +132,14 @@ class Replan:
             if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:
                 shown.append(move)
         return [
-            (move.tables, *map(size_in_words, (move.bytes_moved, move.bytes_to_one_rank)), move.step_ms, seconds)
+            (
+                move.tables,
+                size_in_words(move.bytes_moved),
+                size_in_words(move.bytes_to_one_rank),
+                move.step_ms,
+                move.seconds(self.steps),
+            )
             for move in shown
-            for seconds in [move.seconds(self.steps)]
         ]
 
     def __str__(self) -> str:
