@@ -188,6 +188,16 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
             assert anchor in _anchors(path.read_text()), target
 
 
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    """From the project's folder or the package's; a bare name lies beside the file that was named before it."""
+    folder = ROOT
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", PAGES["contributing.md"]):
+        places = [ROOT / name, ROOT / "dreamshard_planner" / name, folder / name]
+        path = next((path for path in places if path.is_file()), None)
+        assert path is not None, name
+        folder = path.parent
+
+
 def _anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
