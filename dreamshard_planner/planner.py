@@ -37,6 +37,7 @@ from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
 from dreamshard_planner.planning.session import PlanningSession, PlanRequest
@@ -282,9 +283,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         except PlannerError as error:
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
-            if not left_out:
-                raise
-            raise PlannerError(f"{error} {left_out}", error.error_type) from error
+            raise PlannerError(" ".join(filter(None, (reason_first(error), left_out))), error.error_type) from None
 
     def _concluded(self, session: PlanningSession) -> PlanResult | str:
         """What the loop came to; or why there is nothing to tell."""
