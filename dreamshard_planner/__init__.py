@@ -21,10 +21,13 @@ if TYPE_CHECKING:
         DatasetError,
         DreamShardError,
         FileError,
+        ObservationError,
         PlanError,
         StatisticsError,
         TaskError,
     )
+    from dreamshard_planner.observing.observation import Observation
+    from dreamshard_planner.observing.observer import observe
     from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plans.comparison import Comparison, compare
     from dreamshard_planner.plans.explanation import Explanation
@@ -53,6 +56,8 @@ __all__ = [
     "FileError",
     "JsonPlanLoader",
     "MissingLibraryError",
+    "Observation",
+    "ObservationError",
     "PlacementRules",
     "PlanError",
     "Report",
@@ -64,6 +69,7 @@ __all__ = [
     "attach_optimizers",
     "compare",
     "load_across_plans",
+    "observe",
     "save_across_plans",
 ]
 
@@ -86,6 +92,8 @@ _HOMES = (
     "torchrec_components.replica_optimizers",
     "across_plans.loading",
     "across_plans.saving",
+    "observing.observation",
+    "observing.observer",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,12 +40,14 @@ from dreamshard_planner.planning.collective import Together, check_patience, gro
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
 from dreamshard_planner.planning.session import PlanningSession, PlanRequest
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
@@ -190,6 +193,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sync_ms_per_byte=sync_ms_per_byte,
         )
         self._session: PlanningSession | None = None
+        self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
 
@@ -213,7 +217,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan = None
+        self._best_plan, self._planned = None, (module, sharders)
         try:
             self._session = self._read(module, sharders)
             for text in self._session.doubtful:
@@ -314,12 +318,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 wait is unknown for backends that don't say.
         """
         if pg is None:
-            if not dist.is_initialized():
-                raise DreamShardError(
-                    "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
-                    "use plan(), which needs none"
-                )
             pg = dist.group.WORLD
+        if pg is None:
+            raise DreamShardError(
+                "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
+                "use plan(), which needs none"
+            )
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
         def make(together: Together) -> ShardingPlan:
@@ -447,6 +451,80 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlanError: the file can't be written.
         """
         self.saved_plan(name=Path(path).name).save(path)
+
+    def lookups_per_sample(self) -> dict[str, float]:
+        """By feature, that the last plan was made for: from statistics, constraints, or TorchRec's default.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+        """
+        reader = self._last().model.context.reader
+        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in self._last().plan)
+        return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
+
+    @neutral()
+    def replan(
+        self,
+        current: ShardingPlan | SavedPlan | str | Path,
+        *,
+        steps: int,
+        statistics: TableStatistics | None = None,
+        max_bytes_moved: int | None = None,
+        restart_seconds: float = 60.0,
+        bytes_per_s: float | None = None,
+        lost: Sequence[int] = (),
+    ) -> Replan:
+        """The plan of the last planned module that takes least time over the steps that remain, moving included, on a
+        way of few moves from the one that runs; with the curve of cost against bytes moved. Constraints, placement
+        rules and memory are kept. A table that stays is sharded as it was.
+
+        Ranks are renamed where that keeps more bytes in place. A planner of another topology, or of a model with other
+        tables, says what little has to move; tables that ``current`` lacks move nothing.
+
+        Args:
+            current: the plan that runs, or its file.
+            steps: training steps that remain.
+            statistics: of the data as it is now; by default those of the planner. Other ones are planned with first.
+            max_bytes_moved: of weights, all ranks together; no limit by default.
+            restart_seconds: from the last step under one plan to the first under the other, moving nothing.
+            bytes_per_s: at which weights come to a rank; by default by the topology's slowest link.
+            lost: ranks of ``current`` that are gone; those left take the numbers from 0 on in their order. By default,
+                those past the topology's.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+            PlannerError: ``current`` does not shard the tables as TorchRec could, or is of embedding towers.
+            PlanError: the file can't be read; or nothing is reached with ``max_bytes_moved``.
+        """
+        if isinstance(current, str | Path):
+            current = SavedPlan.load(current)
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"steps are a whole number from 0, got {steps!r}")
+        result = self._last() if statistics is None and self.plan_loader is None else self._afresh(statistics)
+        links = self._topology.comms_bandwidths
+        one_host = self._topology.world_size <= self._topology.intra_group_size
+        link_bytes_per_s = 1e3 * (links.intra_host_bw if one_host else min(links.intra_host_bw, links.inter_host_bw))
+        return replanned(
+            result.model,
+            current,
+            result.plan,
+            steps=steps,
+            moving=Moving(bytes_per_s or link_bytes_per_s, restart_seconds),
+            max_bytes_moved=max_bytes_moved,
+            lost=lost,
+        )
+
+    def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
+        """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
+        self._last()
+        assert self._planned is not None
+        other = copy.copy(self)
+        settings = replace(
+            self._request.settings, statistics=statistics or self._request.settings.statistics, refine="none"
+        )
+        other._request, other.plan_loader = replace(self._request, settings=settings), None
+        other.plan(*self._planned)
+        return other._last()
 
     @neutral()
     def explain(self, rank: int | None = None, plan: AnyPlan | None = None) -> Explanation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics, observe
 
 ROWS, LOOKUPS = [100_000, 50_000, 20_000, 5_000, 1_000, 100], [20, 1, 5, 50, 10, 1]
 FEATURES = [f"f{index}" for index in range(len(ROWS))]
@@ -47,7 +48,9 @@ def main() -> None:
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device)
     batches = iter(data)
-    losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
+    file = sys.argv[2] if sys.argv[1:2] == ["--observe"] else None  # read by dreamshard observed and learn
+    with observe(model, planner, file):
+        losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
     if dist.get_rank() == 0:
         print(planner.report())
         print(f"trained {STEPS} steps on {dist.get_world_size()} rank(s); loss {losses[0]:.4f} -> {losses[-1]:.4f}")

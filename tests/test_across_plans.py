@@ -195,6 +195,22 @@ def test_steps_of_adam_are_not_invented(tmp_path: Path) -> None:
         load_across_plans(zeros_like(state), tmp_path / "fused")
 
 
+def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> None:
+    """Optimizers of a script's own may count steps in plain numbers."""
+    weight_RD = torch.randn(ROWS, DIM)
+    states = {"sum": torch.rand(ROWS, 1), "step": 7}
+    state = {"model": {WEIGHT: weight_RD}, "optimizer": {"state": {f"dense.{WEIGHT}": states}}}
+    save_across_plans(state, tmp_path / "plain")
+    loaded = zeros_like(state)
+    load_across_plans(loaded, tmp_path / "plain")
+    assert loaded["optimizer"]["state"][f"dense.{WEIGHT}"]["step"] == 7
+    assert torch.equal(loaded["optimizer"]["state"][f"dense.{WEIGHT}"]["sum"], states["sum"])
+    convert(tmp_path / "plain", tmp_path / "cut", plan_of(tmp_path / "plan.json", *WHOLE))
+    told = describe(tmp_path / "cut")
+    assert told["tables"]["ebc.t"]["states"] == {"momentum1": [ROWS]}
+    assert told["others"] == [f"optimizer.state.dense.{WEIGHT}.step"]
+
+
 def test_large_shards_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 300
     state = saved(tmp_path / "plain", rows=rows)

@@ -171,13 +171,14 @@ def counted(count: int, gib: float) -> TableStatistics:
 
 def test_what_fits_into_device_memory_stays_there_unless_somebody_knows_better() -> None:
     """Twelve tables of 36 GiB level out over eight ranks only where four of them are cached in host memory."""
-    made = large(12, 36)
+    whole = {f"t{i}": ParameterConstraints(min_partition=64) for i in range(12)}
+    made = large(12, 36, constraints=whole)
     assert kernels(made) == {"fused": 12} and not told(made)
-    allowed = {f"t{i}": ParameterConstraints(compute_kernels=["fused", CACHED]) for i in range(12)}
+    allowed = {name: ParameterConstraints(compute_kernels=["fused", CACHED], min_partition=64) for name in whole}
     asked = large(12, 36, constraints=allowed)
     assert kernels(asked)[CACHED] > 0 and told(asked)
     assert asked.report().chosen.total_ms < made.report().chosen.total_ms
-    known = large(12, 36, statistics=counted(12, 36))
+    known = large(12, 36, constraints=whole, statistics=counted(12, 36))
     assert kernels(known)[CACHED] > 0 and not told(known)
 
 
@@ -198,3 +199,38 @@ def test_where_host_memory_is_the_limit_the_error_says_so(cost_source: str) -> N
     with pytest.raises(PlannerError, match="DDR") as caught:
         large(12, 104, constraints=only, cost_source=cost_source)
     assert "GiB of HBM" not in str(caught.value)
+
+
+def read_unevenly(count: int, gib: float) -> TableStatistics:
+    """Of tables whose rows are read the less evenly the later they come."""
+    rows, features = int(gib * GIB) // 256, {}
+    for index in range(count):
+        bins_TK, distinct_T = default_reuse([rows], [10 * 16_384], 0.601 + 0.8 * index / count)
+        features[f"t{index}_f0"] = FeatureStatistics(
+            10.0, tuple(bins_TK[0].tolist()), batch_size=16_384, distinct_rows=float(distinct_T)
+        )
+    return TableStatistics(features)
+
+
+def sizes_of(made: DreamShardPlanner) -> set[float | None]:
+    tables = made.saved_plan().sharding[""].values()
+    return {table.cache_load_factor for table in tables if table.kernel == CACHED}
+
+
+def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() -> None:
+    """Where caches of a fifth of all rows do not fit, smaller ones do."""
+    known = read_unevenly(8, 400)
+    only = {f"t{i}": ParameterConstraints(compute_kernels=[CACHED]) for i in range(8)}
+    chosen = large(8, 400, ddr_gib=1024, statistics=known, constraints=only)
+    assert len(sizes_of(chosen)) > 1 and None not in sizes_of(chosen)
+    assert all(max(memory.used_bytes) <= min(memory.limit_bytes) for memory in chosen.report().memory)
+
+    def with_factor(factor: float) -> DreamShardPlanner:
+        asked = ParameterConstraints(compute_kernels=[CACHED], cache_params=CacheParams(load_factor=factor))
+        return large(8, 400, ddr_gib=1024, statistics=known, constraints=dict.fromkeys(only, asked))
+
+    given = with_factor(0.05)
+    assert sizes_of(given) == {0.05}
+    assert chosen.report().chosen.total_ms < given.report().chosen.total_ms
+    with pytest.raises(PlannerError, match="HBM"):
+        with_factor(0.2)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.default_recipe import DEFAULT
 from dreamshard_planner.checkpoints.recipes import RECIPES
-from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.compute import CostSource
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
+from dreamshard_planner.cost.network import AnyCostNetwork
 from dreamshard_planner.measure.collect import draw_sets
 from dreamshard_planner.training import QUICK, learn, pool_tables
 from dreamshard_planner.workload.features import WORK, columns
@@ -43,7 +44,7 @@ class TinyFit:
         return self.updates
 
 
-class TinyCost(nn.Module, ComputeCost):
+class TinyCost(AnyCostNetwork):
     """Powers of a table's work, summed over a group; powers of these sums are its times."""
 
     def __init__(self, config: TinyConfig) -> None:

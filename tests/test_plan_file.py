@@ -117,7 +117,7 @@ def test_a_file_reads_well_in_a_diff(file: Path) -> None:
     lines = file.read_text().splitlines()
     places = [line for line in lines if '"rank"' in line]
     assert len(places) == 4 and all(line.count('"rank"') == 1 for line in places)
-    assert max(len(line) for line in lines if '"text"' not in line) < 200  # notes are prose
+    assert max(len(line) for line in lines if '"text"' not in line) < 200
 
 
 STALE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {

@@ -22,6 +22,7 @@ from dlrm import model as dlrm
 from dlrm.memory import ModelMemory, memory_of_models
 from dlrm.options import Config
 from dlrm.results import ratio_interval
+from dreamshard_planner import Observation
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import PATIENCE_SECONDS
@@ -73,11 +74,14 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ["--max-rows=500", "--dim=8", "--batch-size=8", "--steps=8", "--block=2", "--copies=2", "--skewed=2"]
     done = _run(
-        *options, f"--planners={','.join(planners)}", f"--json={file}", f"--report={tmp_path / 'report.html'}", ranks=2
-    )
+        *options, f"--planners={','.join(planners)}", f"--json={file}", f"--report={tmp_path / 'report.html'}",
+        f"--observe={tmp_path / 'seen.json'}", ranks=2,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert [entry["name"] for entry in result["planners"]] == [*planners, "skewed_0", "skewed_1"]
+    seen = Observation.load_all([tmp_path / "seen.json"]).runs
+    assert [(len(run.ranks), run.plan is not None) for run in seen] == 6 * [(2, True)]
     assert result["world_size"] == 2 and result["base"] == "torchrec"
     assert result["loss_difference"] < 1e-5
     assert "12 models take" in done.stderr

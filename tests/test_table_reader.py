@@ -194,3 +194,10 @@ def test_kernels_of_several_memories_are_fused_together() -> None:
     made.plan(collection(table("t0"), table("t1")), SHARDERS)
     assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
     assert PlanningContext.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
+
+
+def test_statistics_of_no_feature_are_as_none() -> None:
+    constraints = {"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}
+    made = planner(topology=topology(device="cuda"), constraints=constraints, statistics=TableStatistics({}))
+    assert "t0" in made.plan(collection(table("t0")), SHARDERS).plan[""]
+    assert any("popularity" in note.text for note in made.report().notes)

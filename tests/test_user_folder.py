@@ -127,7 +127,7 @@ def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) 
     h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "threads": 1}
     assert user_folder.new_file(epyc).name == "cpu-amd-epyc-family-25-model-17-1-threads.safetensors"
     assert (
-        user_folder.new_file(h100, "paper", calibrated=True).name
+        user_folder.new_file(h100, "paper", "calibrated").name
         == "cuda-nvidia-h100-80gb-hbm3-paper-calibrated.safetensors"
     )
     with pytest.raises(FileError, match="hardware that is not told"):

@@ -18,6 +18,7 @@ from dreamshard_planner.support.progress import working
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job, PlannedJob
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import MemoryEntry, Report
 
 TABLES_SHOWN = 20
@@ -40,7 +41,7 @@ def plan(
     format: FormatOption = Format.table,
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
-    _check_picture(html, png)
+    check_picture(html, png)
     job = options.job()
     with working(_planning(job)):
         planned = job.plan()
@@ -48,7 +49,7 @@ def plan(
     if out is not None:
         planned.planner.save_plan(out)
         typer.echo(f"written to {out}", err=True)
-    _picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
+    picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
     show(_document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
@@ -81,9 +82,9 @@ def report(
     plan: PlanArgument, html: HtmlOption = None, png: PngOption = None, format: FormatOption = Format.table
 ) -> None:
     """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
-    _check_picture(html, png)
+    check_picture(html, png)
     saved = load_plan(plan)
-    _picture(saved, html, png)
+    picture(saved, html, png)
     show(saved.to_dict(), format, *_saved_tables(saved))
 
 
@@ -112,7 +113,7 @@ def _planning(job: Job) -> str:
     return f"planning {job.model.name} for {job.machine.title}"
 
 
-def _check_picture(html: Path | None, png: Path | None) -> None:
+def check_picture(html: Path | None, png: Path | None) -> None:
     """That what draws is installed, before anything is planned."""
     if html is not None or png is not None:
         from dreamshard_planner.plans.picture import check_libraries
@@ -120,7 +121,7 @@ def _check_picture(html: Path | None, png: Path | None) -> None:
         check_libraries()
 
 
-def _picture(subject: Report | SavedPlan, html: Path | None, png: Path | None, title: str | None = None) -> None:
+def picture(subject: Report | SavedPlan | Replan, html: Path | None, png: Path | None, title: str | None = None) -> None:
     """What was asked for."""
     from dreamshard_planner.plans.picture import save_html, save_png
 

@@ -205,7 +205,7 @@ def _called(source: str) -> nn.Module:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.import_module(path)
+        found: Any = importlib.import_module(path)
         for name in function.split("."):
             found = getattr(found, name)
         module = found()

@@ -280,8 +280,7 @@ def _grouped(job: Job, size: int) -> Job:
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """As many of another model, with its own memory and links; a network between hosts that was given stays."""
-    own = {"memory_bytes": None, "memory_bytes_per_s": None, "intra_bytes_per_s": None}
-    return replace(machine, gpu=gpu.lower(), **own)
+    return replace(machine, gpu=gpu.lower(), memory_bytes=None, memory_bytes_per_s=None, intra_bytes_per_s=None)
 
 
 def smallest_that_fits(job: Job, plans: Plans | None = None) -> tuple[Point | None, Point | None]:
@@ -388,7 +387,7 @@ def resized(
     """
     path, _, name = table.rpartition(".")
     try:
-        collection = module.get_submodule(path)
+        collection: Any = module.get_submodule(path)
         bags = hasattr(collection, "embedding_bag_configs")
         configs = collection.embedding_bag_configs() if bags else collection.embedding_configs()
         holder = collection.embedding_bags if bags else collection.embeddings

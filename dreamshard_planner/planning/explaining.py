@@ -198,7 +198,7 @@ class _Changes:
     def _best(self, table: int, options: Sequence[int]) -> Change | None:
         if not options:
             return None
-        tried = self._state.tried(table, options)
+        tried = self._state.tried([(table, option) for option in options])
         index = int(tried.key_Q.argmin())
         if not math.isfinite(float(tried.key_Q[index])):
             return None

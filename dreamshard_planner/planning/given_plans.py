@@ -64,9 +64,9 @@ class GivenPlans:
             PlannerError: tables are missing, unknown or given twice; shards leave their table or do not cover it; ranks
                 are missing or impossible; a sharding type or kernel is unknown.
         """
-        given = _by_table(plan)
+        given = tables_of(plan)
         self._check_tables(given)
-        return [self._as_option(fqn, given[fqn]) for fqn in self.by_table]
+        return [self.as_option(fqn, given[fqn]) for fqn in self.by_table]
 
     def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
         """The options that a file chose, with its ranks and load factors, each by the storage hash of the enumerated
@@ -76,7 +76,7 @@ class GivenPlans:
         Raises:
             PlannerError: as :meth:`options`, and where a table is sharded in a way that was not enumerated for it.
         """
-        given = _by_table(plan)
+        given = tables_of(plan)
         self._check_tables(given)
         chosen = {}
         for fqn, choices in self.by_table.items():
@@ -92,7 +92,7 @@ class GivenPlans:
                     f"here ({', '.join(ways)})",
                     PlannerErrorType.PLAN_LOADING_FAILED,
                 )
-            chosen[known.storage_hash()] = self._as_option(fqn, sharding)
+            chosen[known.storage_hash()] = self.as_option(fqn, sharding)
         return chosen
 
     @torch.no_grad()
@@ -150,9 +150,10 @@ class GivenPlans:
         except ValueError as error:
             raise PlannerError(str(error), PlannerErrorType.INVALID_RANK_ASSIGNMENT) from error
 
-    def _as_option(self, fqn: str, given: ShardingOption | ParameterSharding | TableSharding) -> ShardingOption:
+    def as_option(self, fqn: str, given: ShardingOption | ParameterSharding | TableSharding) -> ShardingOption:
+        """Of a table, after what a plan says of it; errors as of :meth:`options`."""
         choices = self.by_table[fqn]
-        sharding = _sharding(fqn, given, tuple(choices[0].tensor.shape))
+        sharding = sharding_of(fqn, given, tuple(choices[0].tensor.shape))
         self._check(fqn, sharding)
         known = self._known(choices, sharding)
         if isinstance(given, ShardingOption):
@@ -203,11 +204,11 @@ def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSha
     """How options with ranks shard their tables, by module and table."""
     result: dict[str, dict[str, TableSharding]] = {}
     for option in sorted(options, key=fqn_of):
-        result.setdefault(option.path, {})[option.name] = _sharding(fqn_of(option), option, tuple(option.tensor.shape))
+        result.setdefault(option.path, {})[option.name] = sharding_of(fqn_of(option), option, tuple(option.tensor.shape))
     return result
 
 
-def _by_table(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict[str, Any]:
+def tables_of(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict[str, Any]:
     """What a plan says of each table, by fully qualified name."""
     if isinstance(plan, SavedPlan):
         return dict(plan.tables())
@@ -228,7 +229,7 @@ def _by_table(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict
     return given
 
 
-def _sharding(
+def sharding_of(
     fqn: str, given: ShardingOption | ParameterSharding | TableSharding, shape: tuple[int, int]
 ) -> TableSharding:
     """What is given of a table, PlannerError where shards have no ranks."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
@@ -32,7 +33,7 @@ from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import usable_options
 
-AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
+AnyPlan: TypeAlias = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
 """A plan as TorchRec has it, one with all that it was made from, its file, or one option with ranks for each table."""
 
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -107,7 +107,7 @@ class TableInputs:
     data_type: str
     """Of the weights: torch's name of the dtype."""
     features: tuple[str, ...]
-    pooling: str
+    pooling: Literal["sum", "mean", "none"]
     """``sum``, ``mean``, or ``none`` for sequences."""
     weighted: bool
     optimizer: str
@@ -233,8 +233,8 @@ class SavedPlan:
             memory=predicted.memory,
             collectives=tuple(predicted.each_collective_ms.items()),
             notes=predicted.notes,
-            measured=measured and measured.entry("dreamshard"),
-            measured_before=before and before.entry("before"),
+            measured=None if measured is None else measured.entry("dreamshard"),
+            measured_before=None if before is None else before.entry("before"),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Shapes: N shards before, P shards after, D ranks, H hosts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from dreamshard_planner.plans.predicted import PlanCost
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 Cost = TypeVar("Cost", bound=PlanCost)
+Number = TypeVar("Number", bound=float)
 FORBIDDEN = -1e18
 """Bytes that stay between ranks of other memory: worse than any."""
 
@@ -27,11 +28,22 @@ def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]
     host remain on one host; those of other memory, and those that placement rules name, keep their names.
     """
     one, other = before.inputs.topology, after.inputs.topology
-    ranks, per_host = other.world_size, min(other.local_world_size, other.world_size)
     shape = [(each.compute_device, each.world_size, each.local_world_size) for each in (one, other)]
-    if shape[0] != shape[1] or ranks % per_host or after.inputs.placement_rules.get("on_ranks"):
+    if shape[0] != shape[1]:
+        return tuple(range(other.world_size))
+    held = {
+        fqn: table.shards for fqn, table in before.tables() if before.inputs.tables[fqn] == after.inputs.tables.get(fqn)
+    }
+    return names_that_keep_most_of(held, after)
+
+
+def names_that_keep_most_of(held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan) -> tuple[int, ...]:
+    """The same, where ranks hold these shards of tables by fully qualified name."""
+    other = after.inputs.topology
+    ranks, per_host = other.world_size, min(other.local_world_size, other.world_size)
+    if ranks % per_host or after.inputs.placement_rules.get("on_ranks"):
         return tuple(range(ranks))
-    rank_DD, host_HH = _bytes_that_stay(before, after, per_host)
+    rank_DD, host_HH = _bytes_that_stay(held, after, per_host)
     memory_D = list(zip(*(sizes for _, sizes in sorted(other.memory_bytes.items())), strict=True))
     rank_DD[np.array([[mine != its for its in memory_D] for mine in memory_D])] = FORBIDDEN
     hosts = ranks // per_host
@@ -64,16 +76,17 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
     )
 
 
-def _bytes_that_stay(before: SavedPlan, after: SavedPlan, per_host: int) -> tuple[np.ndarray, np.ndarray]:
+def _bytes_that_stay(
+    held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan, per_host: int
+) -> tuple[np.ndarray, np.ndarray]:
     """If a rank [D, D], or a host [H, H], of ``after`` had the name of the other; half a byte more for its own."""
     ranks = after.inputs.topology.world_size
     rank_DD, host_HH = np.eye(ranks) / 2, np.eye(ranks // per_host) / 2
-    held = dict(before.tables())
     for fqn, table in after.tables():
         declared, span = after.inputs.tables[fqn], _span(table)
-        if span == "world" or before.inputs.tables.get(fqn) != declared:
+        if span == "world" or not held.get(fqn):
             continue
-        was_N2, start_N2, end_N2 = _places(held[fqn].shards)
+        was_N2, start_N2, end_N2 = _places(held[fqn])
         is_P, start_P2, end_P2 = _places(table.shards)
         sides_PN2 = np.minimum(end_P2[:, None], end_N2) - np.maximum(start_P2[:, None], start_N2)
         bytes_PN = sides_PN2.clip(0).prod(-1) * declared.weight_bytes
@@ -121,6 +134,6 @@ def _cost(cost: Cost, names: Sequence[int]) -> Cost:
     return replace(cost, forward_ms=_ordered(cost.forward_ms, names), backward_ms=_ordered(cost.backward_ms, names))
 
 
-def _ordered(values: Sequence[float], names: Sequence[int]) -> tuple:
+def _ordered(values: Sequence[Number], names: Sequence[int]) -> tuple[Number, ...]:
     """Values of ranks, in the order of their new names."""
     return tuple(value for _, value in sorted(zip(names, values, strict=True)))

@@ -122,6 +122,14 @@ def joint_search(
     return descents.result()
 
 
+@torch.no_grad()
+def descended(cost: Cost, start: Sharding, config: JointConfig, search: SearchConfig, seed: int = 0) -> Sharding:
+    """Where one descent from a feasible sharding ends: near it, as such searches go."""
+    descents = _Descents(cost, start, config, search, seed, None)
+    descents.descend(start)
+    return descents.result().sharding
+
+
 class _Descents:
     """Descents one after the other, and the best that they came to."""
 

@@ -64,7 +64,7 @@ class ShardingState(State):
         np.add.at(self._burden_TD, (table_X, rank_X), self.cost.single_ms_P.numpy()[part_X])
         np.add.at(self._exchange_T, table_X, problem.exchange_ms_P.numpy()[part_X])
 
-    def _change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
+    def change(self, table: int, option: int, positions: tuple[int, ...]) -> None:
         """Shard one table another way."""
         after = self.sharding.changed(table, option, positions)
         ranks = []
@@ -90,12 +90,19 @@ class ShardingState(State):
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
         tried = self._try([table], [(0, table, option)], self.cost.compute.approximate_ms)
         if math.isfinite(float(tried.key_Q[0])):
-            self._change(*tried.changes[0][0])
+            self.change(*tried.changes[0][0])
 
-    def tried(self, table: int, options: Sequence[int]) -> Tried:
-        """Some options of one table laid down, each where it leaves the lowest peak; changes nothing."""
-        queries = [(0, table, option) for option in options]
-        return self._try([table], queries, self.cost.compute.group_cost_ms)
+    def tried(self, ways: Sequence[tuple[int, int]]) -> Tried:
+        """Options of tables, each laid down where it leaves the lowest peak; changes nothing."""
+        tables = list(dict.fromkeys(table for table, _ in ways))
+        queries = [(tables.index(table), table, option) for table, option in ways]
+        return self._try(tables, queries, self.cost.compute.group_cost_ms)
+
+    def heaviest(self) -> list[int]:
+        """Tables that burden the slowest rank, or the exchanges, most, whether or not they may be split otherwise."""
+        exchange_T = np.where(self._exchange_T > 0, self._exchange_T, -np.inf)
+        burdens = self._burden_TD[:, self._bottleneck], exchange_T
+        return list(dict.fromkeys(table for burden_T in burdens for table in self._first(burden_T)))
 
     def improve(self, limit: int, left: Callable[[], bool]) -> int:
         """Re-shard tables on the bottleneck rank, where that helps no more those that exchange most, then swap what
@@ -151,7 +158,7 @@ class ShardingState(State):
         if after > now or (after == now and float(tried.square_Q[index]) >= least_square):
             return False
         for change in tried.changes[index]:
-            self._change(*change)
+            self.change(*change)
         return True
 
     @property
@@ -175,7 +182,10 @@ class ShardingState(State):
 
     def _heaviest(self, burden_T: np.ndarray) -> list[int]:
         """Of the tables that may change, those that burden most."""
-        burden_T = np.where(self._changeable_T, burden_T, -np.inf)
+        return self._first(np.where(self._changeable_T, burden_T, -np.inf))
+
+    def _first(self, burden_T: np.ndarray) -> list[int]:
+        """Those that burden most, of finite burdens."""
         order_T = np.argsort(-burden_T, kind="stable")[: self._tables_per_step]
         return order_T[np.isfinite(burden_T[order_T])].tolist()
 

@@ -20,6 +20,14 @@ def memory_in_words(count: int) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else size_in_words(count)
 
 
+def seconds_in_words(seconds: float) -> str:
+    """Such as ``12.5 s`` or ``3.2 h``."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if abs(seconds) >= 2 * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:.1f} s"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers, such as ``0-2, 5``."""
     runs: list[list[int]] = []

@@ -40,7 +40,7 @@ class Sketches:
         """Of one batch; None where its ids are no rows, and then there is none of all."""
         if sketch is None:
             self._known, self._levels = False, []
-        if self._known:
+        elif self._known:
             self._push(0, (sketch, lookups, distinct))
 
     def _push(self, level: int, entry: tuple[IdSketch, float, float]) -> None:
@@ -100,32 +100,53 @@ class FeatureCounts:
         )
 
 
+class BatchCounts:
+    """Running sums of the features of batches.
+
+    Args:
+        keys: features to look at; None for all of the first batch.
+    """
+
+    def __init__(self, keys: Sequence[str] | None = None) -> None:
+        self._keys = keys
+        self._given: set[str] | None = None
+        self._features: dict[str, FeatureCounts] = {}
+        self.batches = 0
+
+    # Not around a loop over batches: these are made in the caller's state, random numbers and all.
+    @neutral()
+    def add(self, batch: KeyedJaggedTensor) -> None:
+        """One batch; StatisticsError where it has other keys than the first one."""
+        if self._given is None:
+            self._given = set(batch.keys())
+            wanted = list(batch.keys()) if self._keys is None else list(self._keys)
+            if missing := [key for key in wanted if key not in self._given]:
+                raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(self._given)}")
+            self._features = {key: FeatureCounts(key) for key in wanted}
+        elif set(batch.keys()) != self._given:
+            changed = sorted(set(batch.keys()) ^ self._given)
+            raise StatisticsError(f"batch {self.batches} has other keys than the first one: {changed}")
+        for key, count in self._features.items():
+            jagged = batch[key]
+            count.add(jagged.values(), jagged.lengths().numel())
+        self.batches += 1
+
+    @neutral()
+    def statistics(self) -> dict[str, FeatureStatistics]:
+        """Of all batches so far; StatisticsError where there are none."""
+        if not self.batches:
+            raise StatisticsError("no batches: cannot take statistics of nothing")
+        return {key: count.statistics() for key, count in self._features.items()}
+
+
 def count_batches(
     batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None
 ) -> dict[str, FeatureStatistics]:
     """Of batches of ``KeyedJaggedTensor``, see ``TableStatistics.from_batches``."""
-    given: set[str] | None = None
-    counts: dict[str, FeatureCounts] = {}
-    for position, batch in enumerate(batches):
-        # Not around the loop: the batches are made in the caller's state, random numbers and all.
-        with neutral():
-            if given is None:
-                given = set(batch.keys())
-                wanted = list(batch.keys()) if keys is None else list(keys)
-                missing = [key for key in wanted if key not in given]
-                if missing:
-                    raise StatisticsError(f"the batches lack {missing}; their keys are {sorted(given)}")
-                counts = {key: FeatureCounts(key) for key in wanted}
-            elif set(batch.keys()) != given:
-                changed = sorted(set(batch.keys()) ^ given)
-                raise StatisticsError(f"batch {position} has other keys than the first one: {changed}")
-            for key, count in counts.items():
-                jagged = batch[key]
-                count.add(jagged.values(), jagged.lengths().numel())
-    if given is None:
-        raise StatisticsError("no batches: cannot take statistics of nothing")
-    with neutral():
-        return {key: count.statistics() for key, count in counts.items()}
+    counts = BatchCounts(keys)
+    for batch in batches:
+        counts.add(batch)
+    return counts.statistics()
 
 
 @neutral()
@@ -178,7 +199,7 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
     Raises:
         StatisticsError: where their batch sizes differ: reuse belongs to one.
     """
-    sizes = sorted({part.batch_size for part in parts})
+    sizes = sorted({part.samples for part in parts})
     if sizes[-1] > SAME_BATCH * sizes[0]:
         raise StatisticsError(
             f"feature {name!r}: statistics of batches of {sizes[0]:,} and of {sizes[-1]:,} samples do not merge, since "
@@ -186,19 +207,17 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         )
     if len(parts) == 1:
         return parts[0]
-    samples = [part.batches * part.batch_size for part in parts]
+    samples = [part.batches * part.samples for part in parts]
     lookups = [part.pooling_factor * count for part, count in zip(parts, samples, strict=True)]
     counted = [
-        (part, read, part.batches * _distinct(part))
+        (part.reuse_histogram, part.batches * _distinct(part))
         for part, read in zip(parts, lookups, strict=True)
         if part.reuse_histogram is not None and read > 0
     ]
     histogram = distinct = None
     if counted:
-        total = sum(rows for _, _, rows in counted)
-        histogram = tuple(
-            sum(part.reuse_histogram[k] * rows for part, _, rows in counted) / total for k in range(NUM_REUSE_BINS)
-        )
+        total = sum(rows for _, rows in counted)
+        histogram = tuple(sum(bins[k] * rows for bins, rows in counted) / total for k in range(NUM_REUSE_BINS))
         # Batches without a lookup have no distinct row; those that nothing is known of are like the others.
         known = sum(part.batches for part, read in zip(parts, lookups, strict=True) if part.reuse_histogram or not read)
         distinct = total / known
@@ -215,7 +234,7 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
 
 def _distinct(part: FeatureStatistics) -> float:
     """Distinct rows of one batch."""
-    lookups = part.pooling_factor * part.batch_size
+    lookups = part.lookups
     if part.distinct_rows is not None:
         return part.distinct_rows
     if part.reuse_histogram is None or not lookups:

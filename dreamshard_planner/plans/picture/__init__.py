@@ -11,16 +11,19 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import write_whole
 
 if TYPE_CHECKING:
+    from dreamshard_planner.plans.picture.content import Content
     from dreamshard_planner.plans.picture.sections import Section
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import Report
 
 
-def save_html(subject: Report | SavedPlan, path: str | Path, title: str | None = None) -> None:
+def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str | None = None) -> None:
     """Write one HTML file that needs neither network nor scripts; an existing one is replaced as a whole.
 
     Args:
-        subject: a report; or a plan from a file, whose page also says what it was made from.
+        subject: a report; a plan from a file, whose page also says what it was made from; or what re-planning found,
+            whose page begins with the curve.
         path: of the file.
         title: what was planned; ``Sharding plan``, or the name of the saved plan, by default.
 
@@ -37,7 +40,7 @@ def save_html(subject: Report | SavedPlan, path: str | Path, title: str | None =
     write_whole(path, page(content, sections))
 
 
-def save_png(subject: Report | SavedPlan, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
+def save_png(subject: Report | SavedPlan | Replan, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
     """Write one PNG for each figure of the HTML file into a folder, which is made where it is not there.
 
     Args:
@@ -82,7 +85,7 @@ def _installed(name: str) -> bool:
         return False
 
 
-def _sections(content: object) -> tuple[Section, ...]:
+def _sections(content: Content) -> tuple[Section, ...]:
     check_libraries()
     from dreamshard_planner.plans.picture.sections import sections
 

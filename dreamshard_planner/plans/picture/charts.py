@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from dreamshard_planner.plans.picture import drawing
 from dreamshard_planner.plans.picture.content import Content, ShownTable, ms, ratio
-from dreamshard_planner.plans.report import MemoryEntry
+from dreamshard_planner.plans.replan import Replan
+from dreamshard_planner.plans.report import MemoryEntry, ReportEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 MAX_BARS = 64
@@ -26,6 +27,26 @@ MAX_NAME = 36
 ROW_INCHES = 0.3
 PALETTE = (drawing.BLUE, drawing.ORANGE, drawing.VERMILION, drawing.GREEN, drawing.SKY, drawing.PURPLE, drawing.INK)
 """Of sharding types, in their order."""
+
+
+def curve(replan: Replan) -> Figure:
+    """What a step costs by what has moved; the chosen plan, and one made afresh."""
+    figure = Figure((drawing.WIDTH_INCHES, 3.9), layout="constrained")
+    axes = figure.subplots()
+    unit, name = _unit(max(1, replan.afresh.bytes_moved, *(move.bytes_moved for move in replan.curve)))
+    points = [(move.bytes_moved / unit, move.step_ms) for move in replan.curve]
+    axes.step(*zip(*points, strict=True), where="post", color=drawing.BLUE, marker="o", label="re-planned")
+    for move, label, colour, marker in (
+        (replan.afresh, "planned afresh", drawing.ORANGE, "s"),
+        (replan.chosen, "chosen", drawing.VERMILION, "D"),
+    ):
+        axes.plot(move.bytes_moved / unit, move.step_ms, marker, color=colour, markersize=8, label=label)
+    axes.set_xlabel(f"{name} of weights moved")
+    axes.set_ylabel("ms per training step")
+    axes.set_ylim(0, max(step_ms for _, step_ms in points) * 1.1 or 1.0)
+    axes.grid(axis="y")
+    _legend(axes)
+    return figure
 
 
 def ranks(content: Content) -> Figure:
@@ -112,19 +133,19 @@ def tables(content: Content) -> Figure:
     return figure
 
 
-def measured(content: Content) -> Figure:
+def measured(content: Content, timed: ReportEntry) -> Figure:
     """Predicted and measured compute of each rank."""
     figure, axes = _ranks_axes(content.world_size, "ms of forward and backward")
     entries = {
         "predicted": (content.chosen, drawing.BLUE, "o"),
-        "measured": (content.measured, drawing.VERMILION, "D"),
+        "measured": (timed, drawing.VERMILION, "D"),
     }
     if content.measured_before is not None:
         entries["measured, of the plan that prediction alone would take"] = (content.measured_before, drawing.GREY, "v")
     every = range(content.world_size)
     many = content.world_size > MAX_BARS
     if not many:
-        axes.vlines(every, content.chosen.rank_ms, content.measured.rank_ms, color=drawing.SOFT, linewidth=1.2)
+        axes.vlines(every, content.chosen.rank_ms, timed.rank_ms, color=drawing.SOFT, linewidth=1.2)
     for label, (entry, colour, marker) in entries.items():
         axes.plot(
             every,
@@ -149,7 +170,7 @@ def _memory_of_kind(axes: Axes, entry: MemoryEntry) -> None:
     _layer(axes, [0.0] * len(used), used, drawing.PURPLE, "tables")
     edges = [rank - 0.5 for rank in range(len(limit) + 1)]
     axes.stairs(limit, edges, baseline=None, color=drawing.VERMILION, linewidth=2)
-    handles = [
+    handles: list[Patch | Line2D] = [
         Patch(color=drawing.PURPLE, label="tables"),
         Line2D([], [], color=drawing.VERMILION, linewidth=2, label="limit: what the storage reservation leaves"),
     ]

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
 
@@ -55,10 +56,14 @@ class Content:
     notes: tuple[Note, ...]
     facts: tuple[tuple[str, str], ...]
     """What the plan was made from, as far as known: name and value."""
+    replan: Replan | None = None
+    """How the plan was come to from another one."""
 
     @classmethod
-    def of(cls, subject: Report | SavedPlan, title: str | None = None) -> Content:
-        """Of either."""
+    def of(cls, subject: Report | SavedPlan | Replan, title: str | None = None) -> Content:
+        """Of any of them."""
+        if isinstance(subject, Replan):
+            return replace(cls._of_saved(subject.plan, title or f"{subject.before}, re-planned"), replan=subject)
         return cls._of_saved(subject, title) if isinstance(subject, SavedPlan) else cls._of_report(subject, title)
 
     @classmethod
@@ -149,6 +154,8 @@ class Content:
     def headline(self) -> str:
         """What the report comes to."""
         chosen = self.chosen
+        if self.replan is not None:
+            return self.replan.sentence
         text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
         if self.torchrec is not None and chosen.total_ms > 0:
             text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, {ratio(self.torchrec, chosen)} times"

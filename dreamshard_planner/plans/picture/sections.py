@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from dreamshard_planner.plans.picture import charts
 from dreamshard_planner.plans.picture.content import Content, ms, ratio, waiting
+from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.support.formatting import ranges, ranks_in_words, size_in_words
 
@@ -41,7 +42,8 @@ class Section:
 
 def sections(content: Content) -> tuple[Section, ...]:
     """Those that there is something to show in."""
-    found = [_ranks(content)]
+    found = [] if content.replan is None else [_curve(content.replan)]
+    found.append(_ranks(content))
     if content.rivals:
         found.append(_plans(content))
     if content.tables:
@@ -51,6 +53,19 @@ def sections(content: Content) -> tuple[Section, ...]:
     if content.measured is not None:
         found.append(_measured(content, content.measured))
     return tuple(found)
+
+
+def _curve(replan: Replan) -> Section:
+    rows = [(f"{tables}", moved, most, f"{ms:.3f}", f"{seconds:,.1f}") for tables, moved, most, ms, seconds in replan.rows()]
+    return Section(
+        name="curve",
+        title="Cost against bytes moved",
+        caption="Each point is a plan. Weights that ranks get from others or from a checkpoint, all ranks together, "
+        "against the milliseconds of embedding work of a training step.",
+        finding=replan.sentence,
+        draw=partial(charts.curve, replan),
+        grids=(Grid("Each plan", replan.COLUMNS, rows),),
+    )
 
 
 def _ranks(content: Content) -> Section:
@@ -219,6 +234,6 @@ def _measured(content: Content, measured: ReportEntry) -> Section:
         title="Predicted against measured",
         caption="Compute of each rank, forward and backward together.",
         finding=finding,
-        draw=partial(charts.measured, content),
+        draw=partial(charts.measured, content, measured),
         grids=(Grid("Each rank, ms", tuple(columns), rows),),
     )

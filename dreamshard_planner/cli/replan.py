@@ -1,0 +1,102 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""``replan``: from the plan that runs to one that pays over the steps that remain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dreamshard_planner.cli.app import command
+from dreamshard_planner.cli.job import TABLES, load_plan, quiet
+from dreamshard_planner.cli.options import bytes_per_s, output, ranks_of, size_bytes, whole
+from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
+from dreamshard_planner.cli.stats import PLAN_AGAIN
+from dreamshard_planner.support.progress import working
+
+if TYPE_CHECKING:
+    from dreamshard_planner.offline.jobs import Job
+    from dreamshard_planner.plans.plan_file import SavedPlan
+
+
+@command("dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json")
+def replan(
+    plan: PlanArgument,
+    steps: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Training steps that remain.")],
+    statistics: Annotated[
+        Path | None, typer.Option(help="Of the data as it is now; default: those that the plan's file holds.")
+    ] = None,
+    max_bytes_moved: Annotated[
+        int | None, typer.Option(parser=size_bytes, metavar="SIZE", help="Of weights, all ranks together, as 20GB.")
+    ] = None,
+    restart_seconds: Annotated[
+        float, typer.Option(min=0, help="From the last step before to the first one after, without moving.")
+    ] = 60.0,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(parser=bytes_per_s, metavar="RATE", help="Of weights to one rank; default: its slowest link."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node now.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(parser=whole, metavar="COUNT", help="Hosts now.")] = None,
+    lost: Annotated[
+        str, typer.Option(help="Ranks of the plan that are gone, as 0,4-7; default: the last ones.", metavar="RANKS")
+    ] = "",
+    batch_size: Annotated[
+        int | None, typer.Option(parser=whole, metavar="COUNT", help="Samples in the batch of one rank now.")
+    ] = None,
+    tables: Annotated[str | None, TABLES] = None,
+    out: Annotated[Path | None, output("Plan to write, .json: JsonPlanLoader reads it in training.")] = None,
+    html: HtmlOption = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """What few moves gain: the curve of cost against bytes moved, and the plan that pays over the steps that remain.
+
+    Exit status 3 where moving is worth it, or has to be; 0 where the plan may stay.
+    """
+    check_picture(html, None)
+    saved = load_plan(plan)
+    job = _now(saved, statistics, gpus, nodes, batch_size, tables)
+    with working(f"planning {saved.name} for {job.machine.title}"):
+        found = job.plan().planner.replan(
+            saved,
+            steps=steps,
+            max_bytes_moved=max_bytes_moved,
+            restart_seconds=restart_seconds,
+            bytes_per_s=bandwidth,
+            lost=ranks_of(lost) if lost else (),
+        )
+    if out is not None:
+        found.plan.save(out)
+        typer.echo(f"written to {out}", err=True)
+    picture(found, html, None)
+    show(found.to_dict(), format, found.sentence, grid(found.COLUMNS, found.rows()))
+    if not found.stays:
+        raise typer.Exit(PLAN_AGAIN)
+
+
+def _now(
+    saved: SavedPlan,
+    statistics: Path | None,
+    gpus: int | None,
+    nodes: int | None,
+    batch_size: int | None,
+    tables: str | None,
+) -> Job:
+    """The plan's job, as it is now."""
+    with quiet():
+        from dreamshard_planner.offline.from_plan import job_of
+        from dreamshard_planner.offline.jobs import read_model
+        from dreamshard_planner.workload.statistics import TableStatistics
+
+    known = None if statistics is None else TableStatistics.from_json(statistics)
+    job = job_of(saved, known)
+    if tables is not None:
+        model = read_model(tables)
+        job = replace(job, model=model if known is None else model.with_statistics(known))
+    machine = replace(job.machine, ranks_per_host=gpus or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts)
+    return replace(job, machine=machine, batch_size=batch_size or job.batch_size)

@@ -1,0 +1,267 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""From the plan that runs to one that takes less time over the steps that remain, moving included.
+
+What runs is read as what the ranks that are left hold of each table. Tables that are new, or were cut for other ranks,
+have to go somewhere; all others may stay. :mod:`dreamshard_planner.search.few_moves` makes the curve.
+
+Shapes: S shards of an option, D ranks, U units, N positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
+from dreamshard_planner.planning.result import PlannedModel
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
+from dreamshard_planner.plans.replan import Move, Moving, Replan, best
+from dreamshard_planner.problem.units import positions_of
+from dreamshard_planner.search.few_moves import Waypoint, few_moves
+from dreamshard_planner.search.states import Change
+from dreamshard_planner.search_space.options import fqn_of, refused, type_of
+from dreamshard_planner.search_space.slices import without_idle_halves
+from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
+from dreamshard_planner.support.formatting import ranks_in_words, some_of
+from dreamshard_planner.support.torch_state import single_thread
+
+
+@torch.no_grad()
+def replanned(
+    model: PlannedModel,
+    current: ShardingPlan | SavedPlan,
+    fresh: Sequence[ShardingOption],
+    *,
+    steps: int,
+    moving: Moving,
+    max_bytes_moved: int | None = None,
+    lost: Sequence[int] = (),
+) -> Replan:
+    """The plan that takes least time over so many steps; arguments and errors as of
+    :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan`.
+
+    Args:
+        model: the planned one.
+        current: what runs.
+        fresh: a plan made without a thought of moving, with ranks.
+    """
+    if any(option.dependency for option in fresh):
+        raise refused("replan does not move embedding towers, whose tables lie on one host together: plan again instead")
+    held = Held.of(model, current, lost)
+    with single_thread():
+        ways = _Ways(model, held, fresh)
+        found = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved)
+        now, afresh = (ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh))
+    points = [now, *(point for point in found if point.overall_ms < now.overall_ms)]
+    curve = tuple(ways.move(point, moving) for point in points)
+    index = best(curve, steps, max_bytes_moved)
+    return Replan(
+        before=held.name,
+        plan=model.saved(ways.plan(points[index].sharding), "plan"),
+        chosen=curve[index],
+        curve=curve,
+        afresh=ways.move(afresh, moving),
+        steps=steps,
+        max_bytes_moved=max_bytes_moved,
+        forced=ways.forced,
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks that are left hold of the tables that there are."""
+
+    name: str
+    shards: Mapping[str, tuple[ShardPlace, ...]]
+    """Of tables that are in the plan with the same shape and data type, by fully qualified name."""
+    whole: Mapping[str, TableSharding]
+    """Of these, the tables of which no shard is lost, as they are sharded."""
+    same_ranks: bool
+    """Whether it was made for as many ranks and hosts, and none is lost."""
+    forced: tuple[str, ...]
+    """Why not all can stay as it is."""
+
+    @classmethod
+    def of(cls, model: PlannedModel, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
+        """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost."""
+        world_size, given = model.left.world_size, tables_of(current)
+        shards, whole, new, gone = {}, {}, [], set(lost)
+        for fqn, declared in model.inputs.tables.items():
+            alike = not isinstance(current, SavedPlan) or current.inputs.tables.get(fqn) == declared
+            if fqn not in given or not alike:
+                new.append(fqn)
+                continue
+            table = sharding_of(fqn, given[fqn], (declared.rows, declared.dim))
+            ranks = {shard.rank: shard.rank - sum(rank < shard.rank for rank in lost) for shard in table.shards}
+            gone |= {rank for rank, now in ranks.items() if now >= world_size}
+            left = [replace(shard, rank=ranks[shard.rank]) for shard in table.shards if shard.rank not in gone]
+            shards[fqn] = tuple(left)
+            if len(left) == len(table.shards):
+                whole[fqn] = replace(table, shards=tuple(left))
+        forced = [f"new: {some_of(new, ())}"] * bool(new) + [f"{ranks_in_words(gone)} lost"] * bool(gone)
+        if not isinstance(current, SavedPlan):
+            return cls("the plan", shards, whole, not gone, tuple(forced))
+        was, now = current.inputs.topology, model.inputs.topology
+        same = (was.world_size, was.local_world_size) == (now.world_size, now.local_world_size)
+        if not same and not gone:
+            forced.append(f"{was.world_size} -> {now.world_size} ranks")
+        return cls(current.name, shards, whole, same and not gone, tuple(forced))
+
+    def received_SD(self, option: ShardingOption, ranks: int) -> np.ndarray:
+        """Bytes of each shard of an option that each rank does not hold, were the shard there; none of new tables."""
+        new_SD = np.zeros((len(option.shards), ranks), dtype=np.int64)
+        if fqn_of(option) in self.shards:
+            for index, shard in enumerate(option.shards):
+                place = ShardPlace(0, tuple(shard.offset), tuple(shard.size))
+                new_SD[index] = place.common(place)
+                for held in self.shards[fqn_of(option)]:
+                    new_SD[index, held.rank] -= place.common(held)
+        return new_SD * option.tensor.element_size()
+
+
+class _Ways:
+    """The problem whose tables may take what the search space has, what they are sharded as, or the fresh plan's way.
+
+    Args:
+        model: the planned one.
+        held: what ranks hold.
+        fresh: with ranks.
+    """
+
+    def __init__(self, model: PlannedModel, held: Held, fresh: Sequence[ShardingOption]) -> None:
+        self._held, self._saved = held, model.saved(fresh, "plan")
+        given = GivenPlans(model.context, model.search_space, model.left)
+        named = given.options(renamed(self._saved, names_that_keep_most_of(held.shards, self._saved)))
+        searched = _searched(model, named)
+        now = [given.as_option(fqn, table) for fqn, table in held.whole.items()]
+        now = [option for option in now if _may_stay(option, searched, held.same_ranks)]
+        options = list({_way(option): option for option in [*now, *named, *searched]}.values())
+        model.context.complete(options)
+        self.read = model.context.read(options, model.left)
+        self.cost = model.context.cost(self.read)
+        self._index = {_way(option): (table, index) for table, choices in enumerate(self.read.options)
+                       for index, option in enumerate(choices)}  # fmt: skip
+        changes = {change[0]: change for change in map(self._change, named)}
+        self.fresh = _sharding(changes)
+        self.kept = [change for option in now if (change := self._staying(option))]
+        mixed = _sharding(changes | {change[0]: change for change in self.kept})
+        self.starts = [mixed] if bool(self.cost.problem.fits(mixed)) else []
+        self._received: dict[tuple[int, int], np.ndarray] = {}
+
+    @property
+    def forced(self) -> tuple[str, ...]:
+        """Why the current plan cannot stay."""
+        kept = {self.cost.problem.names[table] for table, *_ in self.kept}
+        cut = [fqn for fqn in self._held.whole if fqn not in kept]
+        forced = [*self._held.forced, *([f"to be cut anew: {some_of(cut, ())}"] if cut else ())]
+        return tuple(forced or ([] if self.starts else ["it does not keep within memory and rules"]))
+
+    def received_UN(self, table: int, option: int) -> np.ndarray:
+        """See :data:`~dreamshard_planner.search.few_moves.Received`."""
+        received_SD = self._received_SD(table, option)
+        span = self.cost.problem.tables[table][option].units[0].span
+        units, positions = len(received_SD) // span, received_SD.shape[1] // span
+        return received_SD.reshape(units, span, positions, span).diagonal(axis1=1, axis2=3).sum(-1)
+
+    def _received_SD(self, table: int, option: int) -> np.ndarray:
+        key = table, option
+        if key not in self._received:
+            ranks = self.cost.problem.num_ranks
+            self._received[key] = self._held.received_SD(self.read.options[table][option], ranks)
+        return self._received[key]
+
+    def waypoint(self, sharding: Sharding) -> Waypoint:
+        """Its bytes are not counted."""
+        return Waypoint(0, self.cost.overall_ms(sharding), sharding)
+
+    def move(self, point: Waypoint, moving: Moving) -> Move:
+        """What it takes to go there."""
+        to_rank_D = np.zeros(self.cost.problem.num_ranks, dtype=np.int64)
+        for table, (option, ranks) in enumerate(self._laid(point.sharding)):
+            to_rank_D += np.bincount(
+                ranks, self._received_SD(table, option)[range(len(ranks)), ranks], len(to_rank_D)
+            ).astype(np.int64)
+        chosen = point.sharding
+        changed = [change for change in self.kept if change != _change_of(chosen, change[0])]
+        tables = len(self._held.shards) - len(self.kept) + len(changed)
+        stays = not (tables or self.forced)
+        return Move(
+            tables=tables,
+            bytes_moved=int(to_rank_D.sum()),
+            bytes_to_one_rank=int(to_rank_D.max()),
+            step_ms=point.overall_ms,
+            moving_seconds=0.0 if stays else moving.seconds(int(to_rank_D.max())),
+        )
+
+    def plan(self, sharding: Sharding) -> SavedPlan:
+        """With what it was made from; costs are still those of the fresh plan."""
+        made: dict[str, dict[str, TableSharding]] = {}
+        for table, (index, ranks) in enumerate(self._laid(sharding)):
+            option = self.read.options[table][index]
+            places = tuple(
+                ShardPlace(rank, tuple(shard.offset), tuple(shard.size))
+                for rank, shard in zip(ranks, option.shards, strict=True)
+            )
+            cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor)
+            made.setdefault(option.path, {})[option.name] = cut
+        return replace(self._saved, sharding=made)
+
+    def _laid(self, sharding: Sharding) -> list[tuple[int, list[int]]]:
+        """Of each table its option, and the ranks of that one's shards."""
+        chosen = zip(self.cost.problem.tables, sharding.options, sharding.positions, strict=True)
+        return [(option, options[option].ranks(positions)) for options, option, positions in chosen]
+
+    def _change(self, option: ShardingOption) -> Change:
+        table, index = self._index[_way(option)]
+        return table, index, positions_of(option, self.cost.problem.tables[table][index])
+
+    def _staying(self, option: ShardingOption) -> Change | None:
+        """None where the ranks that are left no longer lie as TorchRec needs them."""
+        try:
+            return self._change(option)
+        except PlannerError:
+            if self._held.same_ranks:
+                raise
+            return None
+
+
+def _searched(model: PlannedModel, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """The options that planning searches."""
+    context = model.context
+    allowed = as_constrained(model.search_space, context.constraints or {})
+    usable = without_idle_halves(usable_options(allowed, context.topology.compute_device), context.topology.world_size)
+    guessed = any(map(context.reader.is_guess, fresh))
+    return usable if guessed else certain_options(usable, context.reader.is_guess)
+
+
+def _may_stay(option: ShardingOption, searched: Sequence[ShardingOption], same_ranks: bool) -> bool:
+    """Whether a table may stay sharded as it is: where ranks changed, if it would be cut so for those that there are;
+    else unless one EmbeddingCollection would have column slices of two widths, which TorchRec cannot mix."""
+    if any(_way(option) == _way(other) for other in searched):
+        return True
+    mixes = type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
+    return same_ranks and not mixes
+
+
+def _way(option: ShardingOption) -> Hashable:
+    """What two options share that shard a table alike, shard by shard."""
+    cut = tuple((tuple(shard.offset), tuple(shard.size)) for shard in option.shards)
+    return fqn_of(option), option.sharding_type, option.compute_kernel, option.cache_load_factor, cut
+
+
+def _sharding(changes: Mapping[int, Change]) -> Sharding:
+    """Of all tables."""
+    ordered = [changes[table] for table in range(len(changes))]
+    return Sharding(tuple(option for _, option, _ in ordered), tuple(positions for *_, positions in ordered))
+
+
+def _change_of(sharding: Sharding, table: int) -> Change:
+    return table, sharding.options[table], sharding.positions[table]

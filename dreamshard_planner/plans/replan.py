@@ -1,0 +1,159 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a plan costs against what moving to it takes: the curve, and the plan that pays most for the steps that remain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from dreamshard_planner.errors import PlanError
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.support.formatting import seconds_in_words, size_in_words
+
+
+SHOWN = 0.005
+"""Share of the cost that a row of the curve gains at least."""
+
+
+@dataclass(frozen=True)
+class Moving:
+    """How long it takes to go on under another plan.
+
+    Raises:
+        ValueError: a time or rate that cannot be.
+    """
+
+    bytes_per_s: float
+    """Of weights to one rank: its link, or its share of a disk."""
+    restart_seconds: float = 60.0
+    """From the last step before to the first one after, without moving anything."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or not 0 <= self.restart_seconds < math.inf:
+            raise ValueError(
+                "moving takes 0 or more restart_seconds, and bytes_per_s above 0; got "
+                f"{self.restart_seconds}, {self.bytes_per_s}"
+            )
+
+    def seconds(self, most_bytes: int) -> float:
+        """Of a restart in which no rank gets more than these bytes."""
+        return self.restart_seconds + most_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Move:
+    """A plan on the curve."""
+
+    tables: int
+    """That the current plan has and that change; 0 where all stay."""
+    bytes_moved: int
+    """Weights that ranks hold after and did not hold before, all ranks together, without optimizer states."""
+    bytes_to_one_rank: int
+    """Of these, to the rank that gets most."""
+    step_ms: float
+    """Predicted milliseconds of embedding work per training step."""
+    moving_seconds: float
+
+    def seconds(self, steps: int) -> float:
+        """Until so many more steps are done, moving included."""
+        return self.moving_seconds + steps * self.step_ms / 1e3
+
+
+@dataclass(frozen=True)
+class Replan:
+    """What :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan` found."""
+
+    before: str
+    """Name of the current plan."""
+    plan: SavedPlan
+    """The one that takes least time over the steps that remain."""
+    chosen: Move
+    """What it takes to go there."""
+    curve: tuple[Move, ...]
+    """By bytes; each plan costs less than all before it."""
+    afresh: Move
+    """The plan as it would be made if nothing moved for free or at cost, with ranks named so that most bytes stay."""
+    steps: int
+    """That remain."""
+    max_bytes_moved: int | None
+    forced: tuple[str, ...] = ()
+    """Why the current plan cannot stay as it is, in words; empty where it can."""
+
+    COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
+    """Of :meth:`rows`."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the current plan is the best to have."""
+        return not self.forced and self.chosen.tables == 0
+
+    @property
+    def now(self) -> Move:
+        """What is nearest to the current plan: itself where it can stay."""
+        return self.curve[0]
+
+    @property
+    def saved_seconds(self) -> float:
+        """Over the steps that remain, against :attr:`now`, moving included."""
+        return self.now.seconds(self.steps) - self.chosen.seconds(self.steps)
+
+    @property
+    def sentence(self) -> str:
+        """What to do."""
+        chosen, steps = self.chosen, f"{self.steps:,} steps"
+        if self.stays:
+            return (
+                f"Stay with {self.before}: {chosen.step_ms:.3f} ms per step, and no plan saves as much over {steps} "
+                "as moving to it takes."
+            )
+        what = f"{chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}"
+        if self.forced and chosen == self.now:
+            return f"{self.before} cannot stay ({'; '.join(self.forced)}). Move {what}: {chosen.step_ms:.3f} ms per step."
+        because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
+        return (
+            f"{because}Move {what}: {chosen.step_ms:.3f} ms per step instead of {self.now.step_ms:.3f}, which saves "
+            f"{seconds_in_words(self.saved_seconds)} over {steps}, with {seconds_in_words(chosen.moving_seconds)} of "
+            "moving counted."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, without the plan, which is a document of its own."""
+        document = {name: value for name, value in asdict(self).items() if name != "plan"}
+        return {**document, "stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
+
+    def rows(self) -> list[tuple[int, str, str, float, float]]:
+        """Of the curve, for people: :attr:`COLUMNS`, without what gains less than half a percent over the row before."""
+        shown = [self.now]
+        for move in self.curve:
+            if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:
+                shown.append(move)
+        return [
+            (move.tables, *map(size_in_words, (move.bytes_moved, move.bytes_to_one_rank)), move.step_ms, seconds)
+            for move in shown
+            for seconds in [move.seconds(self.steps)]
+        ]
+
+    def __str__(self) -> str:
+        lines = [self.sentence, f"{'tables':>7}{'moved':>12}{'to one rank':>13}{'ms per step':>13}{'seconds in all':>17}"]
+        lines += [
+            f"{tables:>7}{moved:>12}{to_one:>13}{ms:>13.3f}{seconds:>17,.1f}"
+            for tables, moved, to_one, ms, seconds in self.rows()
+        ]
+        return "\n".join(lines)
+
+
+def best(curve: Sequence[Move], steps: int, max_bytes_moved: int | None) -> int:
+    """The index of the move that takes least time over so many steps; among equals the one that moves least.
+
+    Raises:
+        PlanError: each moves more bytes than may move.
+    """
+    allowed = [index for index, move in enumerate(curve) if max_bytes_moved is None or move.bytes_moved <= max_bytes_moved]
+    if not allowed:
+        raise PlanError(
+            f"no plan is reached with max_bytes_moved={max_bytes_moved:,}: the current one cannot stay, and the least "
+            f"that must move is {curve[0].bytes_moved:,} bytes"
+        )
+    return min(allowed, key=lambda index: (curve[index].seconds(steps), index))

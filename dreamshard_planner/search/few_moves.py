@@ -1,0 +1,313 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""From where tables lie now to a cheaper plan by few bytes: what each further byte that moves gains.
+
+Two walks, each one change of a table (or a swap of two) at a time. One starts from what lies now, and takes the change
+that lowers the cost most for each byte it moves; the other one starts from a plan that was made afresh, and undoes what
+loses least for each byte that then stays. Of all plans on the way those are kept than which none is cheaper with as few
+bytes; from some of them a third walk goes on within their bytes.
+
+Shapes: Q trials, X parts that they change, Z fused groups of ranks that change, D ranks, G fused groups, C collectives,
+H latent channels, M kinds of memory, U units of an option, N positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.search.joint import DEFAULT_JOINT, descended
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.states import Change
+
+Received = Callable[[int, int], np.ndarray]
+"""Bytes that the ranks of a position would get, int64 [U, N], were a table sharded by this option."""
+BUDGETS = (0.05, 0.2, 1.0)
+"""Shares of the bytes to the fresh plan at which the third walk starts."""
+ROUNDS = 60
+"""Of undoing: where more tables differ, a round undoes several."""
+SHARPNESS = (40, 16, 100)
+"""Exponents, in turns, of the mean of the ranks' costs that stands for the slowest one: what is nearly as slow has to
+become faster as well."""
+KICKS, KICKED = 24, 2
+"""Copies that the third walk goes on from, and tables that are back where they were in each."""
+PATIENCE = 8
+"""Of these one after the other, without any gain, after which no more are made."""
+TRIALS = 100_000
+"""Of the third walk within one budget: no further copy is made past them."""
+MAX_SWAPS = 400
+"""Of one step: those whose units differ most from zero and least from what would level both ranks."""
+
+
+@dataclass(frozen=True)
+class Waypoint:
+    """A plan on the way."""
+
+    bytes_moved: int
+    overall_ms: float
+    sharding: Sharding
+
+
+@torch.no_grad()
+def few_moves(
+    cost: Cost,
+    starts: Sequence[Sharding],
+    kept: Sequence[Change],
+    fresh: Sharding,
+    received: Received,
+    limit: int | None = None,
+) -> list[Waypoint]:
+    """Plans of which each costs less than all that move fewer bytes, those with fewest first.
+
+    Args:
+        cost: the problem and its cost.
+        starts: feasible shardings that move little, if there are any.
+        kept: how tables are sharded now, those that may stay so.
+        fresh: a feasible sharding, made without a thought of bytes.
+        received: bytes that move.
+        limit: of bytes, beside those of :data:`BUDGETS`.
+    """
+    walk = _Walk(cost, fresh, kept, received)
+    walk.back()
+    for start in starts:
+        walk.restart(descended(cost, start, DEFAULT_JOINT, DEFAULT_SEARCH))
+        walk.back()
+    for start in [*starts, *([] if starts else [walk.sharding])]:
+        walk.restart(start)
+        walk.forward(walk.most_bytes)
+    for most in sorted({*(int(share * walk.most_bytes) for share in BUDGETS), *([] if limit is None else [limit])}):
+        walk.within(most)
+    return walk.front()
+
+
+class _Walk:
+    """One sharding that changes, and all that it has been."""
+
+    _sharpness = SHARPNESS[0]
+
+    def __init__(self, cost: Cost, fresh: Sharding, kept: Sequence[Change], received: Received) -> None:
+        self._cost, self._problem, self._received = cost, cost.problem, received
+        self._fresh, self._kept = fresh, {table: change for change in kept for table in change[:1]}
+        self._unit = max(1e-9, cost.overall_ms(fresh))
+        self._trials = 0
+        self._known: dict[Change, tuple[np.ndarray, np.ndarray, int]] = {}
+        self._seen: dict[Sharding, Waypoint] = {}
+        self._generator = torch.Generator().manual_seed(0)
+        self._single_P = cost.single_ms_P.numpy()
+        self.restart(fresh)
+        self.most_bytes = self._bytes
+
+    @property
+    def sharding(self) -> Sharding:
+        return self._state.sharding
+
+    def restart(self, sharding: Sharding) -> None:
+        """Go on from there."""
+        self._state = ShardingState(self._cost, sharding, self._unit)
+        chosen = zip(range(self._problem.num_tables), sharding.options, sharding.positions, strict=True)
+        self._bytes = sum(map(self._bytes_of, chosen))
+        self._note()
+
+    def front(self) -> list[Waypoint]:
+        """Of all that was seen, what none beats by both bytes and cost."""
+        front: list[Waypoint] = []
+        for point in sorted(self._seen.values(), key=lambda point: (point.bytes_moved, point.overall_ms)):
+            if not front or point.overall_ms < front[-1].overall_ms * (1 - 1e-9):
+                front.append(point)
+        return front
+
+    def back(self) -> None:
+        """Undo all that memory allows, the cheapest for its bytes first."""
+        while True:
+            trials = [[change] for table, change in self._kept.items() if change != self._now(table)]
+            if not trials:
+                return
+            rated = self._rated(trials)
+            ratio_Q = (rated.overall_Q - float(self._state.overall_ms())) / (-rated.bytes_Q).clamp_min(1)
+            order = torch.argsort(ratio_Q, stable=True)[: max(1, len(trials) // ROUNDS)]
+            taken = [self._take(trials[index]) for index in order.tolist() if ratio_Q[index].isfinite()]
+            if not any(taken):
+                return
+
+    def forward(self, limit: int, by_ratio: bool = True) -> None:
+        """Change what lowers the cost most for each byte, or most of all, while that moves no more bytes than that."""
+        for _ in range(4 * self._problem.num_tables):
+            trials = list(self._candidates())
+            if not trials:
+                return
+            rated, now = self._rated(trials), self._smooth_ms()
+            gain_Q = now - rated.smooth_Q
+            gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + rated.bytes_Q > limit)] = -torch.inf
+            key_Q = gain_Q / rated.bytes_Q.clamp_min(1) if by_ratio else gain_Q
+            index = int(key_Q.argmax())
+            if not key_Q[index].isfinite() or not self._take(trials[index]):
+                return
+
+    def within(self, limit: int) -> None:
+        """Go on from the best with so few bytes, then from copies of it in which some tables are back where they were,
+        which leaves bytes for others."""
+        end, before, fruitless = self._trials + TRIALS, None, 0
+        for kick in range(KICKS + 1):
+            front = [point for point in self.front() if point.bytes_moved <= limit]
+            fruitless = fruitless + 1 if front[-1:] == before else 0
+            if not front or self._trials > end or fruitless > PATIENCE:
+                return
+            before = front[-1:]
+            self.restart(front[-1].sharding)
+            self._sharpness = SHARPNESS[kick % len(SHARPNESS)]
+            if kick:
+                self._kicked()
+            self.forward(limit, by_ratio=bool(kick % 2))
+
+    def _kicked(self) -> None:
+        moved = [change for table, change in self._kept.items() if change != self._now(table)]
+        for index in torch.randperm(len(moved), generator=self._generator)[:KICKED].tolist():
+            self._take([moved[index]])
+
+    def _take(self, trial: list[Change]) -> bool:
+        """Apply it, if memory still allows that."""
+        if not bool(self._rated([trial]).overall_Q.isfinite()[0]):
+            return False
+        for change in trial:
+            self._bytes += self._bytes_of(change) - self._bytes_of(self._now(change[0]))
+            self._state.change(*change)
+        self._note()
+        return True
+
+    def _note(self) -> None:
+        if self.sharding not in self._seen:
+            self._seen[self.sharding] = Waypoint(self._bytes, float(self._state.overall_ms()), self.sharding)
+
+    def _now(self, table: int) -> Change:
+        return table, self.sharding.options[table], self.sharding.positions[table]
+
+    def _bytes_of(self, change: Change) -> int:
+        return self._laid(change)[2]
+
+    def _smooth_ms(self) -> float:
+        return float(overall_ms(self._smooth(self._state.device_ms_D), self._problem.collectives.ms(self._state.bytes_CD)))
+
+    def _candidates(self) -> Iterator[list[Change]]:
+        """Changes of the tables that burden the slowest rank, or exchange most: units elsewhere, other options, what
+        the fresh plan does, what was; and swaps with tables of other ranks."""
+        state, problem = self._state, self._problem
+        tables = state.heaviest()
+        known = {(table, option) for table in tables for option in range(len(problem.tables[table]))}
+        tried = state.tried(sorted(known)) if known else None
+        yield from (trial for trial in (tried.changes if tried else []) if trial[0] != self._now(trial[0][0]))
+        for table in range(problem.num_tables):
+            here, fresh = self._now(table), (table, self._fresh.options[table], self._fresh.positions[table])
+            yield from ([change] for change in {fresh, self._kept.get(table, here)} if change != here)
+        movable = [(table, unit) for table in tables for unit in self._units(table)]
+        for table, unit in movable:
+            yield from ([self._moved(table, unit, to)] for to in range(problem.num_ranks) if to != self._at(table, unit))
+        yield from self._swaps(movable)
+
+    def _units(self, table: int) -> range:
+        """Units of span 1 that may move."""
+        option = self._problem.tables[table][self.sharding.options[table]]
+        return range(len(option.units) if option.units[0].span == 1 and option.pinned is None else 0)
+
+    def _at(self, table: int, unit: int) -> int:
+        return self.sharding.positions[table][unit]
+
+    def _moved(self, table: int, unit: int, to: int) -> Change:
+        positions = list(self.sharding.positions[table])
+        positions[unit] = to
+        return table, self.sharding.options[table], tuple(positions)
+
+    def _swaps(self, movable: Sequence[tuple[int, int]]) -> Iterator[list[Change]]:
+        """Units of the slowest rank for lighter ones of other ranks, those first that level the two best."""
+        problem, load_D = self._problem, self._state.device_ms_D.numpy()
+        slowest = int(load_D.argmax())
+        every = [(table, unit) for table in range(problem.num_tables) for unit in self._units(table)]
+        here = [pair for pair in movable if self._at(*pair) == slowest]
+        there = [pair for pair in every if self._at(*pair) != slowest]
+        if not here or not there:
+            return
+        weight_H, weight_T = (np.array([self._weight(*pair) for pair in pairs]) for pairs in (here, there))
+        room_T = load_D[slowest] - load_D[[self._at(*pair) for pair in there]]
+        shift_HT = weight_H[:, None] - weight_T
+        off_HT = np.where(shift_HT > 0, np.abs(shift_HT - room_T / 2), np.inf)
+        for index in np.argsort(off_HT, axis=None, kind="stable")[:MAX_SWAPS].tolist():
+            (one, unit), (other, its) = here[index // len(there)], there[index % len(there)]
+            if not np.isfinite(off_HT.flat[index]):
+                return
+            if one != other:
+                yield [self._moved(one, unit, self._at(other, its)), self._moved(other, its, slowest)]
+
+    def _weight(self, table: int, unit: int) -> float:
+        """Milliseconds of a unit of span 1 alone."""
+        return float(self._single_P[self._problem.tables[table][self.sharding.options[table]].units[unit].parts[0]])
+
+    def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
+        """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
+        problem, state = self._problem, self._state
+        ranks, groups, count = problem.num_ranks, problem.num_groups, len(trials)
+        self._trials += count
+        changed = [(query, sign, at) for query, trial in enumerate(trials) for change in trial
+                   for sign, at in ((-1, self._now(change[0])), (1, change))]  # fmt: skip
+        laid = [self._laid(at) for _, _, at in changed]
+        sizes = torch.tensor([len(rank_Y) for rank_Y, _, _ in laid])
+        query_X, sign_X = (torch.tensor([entry[i] for entry in changed]).repeat_interleave(sizes) for i in (0, 1))
+        rank_X, part_X = (torch.from_numpy(np.concatenate([entry[i] for entry in laid])) for i in (0, 1))
+
+        slot_X = (query_X * ranks + rank_X) * groups + problem.group_P[part_X]
+        slot_Z, at_X = slot_X.unique(return_inverse=True)
+        now_Z = slot_Z % (ranks * groups)
+        latent_ZH = state.latent_DGH.flatten(0, 1)[now_Z]
+        latent_ZH.index_add_(0, at_X, sign_X[:, None] * self._cost.latent_PH[part_X])
+        change_Z = (self._cost.compute.group_cost_ms(latent_ZH).sum(-1) - state.group_ms_DG.flatten()[now_Z]).double()
+        device_QD = state.device_ms_D.double().repeat(count, 1)
+        device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
+
+        row_X = query_X * ranks + rank_X
+        bytes_QDC = state.bytes_CD.T.repeat(count, 1, 1)
+        bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X[:, None] * problem.bytes_PC[part_X])
+        more_QDM = torch.zeros(count * ranks, problem.storage_PM.shape[1], dtype=torch.int64)
+        more_QDM.index_add_(0, row_X, sign_X[:, None] * problem.storage_PM[part_X])
+        more_QDM = more_QDM.view(count, ranks, -1)
+        fits_Q = ((more_QDM <= state.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
+
+        collective_ms = problem.collectives.ms(bytes_QDC.transpose(1, 2))
+        moved_Q = torch.zeros(count, dtype=torch.int64)
+        moved_Q.index_add_(0, torch.tensor([query for query, _, _ in changed]),
+                           torch.tensor([sign * of[2] for (_, sign, _), of in zip(changed, laid, strict=True)]))  # fmt: skip
+        exact_Q, smooth_Q = (overall_ms(slowest_Q, collective_ms).masked_fill(~fits_Q, torch.inf)
+                             for slowest_Q in (device_QD.amax(-1), self._smooth(device_QD)))  # fmt: skip
+        return _Rated(exact_Q, smooth_Q, moved_Q)
+
+    def _smooth(self, device_ms_XD: Tensor) -> Tensor:
+        """A mean over ranks, [...], that leans to the slowest."""
+        most_X1, power = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30), self._sharpness
+        return ((device_ms_XD / most_X1) ** power).mean(-1) ** (1 / power) * most_X1[..., 0]
+
+    def _laid(self, change: Change) -> tuple[np.ndarray, np.ndarray, int]:
+        """Ranks and parts of one table, and bytes that it would have to move."""
+        if change not in self._known:
+            table, option, positions = change
+            span = self._problem.tables[table][option].units[0].span
+            rank_X = (np.array(positions, dtype=np.int64)[:, None] * span + np.arange(span)).ravel()
+            moved = int(self._received(table, option)[range(len(positions)), list(positions)].sum())
+            self._known[change] = rank_X, self._problem.parts_of(table, option), moved
+        return self._known[change]
+
+
+@dataclass(frozen=True)
+class _Rated:
+    """Of trials."""
+
+    overall_Q: Tensor
+    """Cost, milliseconds."""
+    smooth_Q: Tensor
+    """The same with a mean that leans to the slowest rank in its place."""
+    bytes_Q: Tensor
+    """That move more than now; fewer below zero."""

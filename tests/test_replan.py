@@ -1,0 +1,281 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""From the plan that runs, by few moves, to one that pays over the steps that remain."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import SHARDERS, collection, planner, table, topology
+from torch import nn
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from typer.testing import CliRunner
+
+from dreamshard_planner import FeatureStatistics, PlacementRules, PlanError, SavedPlan, TableStatistics, compare
+from dreamshard_planner.cli import app
+from dreamshard_planner.planning.replanning import Held, _Ways
+from dreamshard_planner.plans.replan import Move, Moving, best
+from dreamshard_planner.search.few_moves import _Walk
+
+POOLING = (900.0, 600.0, 400.0, 200.0, 90.0, 60.0, 40.0, 10.0)
+ROOMY = {"cost_source": "roofline"}
+
+
+def model(names: str = "abcdefgh", rows: int = 4000) -> nn.Module:
+    module = nn.Module()
+    module.sparse = collection(*(table(name, rows * (1 + ord(name) % 3), 64) for name in names))
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    return module
+
+
+def statistics(order: str = "abcdefgh") -> TableStatistics:
+    """The first table is read most."""
+    return TableStatistics({f"{name}_f0": FeatureStatistics(factor) for name, factor in zip(order, POOLING, strict=False)})
+
+
+def planned(order: str = "abcdefgh", module: nn.Module | None = None, **arguments):
+    """A planner with its plan."""
+    made = planner(**{**ROOMY, "statistics": statistics(order), **arguments})
+    made.plan(module or model(), SHARDERS)
+    return made
+
+
+def check(found, current: SavedPlan) -> None:
+    """What holds of every result: the curve falls, and the plan costs and moves what it says."""
+    costs, moved = [move.step_ms for move in found.curve], [move.bytes_moved for move in found.curve]
+    assert costs == sorted(set(costs), reverse=True) and moved == sorted(moved)
+    assert found.plan.predicted.total_ms == pytest.approx(found.chosen.step_ms, rel=1e-5)
+    received = [0] * found.plan.inputs.topology.world_size
+    held, sizes = dict(current.tables()), found.plan.inputs.tables
+    for name, after in found.plan.tables():
+        if current.inputs.tables.get(name) != sizes[name]:
+            continue
+        for shard in after.shards:
+            known = sum(shard.common(other) for other in held[name].shards if other.rank == shard.rank)
+            received[shard.rank] += (shard.size[0] * shard.size[1] - known) * sizes[name].weight_bytes
+    assert (sum(received), max(received)) == (found.chosen.bytes_moved, found.chosen.bytes_to_one_rank)
+
+
+def test_a_plan_of_the_same_data_stays() -> None:
+    made = planned()
+    found = made.replan(made.saved_plan(), steps=10**9, statistics=statistics())
+    assert found.stays and found.chosen == found.now and found.chosen.bytes_moved == found.chosen.moving_seconds == 0
+    assert found.plan.sharding == made.saved_plan().sharding
+    assert found.sentence.startswith("Stay with plan: ") and "1,000,000,000 steps" in found.sentence
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afresh(ranks: int) -> None:
+    before, after = planned(topology=topology(ranks)), planned("hgfedcba", topology=topology(ranks))
+    current = before.saved_plan(name="before.json")
+    found = after.replan(current, steps=10**9)
+    check(found, current)
+    assert found.now.step_ms == pytest.approx(after.predict(current).total_ms)
+    assert found.curve[-1].step_ms <= after.report().chosen.total_ms * (1 + 1e-9)
+    assert found.curve[-1].step_ms <= found.afresh.step_ms < found.now.step_ms
+    assert not found.stays and found.sentence.startswith("Move ") and found.saved_seconds > 0
+    assert found.chosen.bytes_moved <= found.afresh.bytes_moved
+    assert compare(current, found.plan).total_bytes <= found.chosen.bytes_moved
+
+
+def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
+    made = planned()
+    saved = made.saved_plan()
+    found, again = (one.replan(saved, steps=10**9) for one in (made, planned("hgfedcba")))
+    with_statistics = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
+    assert found.stays and not again.stays
+    assert with_statistics.plan.sharding == again.plan.sharding and with_statistics.curve == again.curve
+    assert made.saved_plan() == saved
+
+
+def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -> None:
+    saved, after = planned().saved_plan(), planned("hgfedcba")
+    long, short, slow = (
+        after.replan(saved, steps=steps, bytes_per_s=rate) for steps, rate in ((10**9, 1e12), (10, 1e12), (10**6, 1.0))
+    )
+    assert not long.stays and short.stays and slow.stays
+    assert long.chosen.seconds(10**9) == pytest.approx(60 + long.chosen.bytes_to_one_rank / 1e12 + 1e6 * long.chosen.step_ms)
+    assert after.replan(saved, steps=1, restart_seconds=0.0, bytes_per_s=1e15).saved_seconds > 0
+
+
+def test_no_more_bytes_move_than_may() -> None:
+    saved, after = planned().saved_plan(), planned("hgfedcba")
+    most = after.replan(saved, steps=10**9).chosen.bytes_moved
+    for limit in (0, 10**6, most // 2, most):
+        found = after.replan(saved, steps=10**9, max_bytes_moved=limit)
+        check(found, saved)
+        assert found.chosen.bytes_moved <= limit
+    assert found.chosen.bytes_moved > 0
+
+
+def test_few_moves_find_what_trying_all_finds() -> None:
+    """Whole tables on two ranks, every set of them that may trade places."""
+    module = model("abcdef")
+    arguments = {"sharding_types": ["table_wise"], "module": module}
+    saved, after = planned(**arguments).saved_plan(), planned("fedcba", **arguments)
+    found = after.replan(saved, steps=10**9)
+    tables, names = saved.sharding["sparse"], sorted(saved.sharding["sparse"])
+    least: dict[int, float] = {}
+    for ranks in itertools.product(range(2), repeat=len(names)):
+        plan = {
+            name: replace(tables[name], shards=(replace(tables[name].shards[0], rank=rank),))
+            for name, rank in zip(names, ranks, strict=True)
+        }
+        moved = sum(
+            sharding.shards[0].size[0] * 256 for name, sharding in plan.items() if sharding != tables[name]
+        )
+        cost = after.predict(replace(saved, sharding={"sparse": plan})).total_ms
+        least[moved] = min(cost, least.get(moved, cost))
+    assert found.curve[-1].step_ms == pytest.approx(min(least.values()), rel=1e-6)
+    for move in found.curve:
+        cheapest = min(cost for moved, cost in least.items() if moved <= move.bytes_moved)
+        assert move.step_ms <= cheapest * 1.02
+
+
+def test_trials_cost_what_the_plans_after_them_do() -> None:
+    current, after = planned(topology=topology(4)).saved_plan(), planned("hgfedcba", topology=topology(4))
+    result = after._last()
+    with torch.no_grad():
+        ways = _Ways(result.model, Held.of(result.model, current, ()), result.plan)
+        walk = _Walk(ways.cost, ways.fresh, ways.kept, ways.received_UN)
+        walk.restart(ways.starts[0])
+        trials = list(walk._candidates())
+        rated = walk._rated(trials)
+        assert len(trials) > 30
+        for trial, overall, moved in zip(trials, rated.overall_Q.tolist(), rated.bytes_Q.tolist(), strict=True):
+            sharding = ways.starts[0]
+            for change in trial:
+                sharding = sharding.changed(*change)
+            if ways.cost.problem.fits(sharding):
+                assert overall == pytest.approx(ways.cost.overall_ms(sharding), rel=1e-9)
+            else:
+                assert overall == float("inf")
+            assert moved == sum(walk._bytes_of(change) - walk._bytes_of(walk._now(change[0])) for change in trial)
+
+
+def test_rules_and_memory_are_kept() -> None:
+    rules = PlacementRules(together=[["a", "b"]], apart=[["c", "d"]], on_ranks={"e": [1]})
+    arguments = {"placement_rules": rules, "topology": topology(2, memory=2**26)}
+    current, after = planned(**arguments).saved_plan(), planned("hgfedcba", **arguments)
+    found = after.replan(current, steps=10**9)
+    check(found, current)
+    ranks = {name.removeprefix("sparse."): {shard.rank for shard in sharding.shards} for name, sharding in found.plan.tables()}
+    assert ranks["a"] == ranks["b"] and not ranks["c"] & ranks["d"] and ranks["e"] == {1}
+    for entry in found.plan.predicted.memory:
+        assert all(used <= limit for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True))
+
+
+def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
+    current = planned(sharding_types=["table_wise"]).saved_plan()
+    apart = next(names for names in itertools.combinations("abcdefgh", 2)
+                 if len({current.sharding["sparse"][name].shards[0].rank for name in names}) == 1)  # fmt: skip
+    rules = PlacementRules(apart=[list(apart)])
+    found = planned(sharding_types=["table_wise"], placement_rules=rules).replan(current, steps=1)
+    check(found, current)
+    assert not found.stays and found.forced == ("it does not keep within memory and rules",)
+    assert found.chosen.tables > 0 and "plan cannot stay" in found.sentence
+    with pytest.raises(PlanError, match=r"max_bytes_moved=1: .* cannot stay, and the least that must move is \d"):
+        planned(sharding_types=["table_wise"], placement_rules=rules).replan(current, steps=1, max_bytes_moved=1)
+
+
+def test_tables_that_come_and_go_move_nothing() -> None:
+    current = planned(module=model("abcdef")).saved_plan()
+    after = planned("cdefgh", module=model("cdefgh"))
+    found = after.replan(current, steps=0)
+    check(found, current)
+    kept = {name for name in current.sharding["sparse"] if current.inputs.tables[f"sparse.{name}"] ==
+            found.plan.inputs.tables.get(f"sparse.{name}")}  # fmt: skip
+    assert found.chosen.bytes_moved == 0 and found.forced == ("new: 'sparse.g', 'sparse.h'",)
+    assert all(found.plan.sharding["sparse"][name] == current.sharding["sparse"][name] for name in kept)
+
+
+@pytest.mark.parametrize(("ranks", "lost"), [((4, 3), (1,)), ((3, 2), ()), ((2, 3), ()), ((4, 2), (0, 3))])
+def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], lost: tuple[int, ...]) -> None:
+    was, now = ranks
+    current = planned(topology=topology(was), sharding_types=["table_wise"]).saved_plan()
+    after = planned(topology=topology(now), sharding_types=["table_wise"])
+    found = after.replan(current, steps=0, lost=lost)
+    gone = set(lost) or set(range(now, was))
+    names = {rank: index for index, rank in enumerate(rank for rank in range(was) if rank not in gone)}
+    homeless = 0
+    for name, sharding in current.sharding["sparse"].items():
+        (shard,), (after_shard,) = sharding.shards, found.plan.sharding["sparse"][name].shards
+        if shard.rank in gone:
+            homeless += shard.size[0] * shard.size[1] * 4
+        else:
+            assert after_shard.rank == names[shard.rank]
+    assert found.chosen.bytes_moved == homeless and not found.stays
+    assert found.forced == (f"rank{'s' * (len(gone) > 1)} " + ", ".join(map(str, sorted(gone))) + " lost",) if gone else True
+
+
+def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_bytes() -> None:
+    current, after = (
+        planned(topology=topology(ranks, device="cuda"), sharding_types=["row_wise"]) for ranks in (2, 4)
+    )
+    current = current.saved_plan()
+    found = after.replan(current, steps=0)
+    check(found, current)
+    sizes = [table.rows * table.dim * 4 for table in current.inputs.tables.values()]
+    assert found.chosen.bytes_moved == pytest.approx(0.75 * sum(sizes), rel=0.01)
+    assert "2 -> 4 ranks" in found.forced and found.forced[1].startswith("to be cut anew: 'sparse.a'")
+
+
+def test_plans_of_torchrec_are_replanned_too() -> None:
+    made = planned()
+    plan = made.plan(model(), SHARDERS)
+    assert made.replan(plan, steps=10**9).stays
+    with pytest.raises(PlannerError, match="has not been placed"):
+        next(iter(plan.plan["sparse"].values())).ranks = None
+        made.replan(plan, steps=1)
+
+
+def test_bad_input_names_itself() -> None:
+    made = planned()
+    saved = made.saved_plan()
+    for arguments, words in (
+        ({"steps": -1}, "steps are a whole number from 0, got -1"),
+        ({"steps": 1, "restart_seconds": -2.0}, "restart_seconds.*got -2.0"),
+        ({"steps": 1, "bytes_per_s": -2.0}, "bytes_per_s above 0.*-2.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made.replan(saved, **arguments)
+    with pytest.raises(PlanError, match=r"nowhere\.json"):
+        made.replan("nowhere.json", steps=1)
+
+
+def test_the_best_move_is_the_one_with_least_seconds_in_all() -> None:
+    moving = Moving(bytes_per_s=10.0, restart_seconds=1.0)
+    curve = [Move(0, 0, 0, 5.0, 0.0), Move(1, 100, 50, 3.0, moving.seconds(50)), Move(2, 900, 90, 2.0, moving.seconds(90))]
+    assert [best(curve, steps, None) for steps in (0, 2_999, 3_001, 3_999, 4_001)] == [0, 0, 1, 1, 2]
+    assert best(curve, 10**6, 899) == 1 and best(curve, 10**6, 99) == 0
+
+
+def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in ("plan.json", "today.json", "new.json", "page.html")}
+    made = planned()
+    made.save_plan(files["plan.json"])
+    statistics("hgfedcba").to_json(files["today.json"])
+
+    def replan(*arguments: str):
+        return CliRunner().invoke(app, ["replan", files["plan.json"], *arguments])
+
+    told = replan("--statistics", files["today.json"], "--steps", "1e9", "--out", files["new.json"], "--html",
+                  files["page.html"], "--restart-seconds", "5", "--format", "json")  # fmt: skip
+    assert told.exit_code == 3, told.output
+    document = json.loads(told.stdout)
+    new = SavedPlan.load(files["new.json"])
+    assert document["chosen"]["step_ms"] == pytest.approx(new.predicted.total_ms, rel=1e-5)
+    assert new.sharding == made.replan(files["plan.json"], steps=10**9, statistics=statistics("hgfedcba")).plan.sharding
+    page = Path(files["page.html"]).read_text()
+    assert "Cost against bytes moved" in page and document["sentence"].partition(":")[0] in page
+    kept = replan("--steps", "1e9")
+    assert kept.exit_code == 0 and "Stay with plan.json" in kept.stdout
+    lost = replan("--steps", "1", "--ranks", "1", "--format", "json")
+    assert lost.exit_code == 3 and json.loads(lost.stdout)["forced"][0] == "rank 1 lost"
+    assert replan("--steps", "0").exit_code == 2
