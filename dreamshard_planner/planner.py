@@ -558,17 +558,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
     def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        """For the plan loader: options as its file has them, with all estimates, which TorchRec's statistics read."""
-        options = self._model().matched(saved)
-        bare = [option for option in options.values() if any(shard.perf is None for shard in option.shards)]
-        if bare:
-            self._enumerator.populate_estimates(bare)
-        return options
+        """For the plan loader: options as its file has them."""
+        return self._model().matched(saved)
 
     def _as_loaded(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions."""
-        return (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        and promotions; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
+        plan = (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        if bare := [option for option in plan if any(shard.perf is None for shard in option.shards)]:
+            self._enumerator.populate_estimates(bare)
+        return plan
 
 
 @dataclass(frozen=True)
