@@ -85,7 +85,9 @@ class DriftTask:
         """For what is before or after."""
         ranks = (4, 8, 16)[self.index % 3]
         machine = Machine(ranks_per_host=min(ranks, RANKS_PER_HOST), hosts=-(-ranks // RANKS_PER_HOST), gpu="h100")
-        known = {name: feature for table in self.tables(after) for name, feature in zip(feature_names(table), table.features)}
+        known = {
+            name: feature for table in self.tables(after) for name, feature in zip(feature_names(table), table.features)
+        }
         return DreamShardPlanner(
             topology=machine.topology(),
             batch_size=2048 * (2 if after and self.kind == "batch" else 1),
@@ -113,7 +115,9 @@ class DriftTask:
         return {
             "task": self.name,
             "tables": len(self.tables(True)),
-            "ranks": now.report().world_size if hasattr(now.report(), "world_size") else len(now.report().chosen.rank_ms),
+            "ranks": now.report().world_size
+            if hasattr(now.report(), "world_size")
+            else len(now.report().chosen.rank_ms),
             "stay_ms": found.now.step_ms,
             "afresh_ms": found.afresh.step_ms,
             "afresh_bytes": found.afresh.bytes_moved,
@@ -138,7 +142,9 @@ def tasks() -> list[DriftTask]:
 
 def summarize(lines: Sequence[dict[str, Any]]) -> None:
     """By kind and in all: geometric means of cost over staying, and shares of the gain of planning afresh."""
-    table = table_of("Cost over that of staying, geometric mean", "kind", "tasks", "afresh", *(f"{s:.0%}" for s in SHARES))
+    table = table_of(
+        "Cost over that of staying, geometric mean", "kind", "tasks", "afresh", *(f"{s:.0%}" for s in SHARES)
+    )
     for share in SHARES[1:]:
         table.add_column(f"gain at {share:.0%}", justify="right")
     for kind in (*KINDS, ""):

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
-from test_commands import parse
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -29,6 +28,7 @@ from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.offline.table_list import TableEntry, read_table_list
+from tests.cli.test_commands import parse
 
 ROOT = Path(__file__).parent.parent
 FORMATS = (ROOT / "docs" / "file_formats.md").read_text()
@@ -186,6 +186,16 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
             assert path.resolve().is_relative_to(folder), f"{target} is not on the site"
         if anchor:
             assert anchor in _anchors(path.read_text()), target
+
+
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    """From the project's folder or the package's; a bare name lies beside the file that was named before it."""
+    folder = ROOT
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", PAGES["contributing.md"]):
+        places = [ROOT / name, ROOT / "dreamshard_planner" / name, folder / name]
+        path = next((path for path in places if path.is_file()), None)
+        assert path is not None, name
+        folder = path.parent
 
 
 def _anchors(text: str) -> set[str]:

@@ -121,7 +121,9 @@ def check_picture(html: Path | None, png: Path | None) -> None:
         check_libraries()
 
 
-def picture(subject: Report | SavedPlan | Replan, html: Path | None, png: Path | None, title: str | None = None) -> None:
+def picture(
+    subject: Report | SavedPlan | Replan, html: Path | None, png: Path | None, title: str | None = None
+) -> None:
     """What was asked for."""
     from dreamshard_planner.plans.picture import save_html, save_png
 

@@ -204,7 +204,9 @@ def shardings(options: Iterable[ShardingOption]) -> dict[str, dict[str, TableSha
     """How options with ranks shard their tables, by module and table."""
     result: dict[str, dict[str, TableSharding]] = {}
     for option in sorted(options, key=fqn_of):
-        result.setdefault(option.path, {})[option.name] = sharding_of(fqn_of(option), option, tuple(option.tensor.shape))
+        result.setdefault(option.path, {})[option.name] = sharding_of(
+            fqn_of(option), option, tuple(option.tensor.shape)
+        )
     return result
 
 

@@ -54,12 +54,16 @@ def replanned(
         fresh: a plan made without a thought of moving, with ranks.
     """
     if any(option.dependency for option in fresh):
-        raise refused("replan does not move embedding towers, whose tables lie on one host together: plan again instead")
+        raise refused(
+            "replan does not move embedding towers, whose tables lie on one host together: plan again instead"
+        )
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
         found = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved)
-        now, afresh = (ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh))
+        now, afresh = (
+            ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh)
+        )
     points = [now, *(point for point in found if point.overall_ms < now.overall_ms)]
     curve = tuple(ways.move(point, moving) for point in points)
     index = best(curve, steps, max_bytes_moved)

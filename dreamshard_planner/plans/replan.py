@@ -110,7 +110,9 @@ class Replan:
             )
         what = f"{chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}"
         if self.forced and chosen == self.now:
-            return f"{self.before} cannot stay ({'; '.join(self.forced)}). Move {what}: {chosen.step_ms:.3f} ms per step."
+            return (
+                f"{self.before} cannot stay ({'; '.join(self.forced)}). Move {what}: {chosen.step_ms:.3f} ms per step."
+            )
         because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
         return (
             f"{because}Move {what}: {chosen.step_ms:.3f} ms per step instead of {self.now.step_ms:.3f}, which saves "
@@ -130,13 +132,21 @@ class Replan:
             if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:
                 shown.append(move)
         return [
-            (move.tables, *map(size_in_words, (move.bytes_moved, move.bytes_to_one_rank)), move.step_ms, seconds)
+            (
+                move.tables,
+                size_in_words(move.bytes_moved),
+                size_in_words(move.bytes_to_one_rank),
+                move.step_ms,
+                move.seconds(self.steps),
+            )
             for move in shown
-            for seconds in [move.seconds(self.steps)]
         ]
 
     def __str__(self) -> str:
-        lines = [self.sentence, f"{'tables':>7}{'moved':>12}{'to one rank':>13}{'ms per step':>13}{'seconds in all':>17}"]
+        lines = [
+            self.sentence,
+            f"{'tables':>7}{'moved':>12}{'to one rank':>13}{'ms per step':>13}{'seconds in all':>17}",
+        ]
         lines += [
             f"{tables:>7}{moved:>12}{to_one:>13}{ms:>13.3f}{seconds:>17,.1f}"
             for tables, moved, to_one, ms, seconds in self.rows()
@@ -150,7 +160,9 @@ def best(curve: Sequence[Move], steps: int, max_bytes_moved: int | None) -> int:
     Raises:
         PlanError: each moves more bytes than may move.
     """
-    allowed = [index for index, move in enumerate(curve) if max_bytes_moved is None or move.bytes_moved <= max_bytes_moved]
+    allowed = [
+        index for index, move in enumerate(curve) if max_bytes_moved is None or move.bytes_moved <= max_bytes_moved
+    ]
     if not allowed:
         raise PlanError(
             f"no plan is reached with max_bytes_moved={max_bytes_moved:,}: the current one cannot stay, and the least "

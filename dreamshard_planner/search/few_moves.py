@@ -193,7 +193,9 @@ class _Walk:
         return self._laid(change)[2]
 
     def _smooth_ms(self) -> float:
-        return float(overall_ms(self._smooth(self._state.device_ms_D), self._problem.collectives.ms(self._state.bytes_CD)))
+        return float(
+            overall_ms(self._smooth(self._state.device_ms_D), self._problem.collectives.ms(self._state.bytes_CD))
+        )
 
     def _candidates(self) -> Iterator[list[Change]]:
         """Changes of the tables that burden the slowest rank, or exchange most: units elsewhere, other options, what
@@ -208,7 +210,9 @@ class _Walk:
             yield from ([change] for change in {fresh, self._kept.get(table, here)} if change != here)
         movable = [(table, unit) for table in tables for unit in self._units(table)]
         for table, unit in movable:
-            yield from ([self._moved(table, unit, to)] for to in range(problem.num_ranks) if to != self._at(table, unit))
+            yield from (
+                [self._moved(table, unit, to)] for to in range(problem.num_ranks) if to != self._at(table, unit)
+            )
         yield from self._swaps(movable)
 
     def _units(self, table: int) -> range:

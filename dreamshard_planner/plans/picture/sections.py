@@ -56,7 +56,9 @@ def sections(content: Content) -> tuple[Section, ...]:
 
 
 def _curve(replan: Replan) -> Section:
-    rows = [(f"{tables}", moved, most, f"{ms:.3f}", f"{seconds:,.1f}") for tables, moved, most, ms, seconds in replan.rows()]
+    rows = [
+        (f"{tables}", moved, most, f"{ms:.3f}", f"{seconds:,.1f}") for tables, moved, most, ms, seconds in replan.rows()
+    ]
     return Section(
         name="curve",
         title="Cost against bytes moved",

@@ -36,7 +36,9 @@ def model(names: str = "abcdefgh", rows: int = 4000) -> nn.Module:
 
 def statistics(order: str = "abcdefgh") -> TableStatistics:
     """The first table is read most."""
-    return TableStatistics({f"{name}_f0": FeatureStatistics(factor) for name, factor in zip(order, POOLING, strict=False)})
+    return TableStatistics(
+        {f"{name}_f0": FeatureStatistics(factor) for name, factor in zip(order, POOLING, strict=False)}
+    )
 
 
 def planned(order: str = "abcdefgh", module: nn.Module | None = None, **arguments):
@@ -100,7 +102,9 @@ def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -
         after.replan(saved, steps=steps, bytes_per_s=rate) for steps, rate in ((10**9, 1e12), (10, 1e12), (10**6, 1.0))
     )
     assert not long.stays and short.stays and slow.stays
-    assert long.chosen.seconds(10**9) == pytest.approx(60 + long.chosen.bytes_to_one_rank / 1e12 + 1e6 * long.chosen.step_ms)
+    assert long.chosen.seconds(10**9) == pytest.approx(
+        60 + long.chosen.bytes_to_one_rank / 1e12 + 1e6 * long.chosen.step_ms
+    )
     assert after.replan(saved, steps=1, restart_seconds=0.0, bytes_per_s=1e15).saved_seconds > 0
 
 
@@ -127,9 +131,7 @@ def test_few_moves_find_what_trying_all_finds() -> None:
             name: replace(tables[name], shards=(replace(tables[name].shards[0], rank=rank),))
             for name, rank in zip(names, ranks, strict=True)
         }
-        moved = sum(
-            sharding.shards[0].size[0] * 256 for name, sharding in plan.items() if sharding != tables[name]
-        )
+        moved = sum(sharding.shards[0].size[0] * 256 for name, sharding in plan.items() if sharding != tables[name])
         cost = after.predict(replace(saved, sharding={"sparse": plan})).total_ms
         least[moved] = min(cost, least.get(moved, cost))
     assert found.curve[-1].step_ms == pytest.approx(min(least.values()), rel=1e-6)
@@ -165,7 +167,10 @@ def test_rules_and_memory_are_kept() -> None:
     current, after = planned(**arguments).saved_plan(), planned("hgfedcba", **arguments)
     found = after.replan(current, steps=10**9)
     check(found, current)
-    ranks = {name.removeprefix("sparse."): {shard.rank for shard in sharding.shards} for name, sharding in found.plan.tables()}
+    ranks = {
+        name.removeprefix("sparse."): {shard.rank for shard in sharding.shards}
+        for name, sharding in found.plan.tables()
+    }
     assert ranks["a"] == ranks["b"] and not ranks["c"] & ranks["d"] and ranks["e"] == {1}
     for entry in found.plan.predicted.memory:
         assert all(used <= limit for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True))
@@ -211,13 +216,15 @@ def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], l
         else:
             assert after_shard.rank == names[shard.rank]
     assert found.chosen.bytes_moved == homeless and not found.stays
-    assert found.forced == (f"rank{'s' * (len(gone) > 1)} " + ", ".join(map(str, sorted(gone))) + " lost",) if gone else True
+    assert (
+        found.forced == (f"rank{'s' * (len(gone) > 1)} " + ", ".join(map(str, sorted(gone))) + " lost",)
+        if gone
+        else True
+    )
 
 
 def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_bytes() -> None:
-    current, after = (
-        planned(topology=topology(ranks, device="cuda"), sharding_types=["row_wise"]) for ranks in (2, 4)
-    )
+    current, after = (planned(topology=topology(ranks, device="cuda"), sharding_types=["row_wise"]) for ranks in (2, 4))
     current = current.saved_plan()
     found = after.replan(current, steps=0)
     check(found, current)
@@ -251,7 +258,11 @@ def test_bad_input_names_itself() -> None:
 
 def test_the_best_move_is_the_one_with_least_seconds_in_all() -> None:
     moving = Moving(bytes_per_s=10.0, restart_seconds=1.0)
-    curve = [Move(0, 0, 0, 5.0, 0.0), Move(1, 100, 50, 3.0, moving.seconds(50)), Move(2, 900, 90, 2.0, moving.seconds(90))]
+    curve = [
+        Move(0, 0, 0, 5.0, 0.0),
+        Move(1, 100, 50, 3.0, moving.seconds(50)),
+        Move(2, 900, 90, 2.0, moving.seconds(90)),
+    ]
     assert [best(curve, steps, None) for steps in (0, 2_999, 3_001, 3_999, 4_001)] == [0, 0, 1, 1, 2]
     assert best(curve, 10**6, 899) == 1 and best(curve, 10**6, 99) == 0
 

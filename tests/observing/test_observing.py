@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_context import model
-from test_plugin import SHARDERS, topology
 from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
@@ -27,6 +25,8 @@ from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.observing.recorder import MOST_STEPS, Clock, StepRecorder
 from dreamshard_planner.workload.tables import FeatureStatistics
+from tests.planning.test_context import model
+from tests.torchrec_components.test_plugin import SHARDERS, topology
 
 LOCAL_BATCH, WORLD_SIZE = 64, 2
 MEMORY = 50e6

@@ -23,7 +23,7 @@ from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes, 
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.workload.sketch import IdSketch
 
-EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tables.json")
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
 TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
 MEASURING = ("train", "collect", "fit", "calibrate")

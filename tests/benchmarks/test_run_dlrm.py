@@ -27,7 +27,7 @@ from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import PATIENCE_SECONDS
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def _run(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:

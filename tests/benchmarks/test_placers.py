@@ -16,7 +16,7 @@ from placements.contests import draw_contests
 from placements.placers import Contest, Field
 from placements.summary import ANCHOR, summarize
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 FIELD = Field()
 CONTESTS = draw_contests(3, seed=4, batch_size=128)  # one of each pool, the second with tight memory

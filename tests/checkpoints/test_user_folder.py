@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_context import model
-from test_plugin import SHARDERS, topology
 from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError
@@ -21,6 +19,8 @@ from dreamshard_planner.cli import app
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.policy.network import Policy, PolicyConfig
+from tests.planning.test_context import model
+from tests.torchrec_components.test_plugin import SHARDERS, topology
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_an_enumerator_that_has_enumerated_brings_a_context() -> None:
 PRINT_HASHES = """
 import warnings
 warnings.simplefilter("ignore")
-from tests.test_context import made, topology
+from tests.planning.test_context import made, topology
 on_cpus, on_gpus = made()[0], made(topology=topology(device="cuda"))[0]
 print(on_cpus.hash_planner_context_inputs_str(), on_gpus.hash_planner_context_inputs())
 """
@@ -159,7 +159,9 @@ def test_the_same_in_every_process() -> None:
     outputs = set()
     for hash_seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), environment["PYTHONPATH"]])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [os.path.dirname(os.path.dirname(__file__)), environment["PYTHONPATH"]]
+        )
         command = [sys.executable, "-c", PRINT_HASHES]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr

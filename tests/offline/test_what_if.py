@@ -98,7 +98,7 @@ def test_the_table_that_hurts_most_and_what_helps() -> None:
 
 
 def test_a_model_with_a_smaller_table_is_itself_afterwards() -> None:
-    module = read_model(str(Path(__file__).parent.parent / "examples" / "tables.json")).module
+    module = read_model(str(Path(__file__).parents[2] / "examples" / "tables.json")).module
     before = {name: (parameter, parameter.shape) for name, parameter in module.named_parameters()}
     with resized(module, "pooled.user_id", dim=0.5, data_type=DataType.FP16) as possible:
         assert possible

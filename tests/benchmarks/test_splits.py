@@ -24,7 +24,7 @@ from placements.split_contests import HEAT, MAX_POOLING_FACTOR, SplitContest, Sp
 from placements.split_placers import FREER, SplitField
 from placements.split_referee import MeasuredShardings, SplitSearch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TYPES = ("table_wise", "column_wise")
 FIELD = Field()
 SPLIT_FIELD = SplitField(FIELD)

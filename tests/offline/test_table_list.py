@@ -15,7 +15,7 @@ from dreamshard_planner.offline.jobs import OfflineModel, read_model
 from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
 from dreamshard_planner.workload.pools import merlin, save_tables
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "tables.json"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 
 
 def written(path: Path, *tables: Any, **document: Any) -> Path:

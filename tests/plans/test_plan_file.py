@@ -2,7 +2,7 @@
 """Plan files: read back without loss, loaded instead of planning, refused where damaged or stale; plans compared and
 rated, whoever made them.
 
-``pytest tests/test_plan_file.py --models 1000`` saves and loads plans of a hundred random models.
+``pytest tests/plans/test_plan_file.py --models 1000`` saves and loads plans of a hundred random models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from small_models import SHARDERS, collection, ranks_of, table, topology
-from test_context import model, statistics
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
@@ -23,6 +22,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
 from dreamshard_planner.devices import Machine
 from tests.mixed_models import EveryTypeSharder, mixed_case
+from tests.planning.test_context import model, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 

@@ -30,7 +30,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
 from tests.faults import PATIENCE_SECONDS
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "tables.json"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCRIPT, FORMULA = "<script>alert('x')</script>", "$price_{a}$ \\frac & <b>"
 FIGURES = ["ranks", "plans", "tables", "memory", "measured"]

@@ -14,7 +14,7 @@ import pytest
 from fused_kernels import BASE, SWEEPS, moved_bytes
 from tests.faults import PATIENCE_SECONDS
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_moved_bytes_by_hand() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from placements.summary import summarize
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 WHOLE = "2026-11-22-placements-with-shards.jsonl"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_dataset import HARDWARE, SETS
 
 from dreamshard_planner import Checkpoint, DatasetError, FileError, StatisticsError
 from dreamshard_planner.checkpoints.checkpoint import resolve
@@ -25,6 +24,7 @@ from dreamshard_planner.support.files import (
     read_json,
     write_whole,
 )
+from tests.cost.test_dataset import HARDWARE, SETS
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from dreamshard_planner.training import (
     validate_policy,
 )
 
-DATA = Path(__file__).parent.parent / "benchmarks" / "data"
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 CONFIG = TrainingConfig(seed=0)
 
 

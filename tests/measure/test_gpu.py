@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels import GROUPS, LEARNING_RATE, plain_output, workload
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
@@ -23,6 +22,7 @@ from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.policy import tasks
 from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
 from dreamshard_planner.workload.reuse import reuse_histogram
+from tests.measure.test_kernels import GROUPS, LEARNING_RATE, plain_output, workload
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
