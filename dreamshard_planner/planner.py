@@ -38,6 +38,7 @@ from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
@@ -286,9 +287,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         except PlannerError as error:
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
-            if not left_out:
-                raise
-            raise PlannerError(f"{error} {left_out}", error.error_type) from error
+            raise PlannerError(" ".join(filter(None, (reason_first(error), left_out))), error.error_type) from None
 
     def _concluded(self, session: PlanningSession) -> PlanResult | str:
         """What the loop came to; or why there is nothing to tell."""
@@ -559,17 +558,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
     def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        """For the plan loader: options as its file has them, with all estimates, which TorchRec's statistics read."""
-        options = self._model().matched(saved)
-        bare = [option for option in options.values() if any(shard.perf is None for shard in option.shards)]
-        if bare:
-            self._enumerator.populate_estimates(bare)
-        return options
+        """For the plan loader: options as its file has them."""
+        return self._model().matched(saved)
 
     def _as_loaded(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions."""
-        return (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        and promotions; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
+        plan = (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        if bare := [option for option in plan if any(shard.perf is None for shard in option.shards)]:
+            self._enumerator.populate_estimates(bare)
+        return plan
 
 
 @dataclass(frozen=True)
