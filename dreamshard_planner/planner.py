@@ -71,8 +71,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     Args:
         topology: the devices; by default those of the initialised process group, CPUs where its backend is gloo.
         batch_size: local batch size; TorchRec's default is 512.
-        checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), a path, or a
-            loaded checkpoint.
+        checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), ``"roofline"``
+            (bandwidths, whatever was measured), a path, or a loaded checkpoint.
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.

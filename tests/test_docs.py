@@ -63,9 +63,15 @@ def _given() -> dict[str, Any]:
         apply_optimizer_in_backward(RowWiseAdagrad, made.parameters(), {"lr": 0.02})
         return made
 
+    def train_steps(model: torch.nn.Module) -> None:
+        for batch in 3 * batches:
+            model(batch.sparse_features).values().sum().backward()
+
     data = RandomRecDataset(features, 64, hash_sizes=rows, ids_per_features=lookups, manual_seed=0)
+    batches = [batch for _, batch in zip(range(2), data, strict=False)]
     return {
-        "some_batches": [batch for _, batch in zip(range(2), data, strict=False)],
+        "some_batches": batches,
+        "train_steps": train_steps,
         "local_batch_size": 64,
         "device": torch.device("cpu"),
         "model": model("meta"),

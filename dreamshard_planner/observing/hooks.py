@@ -75,11 +75,18 @@ class Hooks:
 
         self._keep(model.register_forward_pre_hook(before), model.register_forward_hook(after))
 
-    def _backward(self, step: Step, _gradient: Tensor) -> None:
-        """The backward pass begins; it ends where the engine has nothing left to do."""
-        start = self._clock.mark()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: step.add("backward", start, self._clock.mark()))
+    def _backward(self, step: Step, *_: Any) -> None:
+        """Within the backward pass, which begins where something is first seen of it, at the loss if that is what the
+        model gives; it ends where the engine has nothing left to do."""
+        if step.backward_runs:
+            return
+        step.backward_runs, start = True, self._clock.mark()
+
+        def ended() -> None:
+            step.backward_runs = False
+            step.add("backward", start, self._clock.mark())
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def listen_to_kernel(self, name: str, kernel: nn.Module, called: Callable[[Step, Tensor, Tensor], None]) -> None:
         """Forward, and backward with the optimizer, of one of FBGEMM's modules.
@@ -105,7 +112,12 @@ class Hooks:
             self._add_kernel(step, f"{name} forward", starts.pop())
             if output.grad_fn is not None:
                 begun: list[Mark] = []
-                output.grad_fn.register_prehook(lambda *_: begun.append(self._clock.mark()))
+
+                def begin(*_: Any) -> None:
+                    self._backward(step)
+                    begun.append(self._clock.mark())
+
+                output.grad_fn.register_prehook(begin)
                 output.grad_fn.register_hook(lambda *_: self._add_kernel(step, f"{name} backward", begun.pop()))
 
         self._keep(kernel.register_forward_pre_hook(before, with_kwargs=True), kernel.register_forward_hook(after))
@@ -141,7 +153,10 @@ class Hooks:
             return original(*given, **named)
         operation, argument, place = COLLECTIVES[function]
         group = named.get("group")
-        name = _name(CARRIED[caller], operation, dist.get_world_size(group))
+        forward = torch._C._current_graph_task_id() == -1
+        if not forward:
+            self._backward(step)
+        name = _name(CARRIED[caller], operation, forward, dist.get_world_size(group))
         sent = named[argument] if argument in named else given[place]
         splits = named.get("input_split_sizes", given[3] if len(given) > 3 else None)
         step.count(f"{name} calls", 1)
@@ -181,11 +196,11 @@ class _Listened:
     __class__ = dist.Work  # type: ignore[assignment]  # TorchRec waits for such instances alone
 
 
-def _name(carried: str, operation: str, ranks: int) -> str:
+def _name(carried: str, operation: str, forward: bool, ranks: int) -> str:
     """As ``outputs all_to_all forward``; of fewer than all ranks, how many they are."""
     among = "" if ranks == dist.get_world_size() else f" of {ranks}"
-    way = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-    return f"{carried} {operation}{among}" + ("" if carried == "lookups" else f" {way}")
+    way = "" if carried == "lookups" else " forward" if forward else " backward"
+    return f"{carried} {operation}{among}{way}"
 
 
 def sent_bytes(operation: str, sent: Any, splits: list[int] | None, group: dist.ProcessGroup | None) -> float:

@@ -79,7 +79,10 @@ def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel
         return [], f"{kernel.kernel} kernels take more than their own time"
     if not all(rank.median(f"kernel {index} {way}") > 0 for way in ("lookups", "forward", "backward")):
         return [], f"{name}: the kernel looked nothing up, or was not trained"
-    workloads = kernel.workloads(run.statistics)
+    try:
+        workloads = kernel.workloads(run.statistics)
+    except ObservationError as error:
+        return [], str(error)
     told, read = sum(one.lookups for one in workloads), rank.median(f"kernel {index} lookups")
     if abs(told - read) > OTHER_LOOKUPS * read:
         return [], f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"

@@ -60,6 +60,7 @@ class Step:
     index: int
     amounts: dict[str, float] = field(default_factory=dict)
     intervals: list[tuple[str, Mark, Mark, bool]] = field(default_factory=list)
+    backward_runs: bool = False
 
     def add(self, name: str, start: Mark, end: Mark, computed: bool = False) -> None:
         """An interval, see :meth:`Clock.elapsed_ms`; those of one name add up."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrm.step_profile import DENSE, kind_of, profile_steps
+from dlrm.step_profile import profile_steps
+from dreamshard_planner.observing.trace import DENSE, kind_of
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from dreamshard_planner.workload.sketch import IdSketch
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
 TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
-MEASURING = ("train", "collect", "fit", "calibrate")
-"""Commands that test_cli.py runs."""
+MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
+"""Commands that test_cli.py and test_observing.py run."""
 
 
 def run(*arguments: str, status: int = 0):

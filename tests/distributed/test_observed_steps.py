@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
 from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, make_planner, shard, train
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torchrec.optim import SGD
 
 from dreamshard_planner import DistributedModelParallel, Observation, ObservationError, observe
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import COLLECTIVES, kernels_in, lookups_of
 from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.trace import Trace
 
 STEPS = 6
 KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
@@ -49,13 +52,22 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
     assert _hooks(model) == before
     with pytest.raises(ObservationError, match="no training step was seen in 0 calls"), observe(model) as seen:
         seen.observation()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        train(model, rank, 3, 2 * LOCAL_BATCH)
+    profiler.export_chrome_trace(str(Path(folder) / f"trace{rank.rank}.json"))
     return losses, train(shard(make_planner("dreamshard", rank), rank), rank, STEPS, 2 * LOCAL_BATCH)
 
 
-def test_steps_are_observed_on_all_ranks_and_train_as_without_it(tmp_path: Path) -> None:
-    for observed, plain in run_on_ranks(_observed, str(tmp_path), world_size=2):
-        assert observed == plain
-    assert {file.name for file in tmp_path.iterdir()} == {"observation.0.json", "observation.1.json"}
+def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
+    launch: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    for observed, plain in launch(_observed, str(tmp_path), world_size=2):
+        assert observed == pytest.approx(plain)
+    for rank in range(2):
+        trace = Trace.load(tmp_path / f"trace{rank}.json")
+        assert trace.steps == 3 and min(trace.host_ms.values()) > 0
+        assert {"embedding forward", "embedding backward", "input exchange"} <= trace.host_ms.keys()
+    assert {file.name for file in tmp_path.glob("observation*")} == {"observation.0.json", "observation.1.json"}
     observation = Observation.load_all([tmp_path / "observation.json"])
     (run,) = observation.runs
     assert run.steps == STEPS - 1 and [rank.rank for rank in run.ranks] == [0, 1]

@@ -13,9 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError
+from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cli import app
+from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused
@@ -173,6 +174,8 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
         said in result.output and "never observed, and as before: SGD, row-wise Adagrad, column_wise" in result.output
     )
     assert said in CliRunner().invoke(app, ["info", "auto"]).output.replace("\n", " ")
+    (finding,) = (one for one in diagnose() if one.subject == "costs on cpu")
+    assert f"bandwidths, {said}" in finding.found
     planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH)
     planner.plan(model(), SHARDERS)
     report = planner.report()
@@ -270,7 +273,10 @@ def test_a_difference_has_a_meaning_and_a_verdict(
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
     Observation(hardware, (run,)).save(tmp_path / "seen.json")
-    result = CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json")])
+    result = CliRunner().invoke(
+        app, ["observed", str(tmp_path / "seen.json"), "--statistics", str(tmp_path / "s.json")]
+    )
+    assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
     forward = run.plan.predicted.forward_ms[1]
     assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
     assert "may be trusted" in result.stdout.replace("\n", " ")
@@ -280,3 +286,39 @@ def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
     assert "no prediction was kept" in CliRunner().invoke(app, ["observed", str(tmp_path / "bare.json")]).stdout
     info = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
     assert json.loads(info.stdout)["kind"] == "observation"
+
+
+def span(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict:
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid}
+
+
+def test_a_trace_tells_kinds_of_work_by_names(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    events = [
+        span("ProfilerStep#1", 0, 100_000, "user_annotation"),
+        span("ProfilerStep#2", 100_000, 100_000, "user_annotation"),
+        span("fbgemm::split_embedding_codegen_lookup", 0, 10_000),
+        span("aten::empty", 1_000, 2_000),  # inside of it
+        span("aten::mm", 10_000, 30_000),
+        span("## All2All_Pooled_fwd ##", 150_000, 8_000, "user_annotation"),
+        span("gloo:all_to_all", 0, 90_000, tid=2),
+        span("split_embedding_backward_codegen_adagrad_unweighted_kernel_warp_per_row_1", 0, 4_000, "kernel", 7),
+        span("void split_embedding_codegen_forward_unweighted_kernel<float>", 0, 2_000, "kernel", 7),
+        span("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 6_000, "kernel", 8),
+        {"ph": "M", "name": "process_name"},
+    ]
+    file.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 3, "world_size": 8}}))
+    told = json.loads(CliRunner().invoke(app, ["observed", str(file), "--format", "json"]).stdout)[0]
+    assert (told["rank"], told["steps"]) == (3, 2)
+    assert told["host_ms"] == {"dense layers": 91.0, "embedding forward": 5.0, "output exchange, forward": 4.0}
+    assert told["gpu_ms"] == {"all-to-all": 3.0, "embedding backward": 2.0, "embedding forward": 1.0}
+    shown = CliRunner().invoke(app, ["observed", str(file)]).stdout
+    assert "rank 3, 2 steps" in shown and "A trace does not tell which tables" in shown
+    for events, reason in (
+        (None, "no list of 'traceEvents'"),
+        ([span("aten::mm", 0, 1)], "no training step is marked"),
+        ([span("ProfilerStep#1", 0, 9), span("aten::mm", 0, 1)], "nothing of TorchRec or FBGEMM runs in it"),
+    ):
+        file.write_text(json.dumps({"traceEvents": events}))
+        result = CliRunner().invoke(app, ["observed", str(file)])
+        assert result.exit_code == 1 and "trace.json: " in result.stderr and reason in result.stderr
