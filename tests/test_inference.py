@@ -356,6 +356,6 @@ def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
     sharding = read.sharding(planner.options)
     state = ShardingState(cost, sharding, 1.0)
     for table, options in enumerate(read.problem.tables):
-        tried = state.tried(table, range(len(options)))
+        tried = state.tried([(table, option) for option in range(len(options))])
         expected = [cost.overall_ms(sharding.changed(*changes[0])) for changes in tried.changes]
         assert tried.overall_Q.tolist() == pytest.approx([ms * 1e5 for ms in expected], abs=1)
