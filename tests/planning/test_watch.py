@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_replan import SHARDERS, model, planner
+from tests.planning.test_replan import SHARDERS, model, planner
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DriftWatch, TableStatistics
