@@ -198,6 +198,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._together: Together | None = None
 
     @property
+    def statistics(self) -> TableStatistics | None:
+        """The argument of this name."""
+        return self._request.settings.statistics
+
+    @property
     def optimizers_attached(self) -> bool:
         """The argument of this name, for plans to come."""
         return self._request.settings.optimizers_attached
@@ -401,19 +406,23 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return list(self._last().plan)
 
     @neutral()
-    def predict(self, plan: AnyPlan, name: str = "plan") -> ReportEntry:
+    def predict(self, plan: AnyPlan, name: str = "plan", *, statistics: TableStatistics | None = None) -> ReportEntry:
         """Predicted cost of any plan of the last planned module, whoever made it.
 
         Args:
             plan: a ``ShardingPlan``, the file of a plan, or one option per table with ``shard.rank`` set.
             name: of the entry.
+            statistics: of other data than the planner's.
 
         Raises:
             PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
                 shards that do not cover their table; names them.
             PlanError: the file can't be read.
         """
-        return ReportEntry.of(name, self._model().rated(plan).costs)
+        model = self._model()
+        if statistics is not None:
+            model = replace(model, context=model.context.with_statistics(statistics))
+        return ReportEntry.of(name, model.rated(plan).costs)
 
     @neutral()
     def without_ms(self, table: str) -> float:
