@@ -525,13 +525,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
-        self._last()
-        assert self._planned is not None
+        if self._planned is None:
+            raise DreamShardError(f"there is no plan: {self._result}")
         other = copy.copy(self)
         settings = replace(
             self._request.settings, statistics=statistics or self._request.settings.statistics, refine="none"
         )
         other._request, other.plan_loader = replace(self._request, settings=settings), None
+        other._callbacks = [callback for callback in self._callbacks if callback != self._as_loaded]
         other.plan(*self._planned)
         return other._last()
 
