@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.planning.test_replan import SHARDERS, model, planner
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DriftWatch, TableStatistics
+from tests.planning.test_replan import SHARDERS, model, planner
 
 NAMES = [f"{name}_f0" for name in "abcdefgh"]
 POOLING = (90, 60, 40, 20, 9, 6, 4, 1)
