@@ -6,8 +6,8 @@
 60 tasks, 20 of each kind: pooling factors of some features trade places (``popularity``), an eighth more tables come
 (``tables``), the batch is doubled (``batch``). Models of 16 to 64 tables with row-wise Adagrad, of Meta's published
 statistics and at random, on 4 to 16 H100s. A plan is made for what was, and re-planned for what is; costs are those
-that plans are chosen by. Shares of bytes are of those that moving to the plan made afresh takes, with its ranks named so
-that most stay. Of tables that come, staying has each where the plan made afresh has it, and the others as they were.
+that plans are chosen by. Shares of bytes are of those that moving to the plan made afresh takes, with its ranks named
+so that most stay. Of tables that come, staying has each where the plan made afresh has it, and the others as they were.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class DriftTask:
         ranks = (4, 8, 16)[self.index % 3]
         machine = Machine(ranks_per_host=min(ranks, RANKS_PER_HOST), hosts=-(-ranks // RANKS_PER_HOST), gpu="h100")
         known = {
-            name: feature for table in self.tables(after) for name, feature in zip(feature_names(table), table.features)
+            name: feature
+            for table in self.tables(after)
+            for name, feature in zip(feature_names(table), table.features, strict=True)
         }
         return DreamShardPlanner(
             topology=machine.topology(),
@@ -115,9 +117,7 @@ class DriftTask:
         return {
             "task": self.name,
             "tables": len(self.tables(True)),
-            "ranks": now.report().world_size
-            if hasattr(now.report(), "world_size")
-            else len(now.report().chosen.rank_ms),
+            "ranks": len(now.report().chosen.rank_ms),
             "stay_ms": found.now.step_ms,
             "afresh_ms": found.afresh.step_ms,
             "afresh_bytes": found.afresh.bytes_moved,

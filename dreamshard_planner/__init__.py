@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from dreamshard_planner.plans.comparison import Comparison, compare
     from dreamshard_planner.plans.explanation import Explanation
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import Report
     from dreamshard_planner.problem.sharding_groups import ShardingGroups
     from dreamshard_planner.search_space.placement_rules import PlacementRules
     from dreamshard_planner.torchrec_components.model_parallel import DistributedModelParallel
     from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
     from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
+    from dreamshard_planner.watch import DriftWatch
     from dreamshard_planner.workload.statistics import TableStatistics
     from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -50,6 +52,7 @@ __all__ = [
     "DistributedModelParallel",
     "DreamShardError",
     "DreamShardPlanner",
+    "DriftWatch",
     "EnvironmentWarning",
     "Explanation",
     "FeatureStatistics",
@@ -60,6 +63,7 @@ __all__ = [
     "ObservationError",
     "PlacementRules",
     "PlanError",
+    "Replan",
     "Report",
     "SavedPlan",
     "ShardingGroups",
@@ -84,6 +88,7 @@ _HOMES = (
     "plans.plan_file",
     "plans.comparison",
     "plans.explanation",
+    "plans.replan",
     "search_space.placement_rules",
     "problem.sharding_groups",
     "planner",
@@ -94,6 +99,7 @@ _HOMES = (
     "across_plans.saving",
     "observing.observation",
     "observing.observer",
+    "watch",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""
 

@@ -38,6 +38,7 @@ from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
@@ -197,6 +198,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._together: Together | None = None
 
     @property
+    def statistics(self) -> TableStatistics | None:
+        """The argument of this name."""
+        return self._request.settings.statistics
+
+    @property
     def optimizers_attached(self) -> bool:
         """The argument of this name, for plans to come."""
         return self._request.settings.optimizers_attached
@@ -286,9 +292,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         except PlannerError as error:
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
-            if not left_out:
-                raise
-            raise PlannerError(f"{error} {left_out}", error.error_type) from error
+            raise PlannerError(" ".join(filter(None, (reason_first(error), left_out))), error.error_type) from None
 
     def _concluded(self, session: PlanningSession) -> PlanResult | str:
         """What the loop came to; or why there is nothing to tell."""
@@ -402,19 +406,23 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return list(self._last().plan)
 
     @neutral()
-    def predict(self, plan: AnyPlan, name: str = "plan") -> ReportEntry:
+    def predict(self, plan: AnyPlan, name: str = "plan", *, statistics: TableStatistics | None = None) -> ReportEntry:
         """Predicted cost of any plan of the last planned module, whoever made it.
 
         Args:
             plan: a ``ShardingPlan``, the file of a plan, or one option per table with ``shard.rank`` set.
             name: of the entry.
+            statistics: of other data than the planner's.
 
         Raises:
             PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
                 shards that do not cover their table; names them.
             PlanError: the file can't be read.
         """
-        return ReportEntry.of(name, self._model().rated(plan).costs)
+        model = self._model()
+        if statistics is not None:
+            model = replace(model, context=model.context.with_statistics(statistics))
+        return ReportEntry.of(name, model.rated(plan).costs)
 
     @neutral()
     def without_ms(self, table: str) -> float:
@@ -517,13 +525,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
-        self._last()
-        assert self._planned is not None
+        if self._planned is None:
+            raise DreamShardError(f"there is no plan: {self._result}")
         other = copy.copy(self)
         settings = replace(
             self._request.settings, statistics=statistics or self._request.settings.statistics, refine="none"
         )
         other._request, other.plan_loader = replace(self._request, settings=settings), None
+        other._callbacks = [callback for callback in self._callbacks if callback != self._as_loaded]
         other.plan(*self._planned)
         return other._last()
 
@@ -559,17 +568,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
     def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        """For the plan loader: options as its file has them, with all estimates, which TorchRec's statistics read."""
-        options = self._model().matched(saved)
-        bare = [option for option in options.values() if any(shard.perf is None for shard in option.shards)]
-        if bare:
-            self._enumerator.populate_estimates(bare)
-        return options
+        """For the plan loader: options as its file has them."""
+        return self._model().matched(saved)
 
     def _as_loaded(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions."""
-        return (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        and promotions; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
+        plan = (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        if bare := [option for option in plan if any(shard.perf is None for shard in option.shards)]:
+            self._enumerator.populate_estimates(bare)
+        return plan
 
 
 @dataclass(frozen=True)

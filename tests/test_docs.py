@@ -195,13 +195,13 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
 
 
 def test_files_that_contributors_are_sent_to_exist() -> None:
-    """From the project's folder or the package's; a bare name lies beside the file that was named before it."""
-    folder = ROOT
-    for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", PAGES["contributing.md"]):
-        places = [ROOT / name, ROOT / "dreamshard_planner" / name, folder / name]
-        path = next((path for path in places if path.is_file()), None)
-        assert path is not None, name
-        folder = path.parent
+    """From the project's folder or the package's; bare names lie beside another file of the same paragraph."""
+    for paragraph in re.split(r"\n(?=\n|\d+\. |\* )", PAGES["contributing.md"]):
+        folders = {ROOT, ROOT / "dreamshard_planner"}
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", paragraph):
+            paths = [folder / name for folder in folders if (folder / name).is_file()]
+            assert paths, name
+            folders |= {path.parent for path in paths}
 
 
 def _anchors(text: str) -> set[str]:

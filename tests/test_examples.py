@@ -16,7 +16,7 @@ import torch
 from tests.faults import PATIENCE_SECONDS
 
 FOLDER = Path(__file__).parent.parent / "examples"
-ON_RANKS = ("reuse_plan", "train_dlrm")
+ON_RANKS = ("replan", "reuse_plan", "train_dlrm")
 ALONE = {
     "calibrate": ("2", "my.safetensors"),
     "parquet_statistics": (),
@@ -47,6 +47,9 @@ def test_example_runs_on_two_ranks(name: str) -> None:
     source = "roofline (" if gpus else "network (cpu.safetensors"
     assert f"Compute: {source}" in done.stdout
     assert "trained 10 steps on 2 rank(s)" in done.stdout
+    losses = re.findall(r"unmoved ([\d.]+), moved ([\d.]+)", done.stdout)
+    assert len(losses) == (10 if name == "replan" else 0)
+    assert all(float(unmoved) == pytest.approx(float(moved), abs=2e-6) for unmoved, moved in losses)
 
 
 @pytest.mark.parametrize("name", ON_RANKS)

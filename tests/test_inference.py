@@ -21,6 +21,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
@@ -204,8 +205,9 @@ def torchrec_plan(model, sharders, constraints, **common):
     perf = EmbeddingPerfEstimator(topology=topology, constraints=constraints, is_inference=served)
     storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
     enumerator = EmbeddingEnumerator(topology, 64, constraints, [perf, storage])
+    proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]  # a grid would take minutes
     planner = EmbeddingShardingPlanner(
-        **common, constraints=constraints, enumerator=enumerator, stats=[], timeout_seconds=10
+        **common, constraints=constraints, enumerator=enumerator, proposer=proposers, stats=[]
     )
     try:
         planner.plan(model, sharders)
@@ -354,6 +356,6 @@ def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
     sharding = read.sharding(planner.options)
     state = ShardingState(cost, sharding, 1.0)
     for table, options in enumerate(read.problem.tables):
-        tried = state.tried(table, range(len(options)))
+        tried = state.tried([(table, option) for option in range(len(options))])
         expected = [cost.overall_ms(sharding.changed(*changes[0])) for changes in tried.changes]
         assert tried.overall_Q.tolist() == pytest.approx([ms * 1e5 for ms in expected], abs=1)

@@ -69,7 +69,10 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     if name.strip() not in AXES or not equals or not listed(values):
         raise typer.BadParameter(f"--vary {text!r}: give one of {', '.join(AXES)} and its values, as gpus=4,8,16")
     axis, read = AXES[name.strip()]
-    return axis, [read(value) for value in listed(values)]
+    try:
+        return axis, [read(value) for value in listed(values)]
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"--vary {text!r}: {error}") from error
 
 
 def _around(job: Job) -> dict[str, list[Any]]:

@@ -119,8 +119,9 @@ class Job:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Tables whose shape or ids are hardly meant, in words."""
-        return doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
+        """Machine, and tables whose shape or ids are hardly meant, in words."""
+        tables = doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
+        return (*self.machine.doubtful, *tables)
 
     def planner(self) -> DreamShardPlanner:
         """A planner for the job."""

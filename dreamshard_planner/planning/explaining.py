@@ -83,6 +83,7 @@ def explain(
             alone_ms=here.alone_ms[table],
             bytes=int(rated.read.problem.storage_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
             **changes.of(rated.read.problem.names[table]),
+            why_whole=_why_whole(rated.read.problem.names[table], context, wider, rated.options, others),
         )
         for table in costliest[:MAX_TABLES]
     )
@@ -92,7 +93,7 @@ def explain(
         headline = f"{verdict(cost, (), each_collective(rated.cost, rated.sharding))}. {headline}"
     elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
-        headline = f"{headline} {_remedy(entry, _why_whole(bottleneck, context, wider, others))}"
+        headline = f"{headline} {_remedy(entry)}"
         headline += _beyond(wider, given, rated, bottleneck, rank)
     return Explanation(
         rank=rank,
@@ -285,7 +286,7 @@ def _verdict(rated: Rated, here: _Here, rank: int) -> tuple[str | None, str]:
     )
 
 
-def _remedy(entry: TableCost | None, why_whole: str) -> str:
+def _remedy(entry: TableCost | None) -> str:
     """What changing the table itself would gain, or why it can't be split."""
     tried = {} if entry is None else {"splitting": entry.splitting, "caching": entry.caching}
     changes = {what: change for what, change in tried.items() if change is not None}
@@ -293,26 +294,36 @@ def _remedy(entry: TableCost | None, why_whole: str) -> str:
     if best is not None and best.gain_ms > 0:
         return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms."
     gains_nothing = f"{' and '.join(changes).capitalize()} it would gain nothing. " if changes else ""
-    whole = "" if "splitting" in changes else f"It is not split further: {why_whole}. "
+    whole = "" if entry is None or "splitting" in changes else f"It is not split further: {entry.why_whole}. "
     return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help."
 
 
-def _why_whole(table: str, context: PlanningContext, wider: WiderSpace | None, others: Sequence[ShardingOption]) -> str:
+def _why_whole(
+    table: str,
+    context: PlanningContext,
+    wider: WiderSpace | None,
+    plan: Sequence[ShardingOption],
+    others: Sequence[ShardingOption],
+) -> str:
     """Why a table has no option of more parts that fits."""
+    parts = next(option.num_shards for option in plan if fqn_of(option) == table)
     name = table.rpartition(".")[2]
 
     def splitting(constraints: Mapping[str, ParameterConstraints] | None) -> set[str]:
         allowed = (constraints or {}).get(name, ParameterConstraints()).sharding_types or ()
         return {kind for kind in allowed if SHARDING_TYPES[kind].splits_rows or SHARDING_TYPES[kind].splits_columns}
 
-    if any(fqn_of(option) == table and option.num_shards > 1 for option in others):
+    if any(fqn_of(option) == table and option.num_shards > parts for option in others):
         return "its parts find no room on other ranks"
+    if parts > 1:
+        return "it has as many parts as it may have"
     if splitting(context.constraints):
         return "it has too few rows and columns"
     opened = set() if wider is None else splitting(wider.context.constraints)
     if wider is not None and opened:
         return f"{wider.opened_by} would allow {' or '.join(sorted(opened))}"
-    return "its sharding_types, those of its sharder, or TorchRec's defects leave only whole tables"
+    exact = ", exact training" if wider is not None else ""
+    return f"its sharding_types, those of its sharder{exact} or TorchRec's defects leave only whole tables"
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:

@@ -70,8 +70,7 @@ class GivenPlans:
 
     def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
         """The options that a file chose, with its ranks and load factors, each by the storage hash of the enumerated
-        option that it was made from. A table that may be cached may have been promoted to device memory, as
-        TorchRec's ``EmbeddingOffloadScaleupProposer`` does.
+        option that it was made from (:meth:`known`).
 
         Raises:
             PlannerError: as :meth:`options`, and where a table is sharded in a way that was not enumerated for it.
@@ -81,9 +80,7 @@ class GivenPlans:
         chosen = {}
         for fqn, choices in self.by_table.items():
             sharding = given[fqn]
-            known = self._known(choices, sharding)
-            if known is None and sharding.kernel == FUSED:
-                known = self._known(choices, replace(sharding, kernel=CACHING))
+            known = self.known(fqn, sharding)
             if known is None:
                 ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
                 raise PlannerError(
@@ -119,6 +116,13 @@ class GivenPlans:
             f"leaves {room}: {over} are missing",
             PlannerErrorType.INSUFFICIENT_STORAGE,
         )
+
+    def known(self, fqn: str, sharding: TableSharding) -> ShardingOption | None:
+        """The enumerated option of a table that shards it so, if there is one. What may be cached may have been
+        promoted to device memory, as TorchRec's ``EmbeddingOffloadScaleupProposer`` does."""
+        kernels = (sharding.kernel, *([CACHING] if sharding.kernel == FUSED else []))
+        found = (self._known(self.by_table[fqn], replace(sharding, kernel=kernel)) for kernel in kernels)
+        return next(filter(None, found), None)
 
     def _check_tables(self, given: Mapping[str, Any]) -> None:
         unknown = [name for name in given if name not in self.by_table]

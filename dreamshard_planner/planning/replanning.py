@@ -145,8 +145,9 @@ class _Ways:
         given = GivenPlans(model.context, model.search_space, model.left)
         named = given.options(renamed(self._saved, names_that_keep_most_of(held.shards, self._saved)))
         searched = _searched(model, named)
-        now = [given.as_option(fqn, table) for fqn, table in held.whole.items()]
-        now = [option for option in now if _may_stay(option, searched, held.same_ranks)]
+        known = {fqn: table for fqn, table in held.whole.items() if given.known(fqn, table) is not None}
+        now = [given.as_option(fqn, table) for fqn, table in known.items()]
+        now = [option for option in now if _may_stay(option, searched)]
         options = list({_way(option): option for option in [*now, *named, *searched]}.values())
         model.context.complete(options)
         self.read = model.context.read(options, model.left)
@@ -165,7 +166,7 @@ class _Ways:
         """Why the current plan cannot stay."""
         kept = {self.cost.problem.names[table] for table, *_ in self.kept}
         cut = [fqn for fqn in self._held.whole if fqn not in kept]
-        forced = [*self._held.forced, *([f"to be cut anew: {some_of(cut, ())}"] if cut else ())]
+        forced = [*self._held.forced, *([f"may not be sharded as they are: {some_of(cut, ())}"] if cut else ())]
         return tuple(forced or ([] if self.starts else ["it does not keep within memory and rules"]))
 
     def received_UN(self, table: int, option: int) -> np.ndarray:
@@ -246,13 +247,10 @@ def _searched(model: PlannedModel, fresh: Sequence[ShardingOption]) -> list[Shar
     return usable if guessed else certain_options(usable, context.reader.is_guess)
 
 
-def _may_stay(option: ShardingOption, searched: Sequence[ShardingOption], same_ranks: bool) -> bool:
-    """Whether a table may stay sharded as it is: where ranks changed, if it would be cut so for those that there are;
-    else unless one EmbeddingCollection would have column slices of two widths, which TorchRec cannot mix."""
-    if any(_way(option) == _way(other) for other in searched):
-        return True
+def _may_stay(option: ShardingOption, searched: Sequence[ShardingOption]) -> bool:
+    """Unless an EmbeddingCollection could come to have column slices of two widths, which TorchRec cannot mix."""
     mixes = type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
-    return same_ranks and not mixes
+    return not mixes or any(_way(option) == _way(other) for other in searched)
 
 
 def _way(option: ShardingOption) -> Hashable:

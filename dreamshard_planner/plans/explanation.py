@@ -56,6 +56,8 @@ class TableCost:
     """The best way to shard it in more parts; None where none is allowed or fits."""
     caching: Change | None
     """Its rows in unified memory behind a cache; None where that is not allowed, not there, or so already."""
+    why_whole: str = ""
+    """Why it is not split further, where nothing splits it."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,9 @@ class Explanation:
                     f"{table.table:<{width}}{table.marginal_ms:>12.3f}{table.alone_ms:>14.3f}"
                     f"{size_in_words(table.bytes):>12}  {table.sharding}"
                 )
-                changes = {"moved away": table.leaving, "split further": table.splitting, "cached": table.caching}
-                lines += [f"    {what}: {_gain(change)}" for what, change in changes.items()]
+                lines.append(f"    moved away: {_gain(table.leaving) or 'no other rank has room'}")
+                lines.append(f"    split further: {_gain(table.splitting) or f'not possible, {table.why_whole}'}")
+                lines += [f"    cached: {_gain(table.caching)}"] if table.caching else []
         lines += [f"... and {self.other_tables} more tables on this rank"] if self.other_tables else []
         lines += [
             f"{memory.kind}: {size_in_words(memory.used)} of {size_in_words(max(0, memory.limit))} used; the storage "
@@ -139,7 +142,7 @@ class Explanation:
 
 def _gain(change: Change | None) -> str:
     if change is None:
-        return "not possible, or no room for it"
+        return ""
     than_now = "faster" if change.gain_ms >= 0 else "slower"
     return f"{change.how}: {abs(change.gain_ms):.3f} ms {than_now}, {change.total_ms:.3f} ms a step"
 

@@ -273,7 +273,9 @@ def _document(path: Path) -> dict[str, Any]:
     """The entries of a plan file, without format and version."""
     document = read_json(path, PlanError)
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-        raise PlanError(f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r}")
+        raise PlanError(
+            f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r} (dreamshard info tells more)"
+        )
     version = document.pop("version", None)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise PlanError(f"{path}: unreadable version {brief(version)}")

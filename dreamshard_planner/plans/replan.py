@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What a plan costs against what moving to it takes: the curve, and the plan that pays most for the steps that remain."""
+"""What plans cost against what moving to them takes: the curve, and what pays over the steps that remain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.formatting import seconds_in_words, size_in_words
-
 
 SHOWN = 0.005
 """Share of the cost that a row of the curve gains at least."""
@@ -108,6 +107,7 @@ class Replan:
                 f"Stay with {self.before}: {chosen.step_ms:.3f} ms per step, and no plan saves as much over {steps} "
                 "as moving to it takes."
             )
+        because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
         what = f"{chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}"
         if self.forced and chosen == self.now:
             return (
@@ -126,7 +126,7 @@ class Replan:
         return {**document, "stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
-        """Of the curve, for people: :attr:`COLUMNS`, without what gains less than half a percent over the row before."""
+        """Of the curve, for people: :attr:`COLUMNS`, without what gains less than half a percent over the last row."""
         shown = [self.now]
         for move in self.curve:
             if move.step_ms < shown[-1].step_ms - SHOWN * self.now.step_ms or move == self.chosen != self.now:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -282,9 +281,9 @@ class _Walk:
         fits_Q = ((more_QDM <= state.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
 
         collective_ms = problem.collectives.ms(bytes_QDC.transpose(1, 2))
-        moved_Q = torch.zeros(count, dtype=torch.int64)
-        moved_Q.index_add_(0, torch.tensor([query for query, _, _ in changed]),
-                           torch.tensor([sign * of[2] for (_, sign, _), of in zip(changed, laid, strict=True)]))  # fmt: skip
+        moved_Y = torch.tensor([sign * bytes_of for (_, sign, _), (*_, bytes_of) in zip(changed, laid, strict=True)])
+        query_Y = torch.tensor([query for query, _, _ in changed])
+        moved_Q = torch.zeros(count, dtype=torch.int64).index_add_(0, query_Y, moved_Y)
         exact_Q, smooth_Q = (overall_ms(slowest_Q, collective_ms).masked_fill(~fits_Q, torch.inf)
                              for slowest_Q in (device_QD.amax(-1), self._smooth(device_QD)))  # fmt: skip
         return _Rated(exact_Q, smooth_Q, moved_Q)

@@ -82,7 +82,9 @@ def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottle
     assert 0 < gain_ms <= one.beyond_exact_training().exact_ms - one.beyond_exact_training().total_ms + 1e-3
     fixed = planner(hot=900.0, cost_source="roofline", constraints=types)
     fixed.plan(module, SHARDERS)
-    assert "exact_training=False" not in fixed.explain().headline
+    told = str(fixed.explain())
+    assert "exact_training=False" not in told
+    assert "split further: not possible, its sharding_types, those of its sharder or TorchRec's defects" in told
 
 
 def test_collectives_come_first_where_they_dominate_and_assumptions_are_told() -> None:

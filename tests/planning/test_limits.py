@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import SHARDERS, planner, ranks_of, small_model, topology
+from small_models import SHARDERS, collection, planner, ranks_of, small_model, table, topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Storage
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Storage
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
@@ -57,6 +57,14 @@ def test_constraints_that_are_no_numbers_are_refused(value: object) -> None:
     constraints = {"t0": ParameterConstraints(pooling_factors=[value])}
     with pytest.raises(PlannerError, match=f"table 't0': pooling_factors must be numbers from 0 .* got {value!r}"):
         planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+def test_what_is_short_comes_before_torchrecs_advice() -> None:
+    with pytest.raises(
+        PlannerError, match=r"(?s)^Tables do not fit: .*GiB.*\nTorchRec: Unable to find a plan"
+    ) as caught:
+        planner(topology=topology(memory=2**30)).plan(collection(table("t0", 2**25, 64)), SHARDERS)
+    assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
 
 
 def test_tables_that_fit_no_machine_are_refused_by_name() -> None:

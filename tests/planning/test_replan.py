@@ -17,7 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from typer.testing import CliRunner
 
-from dreamshard_planner import FeatureStatistics, PlacementRules, PlanError, SavedPlan, TableStatistics, compare
+from dreamshard_planner import FeatureStatistics, JsonPlanLoader, PlacementRules, PlanError, SavedPlan, TableStatistics, compare
 from dreamshard_planner.cli import app
 from dreamshard_planner.planning.replanning import Held, _Ways
 from dreamshard_planner.plans.replan import Move, Moving, best
@@ -96,6 +96,18 @@ def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
     assert made.saved_plan() == saved
 
 
+def test_a_plan_that_was_loaded_is_replanned_like_one_that_was_made(tmp_path: Path) -> None:
+    made = planned()
+    made.save_plan(tmp_path / "plan.json")
+    loaded = planned(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+    arguments = {"steps": 10**9, "statistics": statistics("hgfedcba")}
+    one, other = (planner.replan(tmp_path / "plan.json", **arguments) for planner in (made, loaded))
+    assert one.curve == other.curve and not other.stays
+    other.plan.save(tmp_path / "new.json")
+    again = planned(plan_loader=JsonPlanLoader(tmp_path / "new.json"))
+    assert again.saved_plan().sharding == one.plan.sharding
+
+
 def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -> None:
     saved, after = planned().saved_plan(), planned("hgfedcba")
     long, short, slow = (
@@ -111,7 +123,7 @@ def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -
 def test_no_more_bytes_move_than_may() -> None:
     saved, after = planned().saved_plan(), planned("hgfedcba")
     most = after.replan(saved, steps=10**9).chosen.bytes_moved
-    for limit in (0, 10**6, most // 2, most):
+    for limit in (0, most // 2, most):
         found = after.replan(saved, steps=10**9, max_bytes_moved=limit)
         check(found, saved)
         assert found.chosen.bytes_moved <= limit
@@ -230,7 +242,7 @@ def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_byt
     check(found, current)
     sizes = [table.rows * table.dim * 4 for table in current.inputs.tables.values()]
     assert found.chosen.bytes_moved == pytest.approx(0.75 * sum(sizes), rel=0.01)
-    assert "2 -> 4 ranks" in found.forced and found.forced[1].startswith("to be cut anew: 'sparse.a'")
+    assert "2 -> 4 ranks" in found.forced and found.forced[1].startswith("may not be sharded as they are: 'sparse.a'")
 
 
 def test_plans_of_torchrec_are_replanned_too() -> None:
