@@ -43,13 +43,11 @@ def main() -> None:
     statistics = TableStatistics.from_batches(batch.sparse_features for _, batch in zip(range(3), data, strict=False))
     planner = DreamShardPlanner(batch_size=BATCH_SIZE, statistics=statistics)
     model = DistributedModelParallel(model, device=device, planner=planner)  # <- the one changed line
-
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device)
     batches = iter(data)
-    file = sys.argv[2] if sys.argv[1:2] == ["--observe"] else None  # read by dreamshard observed and learn
-    with observe(model, planner, file):
+    with observe(model, planner, *sys.argv[2:]):  # --observe observation.json: for dreamshard observed and learn
         losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
     if dist.get_rank() == 0:
         print(planner.report())
