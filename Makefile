@@ -76,8 +76,8 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	@set -e; for release in $(MATRIX); do \
 	    echo "== torchrec $$release"; \
 	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q \
-	        tests/distributed/test_smoke.py tests/test_plugin.py tests/test_table_reader.py tests/test_refusals.py \
-	        tests/test_report.py tests/test_links.py tests/test_estimates.py tests/test_plan_file.py; \
+	        tests/distributed/test_smoke.py tests/torchrec_components/test_plugin.py tests/problem/test_table_reader.py tests/planning/test_refusals.py \
+	        tests/plans/test_report.py tests/problem/test_links.py tests/search_space/test_estimates.py tests/plans/test_plan_file.py; \
 	done
 
 .venv-%/installed: requirements/%.txt

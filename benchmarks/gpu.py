@@ -99,7 +99,7 @@ class Stage:
 
 def tests(node: Node, seconds: float) -> list[str]:
     """Of kernels on the device, and of collectives where there are GPUs for them."""
-    chosen = ["-m", "gpu"] if node.device == "cuda" else ["-m", "not gpu", ROOT / "tests" / "test_gpu.py"]
+    chosen = ["-m", "gpu"] if node.device == "cuda" else ["-m", "not gpu", ROOT / "tests" / "measure" / "test_gpu.py"]
     return node.python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *chosen)
 
 

@@ -73,8 +73,8 @@ def main() -> None:
     parser = argument_parser(__doc__)
     try:
         config = Config(**vars(parser.parse_args()))
-        if config.report:
-            check_writable(config.report)
+        for file in filter(None, (config.report, config.observe)):
+            check_writable(file)
         local_rank, local_world_size = local_ranks()
     except (ValueError, DreamShardError) as error:
         parser.error(str(error))
@@ -115,7 +115,7 @@ def run(config: Config, node: Node) -> Result | None:
         plan = planned.plans[name]
         model = DistributedModelParallel(fresh_model(), plan=plan, sharders=sharders, device=node.device)
         fill_tables(model, tables, config.seed)
-        return Trainee(model, batches, node, now)
+        return Trainee(model, batches, node, now, planned.judge)
 
     ranks = node.gather(train_side_by_side(build, config, node))
     return None if node.rank else Result.of(ranks, planned, scaling, config, node)

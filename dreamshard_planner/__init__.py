@@ -21,10 +21,13 @@ if TYPE_CHECKING:
         DatasetError,
         DreamShardError,
         FileError,
+        ObservationError,
         PlanError,
         StatisticsError,
         TaskError,
     )
+    from dreamshard_planner.observing.observation import Observation
+    from dreamshard_planner.observing.observer import observe
     from dreamshard_planner.planner import DreamShardPlanner
     from dreamshard_planner.plans.comparison import Comparison, compare
     from dreamshard_planner.plans.explanation import Explanation
@@ -56,6 +59,8 @@ __all__ = [
     "FileError",
     "JsonPlanLoader",
     "MissingLibraryError",
+    "Observation",
+    "ObservationError",
     "PlacementRules",
     "PlanError",
     "Replan",
@@ -68,6 +73,7 @@ __all__ = [
     "attach_optimizers",
     "compare",
     "load_across_plans",
+    "observe",
     "save_across_plans",
 ]
 
@@ -91,6 +97,8 @@ _HOMES = (
     "torchrec_components.replica_optimizers",
     "across_plans.loading",
     "across_plans.saving",
+    "observing.observation",
+    "observing.observer",
     "watch",
 )
 """Modules of these names, the quickest to load first; none is called as a name is."""

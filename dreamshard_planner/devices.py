@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
 
 GB = 10**9
+GPUS_OF_A_HOST = 8
+"""In the vendor's own machines of those GPUs that have a network."""
 MAX_RANKS_OF_A_HOST = 16
 """More on one host are taken for a forgotten ``local_world_size``."""
 
@@ -163,6 +165,16 @@ class Machine:
         """For people."""
         what = "CPU ranks" if self.device == "cpu" else GPUS[self.gpu].title if self.gpu else "GPUs"
         return f"{self.ranks_per_host} {what}" + (f" on each of {self.hosts} hosts" if self.hosts > 1 else "")
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """What is hardly meant, in words."""
+        if self.gpu is None or GPUS[self.gpu].network_bytes_per_s is None or self.ranks_per_host <= GPUS_OF_A_HOST:
+            return ()
+        return (
+            f"{self.title} are taken to be on one host, and the vendor's have {GPUS_OF_A_HOST}: for several hosts give "
+            "the ranks of one (--gpus) and their number (--nodes)",
+        )
 
     def topology(self) -> Topology:
         """As TorchRec's planner takes it, with its own defaults for what is not known."""

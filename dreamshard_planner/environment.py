@@ -65,8 +65,8 @@ def how_to_install(library: Library) -> str:
     if library is TORCH:
         return f"pip install 'torch>={_text(min(FBGEMM_OF_TORCH))}'"
     if library is FBGEMM:
-        release = FBGEMM_OF_TORCH.get(_release(installed(*TORCH.packages)))
-        pin = "" if release is None else f"=={_text(release)}.0"
+        torch = _release(installed(*TORCH.packages))
+        pin = f"=={_text(FBGEMM_OF_TORCH[torch])}.0" if torch in FBGEMM_OF_TORCH else ""
         return f"pip install fbgemm-gpu{pin}, or without a GPU pip install fbgemm-gpu-cpu{pin}"
     return (
         f"pip install --no-deps 'torchrec{torchrec_bounds()}' && "

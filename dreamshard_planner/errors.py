@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class DreamShardError(Exception):
@@ -21,9 +22,13 @@ class DatasetError(DreamShardError):
 class CalibrationRefused(DreamShardError):
     """A calibration left everything as it was, and says why; ``checks`` holds the errors that it found."""
 
-    def __init__(self, reason: str, checks: Sequence[dict] = ()) -> None:
+    def __init__(self, reason: str, checks: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(reason)
         self.checks = checks
+
+
+class ObservationError(DreamShardError, ValueError):
+    """Observed training steps are missing, damaged, of other hardware or of another version; names the file."""
 
 
 class PlanError(DreamShardError, ValueError):

@@ -38,6 +38,7 @@ from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
@@ -70,8 +71,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     Args:
         topology: the devices; by default those of the initialised process group, CPUs where its backend is gloo.
         batch_size: local batch size; TorchRec's default is 512.
-        checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), a path, or a
-            loaded checkpoint.
+        checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), ``"roofline"``
+            (bandwidths, whatever was measured), a path, or a loaded checkpoint.
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.
@@ -237,6 +238,20 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             warnings.warn(lost, stacklevel=3)
         return sharding_plan
 
+    @neutral()
+    def read(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
+        """Read ``module`` without planning it: :meth:`predict`, :meth:`explain` and :meth:`saved_plan` then take plans
+        of it that are there already.
+
+        Raises:
+            PlannerError, StatisticsError: as :meth:`plan`, but for tables that do not fit.
+        """
+        sharders = list(sharders)
+        self._result = "the last module was read, and not planned"
+        self._session = self._read(module, sharders)
+        self._use(self._session)
+        self._enumerator.enumerate(module, sharders)
+
     def _read(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> PlanningSession:
         """The problem of a module."""
         searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
@@ -277,9 +292,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         except PlannerError as error:
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
-            if not left_out:
-                raise
-            raise PlannerError(f"{error} {left_out}", error.error_type) from error
+            raise PlannerError(" ".join(filter(None, (reason_first(error), left_out))), error.error_type) from None
 
     def _concluded(self, session: PlanningSession) -> PlanResult | str:
         """What the loop came to; or why there is nothing to tell."""
@@ -310,12 +323,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 wait is unknown for backends that don't say.
         """
         if pg is None:
-            if not dist.is_initialized():
-                raise DreamShardError(
-                    "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
-                    "use plan(), which needs none"
-                )
             pg = dist.group.WORLD
+        if pg is None:
+            raise DreamShardError(
+                "collective_plan needs a process group: call torch.distributed.init_process_group() first, or "
+                "use plan(), which needs none"
+            )
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
         def make(together: Together) -> ShardingPlan:
@@ -448,6 +461,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         self.saved_plan(name=Path(path).name).save(path)
 
+    def lookups_per_sample(self) -> dict[str, float]:
+        """By feature, that the last plan was made for: from statistics, constraints, or TorchRec's default.
+
+        Raises:
+            DreamShardError: there is no plan yet on this rank.
+        """
+        reader = self._last().model.context.reader
+        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in self._last().plan)
+        return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
+
     @neutral()
     def replan(
         self,
@@ -545,17 +568,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return getattr(self._enumerator, "last_stored_search_space", None) or ()
 
     def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        """For the plan loader: options as its file has them, with all estimates, which TorchRec's statistics read."""
-        options = self._model().matched(saved)
-        bare = [option for option in options.values() if any(shard.perf is None for shard in option.shards)]
-        if bare:
-            self._enumerator.populate_estimates(bare)
-        return options
+        """For the plan loader: options as its file has them."""
+        return self._model().matched(saved)
 
     def _as_loaded(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions."""
-        return (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        and promotions; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
+        plan = (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        if bare := [option for option in plan if any(shard.perf is None for shard in option.shards)]:
+            self._enumerator.populate_estimates(bare)
+        return plan
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics, observe
 
 ROWS, LOOKUPS = [100_000, 50_000, 20_000, 5_000, 1_000, 100], [20, 1, 5, 50, 10, 1]
 FEATURES = [f"f{index}" for index in range(len(ROWS))]
@@ -42,12 +43,12 @@ def main() -> None:
     statistics = TableStatistics.from_batches(batch.sparse_features for _, batch in zip(range(3), data, strict=False))
     planner = DreamShardPlanner(batch_size=BATCH_SIZE, statistics=statistics)
     model = DistributedModelParallel(model, device=device, planner=planner)  # <- the one changed line
-
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device)
     batches = iter(data)
-    losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
+    with observe(model, planner, *sys.argv[2:]):  # --observe observation.json: for dreamshard observed and learn
+        losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
     if dist.get_rank() == 0:
         print(planner.report())
         print(f"trained {STEPS} steps on {dist.get_world_size()} rank(s); loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -62,6 +62,14 @@ def test_figures_that_nobody_gave_are_pointed_out() -> None:
     assert default_notes(Topology(world_size=1, compute_device="cpu")) == ()
 
 
+def test_more_gpus_than_a_host_has_are_doubtful() -> None:
+    assert (
+        Machine(ranks_per_host=8, hosts=8, gpu="h100").doubtful == Machine(ranks_per_host=10, gpu="l4").doubtful == ()
+    )
+    (told,) = Machine(ranks_per_host=16, gpu="h100").doubtful
+    assert told.startswith("16 NVIDIA H100 SXM are taken to be on one host, and the vendor's have 8")
+
+
 def test_costs_of_one_device_used_on_another_are_noted() -> None:
     measured = Checkpoint.load(SHIPPED / "cpu.safetensors")
     cuda, cpu = (Machine(ranks_per_host=2, device=device).topology() for device in ("cuda", "cpu"))
@@ -88,6 +96,6 @@ def test_reports_say_so() -> None:
         batch_size=64,
         settings={"checkpoint": SHIPPED / "cpu.safetensors", "search_seconds": 0.2, "sharding_types": ["table_wise"]},
     )
-    notes = job.plan().outline.notes
+    notes = job.plan().report.notes
     assert any("measured on cpu" in note.text for note in notes)
     assert any("TorchRec's defaults" in note.text and "intra_host_bw" in note.text for note in notes)

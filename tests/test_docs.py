@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
-from test_commands import parse
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -29,6 +28,7 @@ from dreamshard_planner import TableStatistics
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.environment import FBGEMM, installed
 from dreamshard_planner.offline.table_list import TableEntry, read_table_list
+from tests.cli.test_commands import parse
 
 ROOT = Path(__file__).parent.parent
 FORMATS = (ROOT / "docs" / "file_formats.md").read_text()
@@ -63,9 +63,15 @@ def _given() -> dict[str, Any]:
         apply_optimizer_in_backward(RowWiseAdagrad, made.parameters(), {"lr": 0.02})
         return made
 
+    def train_steps(model: torch.nn.Module) -> None:
+        for batch in 3 * batches:
+            model(batch.sparse_features).values().sum().backward()
+
     data = RandomRecDataset(features, 64, hash_sizes=rows, ids_per_features=lookups, manual_seed=0)
+    batches = [batch for _, batch in zip(range(2), data, strict=False)]
     return {
-        "some_batches": [batch for _, batch in zip(range(2), data, strict=False)],
+        "some_batches": batches,
+        "train_steps": train_steps,
         "local_batch_size": 64,
         "device": torch.device("cpu"),
         "model": model("meta"),
@@ -186,6 +192,16 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
             assert path.resolve().is_relative_to(folder), f"{target} is not on the site"
         if anchor:
             assert anchor in _anchors(path.read_text()), target
+
+
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    """From the project's folder or the package's; bare names lie beside another file of the same paragraph."""
+    for paragraph in re.split(r"\n(?=\n|\d+\. |\* )", PAGES["contributing.md"]):
+        folders = {ROOT, ROOT / "dreamshard_planner"}
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", paragraph):
+            paths = [folder / name for folder in folders if (folder / name).is_file()]
+            assert paths, name
+            folders |= {path.parent for path in paths}
 
 
 def _anchors(text: str) -> set[str]:

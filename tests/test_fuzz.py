@@ -29,7 +29,6 @@ from hypothesis import given, note, settings
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save
 from small_models import SHARDERS, small_model, topology
-from test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
 from torchrec.distributed.planner.planners import validate_rank_assignment
 from torchrec.distributed.planner.types import PlannerError
 
@@ -54,6 +53,7 @@ from dreamshard_planner.measure.collectives import Collectives
 from dreamshard_planner.workload.pools import load_tables, named_pool, save_tables
 from dreamshard_planner.workload.sketch import IdSketch
 from tests.ambient_states import STATES
+from tests.cost.test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
 from tests.mixed_models import MixedCase
 from tests.strategies import HostileCase, cases, changed_bytes, changed_json, hostile_cases, states
 from tests.test_mixed_models import check_plan, check_refusal

@@ -21,6 +21,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
@@ -204,8 +205,9 @@ def torchrec_plan(model, sharders, constraints, **common):
     perf = EmbeddingPerfEstimator(topology=topology, constraints=constraints, is_inference=served)
     storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
     enumerator = EmbeddingEnumerator(topology, 64, constraints, [perf, storage])
+    proposers = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]  # a grid would take minutes
     planner = EmbeddingShardingPlanner(
-        **common, constraints=constraints, enumerator=enumerator, stats=[], timeout_seconds=10
+        **common, constraints=constraints, enumerator=enumerator, proposer=proposers, stats=[]
     )
     try:
         planner.plan(model, sharders)
@@ -327,6 +329,14 @@ def test_a_report_tells_served_tables_from_trained_ones(tmp_path: Path) -> None:
     assert {table.kernel for table in planner.report().tables} == {"quant", "fused"}
 
 
+def test_trained_tables_beside_served_ones_are_measured() -> None:
+    trained = EmbeddingBagCollection([EmbeddingBagConfig(20_000, 64, "u", feature_names=["g"])], device=META)
+    model = nn.ModuleDict({"served": bags(DataType.INT4), "trained": trained})
+    sharders = [*DEFAULT_SHARDERS, EmbeddingBagCollectionSharder()]
+    notes = plan_of(model, sharders=sharders, refine="measure", refine_seconds=1.0).report().notes
+    assert any("not measured, but predicted" in note.text for note in notes)
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside trained tables"])
 def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
     """Its sums leave a group where nothing is left of it, which the count of shards tells."""
@@ -346,6 +356,6 @@ def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
     sharding = read.sharding(planner.options)
     state = ShardingState(cost, sharding, 1.0)
     for table, options in enumerate(read.problem.tables):
-        tried = state.tried(table, range(len(options)))
+        tried = state.tried([(table, option) for option in range(len(options))])
         expected = [cost.overall_ms(sharding.changed(*changes[0])) for changes in tried.changes]
         assert tried.overall_Q.tolist() == pytest.approx([ms * 1e5 for ms in expected], abs=1)

@@ -53,6 +53,9 @@ class Config:
     processor_time: bool = _option(False, "CPU kernels by what their thread computes: others use this machine as well")
     seed: int = _option(0, "of weights, data, search and order")
     profile: int = _option(0, "steps more of a model of each planner under torch's profiler: where their time goes")
+    observe: str = _option(
+        "", "steps more of a model of each planner are observed: file of dreamshard observed and learn"
+    )
     json: str = _option("", "write everything to this file")
     report: str = _option("", "write the report of dreamshard's plan with figures to this file, .html")
 

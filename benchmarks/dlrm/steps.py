@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,11 +26,14 @@ from dlrm.kernel_clock import KernelClock
 from dlrm.node import Node
 from dlrm.options import Config
 from dlrm.step_profile import profile_steps
+from dreamshard_planner import DreamShardPlanner, Observation, observe
 from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, processor_time, time_groups
+from dreamshard_planner.observing.observation import rank_file
 
 WARMUP_STEPS = 3
+OBSERVED_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,18 @@ def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: No
         reference_ms.append(float(time_reference(reference, config).median_ms.sum()))
         for name in order.sample(models, len(models)):
             trainees[name].train(config.block)
+    by_planner = {name: [trainees[name, index] for index in range(config.copies)] for name in config.names}
+    losses = {name: [torch.stack(trainee.losses).tolist() for trainee in mine] for name, mine in by_planner.items()}
     profiles = {
         name: profile_steps(partial(trainees[name, 0].train, timed=False), config.profile)
         for name in (config.names if config.profile else ())
     }
-    by_planner = {name: [trainees[name, index] for index in range(config.copies)] for name in config.names}
+    if config.observe:
+        seen = {name: trainees[name, 0].observed(OBSERVED_STEPS) for name in config.names}
+        Observation.merge(seen).save(rank_file(Path(config.observe), node.rank))
     return Trained(
         {name: [trainee.blocks for trainee in mine] for name, mine in by_planner.items()},
-        {name: [torch.stack(trainee.losses).tolist() for trainee in mine] for name, mine in by_planner.items()},
+        losses,
         profiles,
         float(np.median(reference_ms)),
     )
@@ -93,9 +101,15 @@ class Trainee:
     """One planner's model in TorchRec's train pipeline."""
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Batch], node: Node, now: Callable[[], float] = time.perf_counter
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        node: Node,
+        now: Callable[[], float] = time.perf_counter,
+        planner: DreamShardPlanner | None = None,
     ) -> None:
-        self._node = node
+        """``planner`` predicts what is observed, by whatever plan the model is sharded."""
+        self._node, self.model, self._planner = node, model, planner
         self.clock = KernelClock(model, node.device, now)
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))
@@ -104,6 +118,12 @@ class Trainee:
         self._batches: Iterator[Batch] = itertools.cycle(batches)
         self.losses: list[Tensor] = []
         self.blocks: list[tuple[float, float, float]] = []
+
+    def observed(self, steps: int) -> Observation:
+        """Of so many steps, on this rank."""
+        with observe(self.model, self._planner, every=max(1, steps // 4)) as seen:
+            self.train(steps + 1, timed=False)
+        return seen.observation()
 
     def train(self, steps: int, timed: bool = True) -> None:
         """Train some steps; if timed, keep the milliseconds per step: all, and the kernels' forward and backward."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dreamshard_planner.across_plans import reads
-from dreamshard_planner.across_plans.layout import SavedTable, is_named, paths, saved_tables, table_name
+from dreamshard_planner.across_plans.layout import KeyPath, SavedTable, is_named, paths, saved_tables, table_name
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
@@ -90,12 +90,14 @@ class _Content(DefaultSavePlanner):
         self._reader, self._saved = reader, reader.read_metadata()
         reader.set_up_storage_reader(self._saved, True)
         self.saved, self._where = saved_tables(self._saved), paths(self._saved)
-        fused = (path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in path[-1])
+        fused = (
+            path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in str(path[-1])
+        )
         self._fused = next(fused, None)
         self._reads: dict[MetadataIndex, list[reads.Read]] = {}
         self._kept: set[str] = set()
         self.entries: dict[str, Any] = {}
-        self.paths: dict[str, tuple] = {}
+        self.paths: dict[str, KeyPath] = {}
         self.of_ranks: list[list[WriteItem]] = [[] for _ in range(world_size)]
 
     def add_table(self, weight: str, sharding: TableSharding) -> None:
@@ -107,7 +109,7 @@ class _Content(DefaultSavePlanner):
             if JOINS.get(name) is Join.SINGLE:
                 self._kept.add(key)
             else:
-                entry = self._saved.state_dict_metadata[key]
+                entry = table.state_entries[name]
                 path = (*(self._fused or self._where[key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
                 keys[name] = ".".join(map(str, path))
                 size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
@@ -121,7 +123,7 @@ class _Content(DefaultSavePlanner):
                     per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
                     place = per_row if len(self.entries[key].size) == 1 else part
                     index = MetadataIndex(key, place.offsets)
-                    made_of = reads.state_reads(self._saved, table, name, index, tuple(place.sizes), part)
+                    made_of = reads.state_reads(table, name, index, tuple(place.sizes), part)
                     self._add(shard.rank, index, place, made_of)
 
     def add_others(self) -> None:
@@ -138,7 +140,7 @@ class _Content(DefaultSavePlanner):
                 index = MetadataIndex(key, part.offsets)
                 self._add(0, index, part, reads.overlaps(key, entry, part, index))
 
-    def _declare(self, key: str, path: tuple, like: TensorEntry, size: tuple[int, ...]) -> None:
+    def _declare(self, key: str, path: KeyPath, like: TensorEntry, size: tuple[int, ...]) -> None:
         self.entries[key], self.paths[key] = TensorEntry(like.properties, torch.Size(size), []), path
 
     def _add(self, rank: int, index: MetadataIndex, place: ChunkStorageMetadata, made_of: list[reads.Read]) -> None:
@@ -148,27 +150,27 @@ class _Content(DefaultSavePlanner):
         self.of_ranks[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        piece = _Piece()
-        if write_item.type is WriteItemType.BYTE_IO:
+        piece, data = _Piece(), write_item.tensor_data
+        if data is None:
             items = piece.keep([reads.Read(reads.read_bytes(write_item.index.fqn))])
         else:
-            data = write_item.tensor_data
-            piece.content = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+            piece.tensor = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
             items = piece.keep(self._reads[write_item.index])
         self._reader.read_data(piece.finish_plan(LoadPlan(items)), piece)
-        return piece.content
+        return piece.other if data is None else piece.tensor
 
 
 class _Piece(reads.FillingPlanner):
     """Of what is written."""
 
-    content: Tensor | io.BytesIO
+    tensor: Tensor
+    other: io.BytesIO
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.content
+        return self.tensor
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.content = value
+        self.other = value
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -178,7 +180,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         CheckpointError: there is none, or a damaged one.
     """
     metadata = BoundedReader(path).read_metadata()
-    sizes, others, tables = Counter(), set(metadata.state_dict_metadata), {}
+    sizes: Counter[str] = Counter()
+    others, tables = set(metadata.state_dict_metadata), {}
     for index, stored in metadata.storage_data.items():
         sizes[index.fqn] += stored.length
     for weight, table in sorted(saved_tables(metadata).items()):
@@ -190,7 +193,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             "data_type": str(table.entry.properties.dtype).removeprefix("torch."),
             "column_slices": [width for _, width in table.slices],
             "row_blocks": len({part.offsets[0] for part in table.entry.chunks}),
-            "states": {name: list(metadata.state_dict_metadata[key].size) for name, key in table.states.items()},
+            "states": {name: list(entry.size) for name, entry in table.state_entries.items()},
             "bytes": sum(sizes[key] for key in keys),
         }
     return {"tables": tables, "others": sorted(others), "bytes": sum(sizes.values())}

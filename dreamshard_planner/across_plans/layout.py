@@ -20,6 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dreamshard_planner.across_plans.rules import NAMES
 
+KeyPath = tuple[str | int, ...]
+"""Where something is in a nested state dict."""
+
 _WEIGHT = re.compile(r"(?:(?P<module>.+)\.)?(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight")
 
 
@@ -60,7 +63,9 @@ class SavedTable:
     entry: TensorStorageMetadata
     """Of the weights."""
     states: dict[str, str] = field(default_factory=dict)
-    """Key in the metadata by name of the state."""
+    """Key in the metadata by name of the state; of those that are tensors."""
+    state_entries: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+    """By name of the state."""
 
     @property
     def slices(self) -> tuple[tuple[int, int], ...]:
@@ -68,7 +73,7 @@ class SavedTable:
         return tuple(sorted({(part.offsets[1], part.sizes[1]) for part in self.entry.chunks if part.sizes[1]}))
 
 
-def paths(metadata: Metadata) -> dict[str, tuple]:
+def paths(metadata: Metadata) -> dict[str, KeyPath]:
     """Of every key, where it was in the nested state dict."""
     known: Mapping[str, Any] = metadata.planner_data or {}
     return {key: tuple(known.get(key, (key,))) for key in metadata.state_dict_metadata}
@@ -76,12 +81,15 @@ def paths(metadata: Metadata) -> dict[str, tuple]:
 
 def saved_tables(metadata: Metadata) -> dict[str, SavedTable]:
     """By the name of their weights in the model's state dict."""
-    where, found = paths(metadata), {}
+    where = paths(metadata)
+    found: dict[str, SavedTable] = {}
     for key, entry in metadata.state_dict_metadata.items():
-        weight = where[key][-1]
+        weight = str(where[key][-1])
         if isinstance(entry, TensorStorageMetadata) and len(entry.size) == 2 and table_name(weight):
             found.setdefault(weight, SavedTable(key, entry))
-    for key, path in where.items():
-        if state := state_of(path, found):
-            found[state[0]].states.setdefault(state[1], key)
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and (state := state_of(where[key], found)):
+            weight, name = state
+            found[weight].states.setdefault(name, key)
+            found[weight].state_entries.setdefault(name, entry)
     return found

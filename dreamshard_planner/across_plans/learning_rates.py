@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from dreamshard_planner.across_plans.layout import paths
+from dreamshard_planner.across_plans.layout import KeyPath, paths
 from dreamshard_planner.errors import CheckpointError
 
 
-def _named_groups(state_dict: Any, path: tuple = ()) -> Iterator[tuple[tuple, dict[str, Any]]]:
+def _named_groups(state_dict: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     """Groups whose parameters have names, and where they are."""
     for key, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         for number, group in enumerate(value) if key == "param_groups" else ():
@@ -27,9 +27,9 @@ class LearningRates:
 
     def __init__(self, state_dict: dict[str, Any], metadata: Metadata) -> None:
         self.groups = dict(_named_groups(state_dict))
-        self.unread: dict[str, tuple] = {}
+        self.unread: dict[str, KeyPath] = {}
         """Path by key of what is to be read."""
-        self._saved: dict[tuple, dict[str, Any]] = {}
+        self._saved: dict[KeyPath, dict[str | int, Any]] = {}
         for key, path in paths(metadata).items() if self.groups else ():
             is_bytes = isinstance(metadata.state_dict_metadata[key], BytesStorageMetadata)
             if is_bytes and len(path) > 2 and path[-3] == "param_groups" and path[-1] in ("params", "lr"):

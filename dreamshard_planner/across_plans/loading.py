@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from dreamshard_planner.across_plans.layout import is_named, owner, paths, saved_tables, state_of, table_name
+from dreamshard_planner.across_plans.layout import KeyPath, is_named, owner, paths, saved_tables, state_of, table_name
 from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, read_bytes, state_reads
@@ -30,7 +30,7 @@ from dreamshard_planner.support.formatting import nearest
 
 def load_across_plans(
     state_dict: dict[str, Any],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     process_group: dist.ProcessGroup | None = None,
     *,
     added: Collection[str] = (),
@@ -52,7 +52,7 @@ def load_across_plans(
     """
     reader, planner = BoundedReader(path), AcrossPlansLoadPlanner(added, dropped, fresh)
     try:
-        dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
+        load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
 
@@ -68,13 +68,15 @@ def users_error(failure: CheckpointException) -> BaseException:
 class AcrossPlansLoadPlanner(FillingPlanner):
     """The load planner of :func:`load_across_plans`, for who calls ``torch.distributed.checkpoint`` oneself."""
 
+    metadata: Metadata
+
     def __init__(self, added: Collection[str] = (), dropped: Collection[str] = (), fresh: Collection[str] = ()) -> None:
         super().__init__()
         self._added, self._dropped, self._fresh = frozenset(added), frozenset(dropped), frozenset(fresh)
 
     def create_local_plan(self) -> LoadPlan:
         self._saved = saved_tables(self.metadata)
-        self._weights = {path[-1]: key for key, path in self.mappings.items() if table_name(path[-1])}
+        self._weights = {str(path[-1]): key for key, path in self.mappings.items() if table_name(path[-1])}
         self._states: dict[str, set[str]] = {weight: set() for weight in self._weights}
         for path in self.mappings.values():
             if state := state_of(path, self._weights):
@@ -117,16 +119,17 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             self._rates.take(key, loaded, lambda name: owner(name, self._weights) or str(name))
             return
         *container, last = self.mappings[key]
-        functools.reduce(operator.getitem, container, self.original_state_dict)[last] = loaded
+        state_dict: Any = self.original_state_dict
+        functools.reduce(operator.getitem, container, state_dict)[last] = loaded
 
     def _check_consent(self) -> None:
-        tables = {table_name(weight) for weight in (*self._saved, *self._weights)}
+        tables = {str(table_name(weight)) for weight in (*self._saved, *self._weights)}
         known = tables | {name.rpartition(".")[2] for name in tables}
         for name in sorted((self._added | self._dropped | self._fresh) - known):
             raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
 
-    def _reads(self, key: str, value: Any, path: tuple) -> list[Read]:
-        if state := state_of(path, self._weights):
+    def _reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
+        if isinstance(value, Tensor) and (state := state_of(path, self._weights)):
             return self._state_reads(key, value, *state)
         if path[:-1] in self._rates.groups:
             return []
@@ -134,10 +137,10 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             self._check_numbered(key, path)
         return self._same_key_reads(key, value, path)
 
-    def _same_key_reads(self, key: str, value: Any, path: tuple) -> list[Read]:
+    def _same_key_reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
         entry = self.metadata.state_dict_metadata.get(key)
         table = table_name(path[-1])
-        if entry is None and table and is_named(path[-1], self._added):
+        if entry is None and table and is_named(str(path[-1]), self._added):
             return []
         if entry is None:
             help = f"; if it is new, pass added=[{table!r}]" if table else ""
@@ -168,7 +171,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
             reads = []
             for (number, found), of in zip(shards, weights, strict=True):
                 index = MetadataIndex(key, found.offsets, number)
-                reads += state_reads(self.metadata, table, name, index, tuple(found.sizes), of)
+                reads += state_reads(table, name, index, tuple(found.sizes), of)
             return reads
         except RefusedError as problem:
             if fresh:
@@ -188,7 +191,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 f"(if replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
             )
 
-    def _check_numbered(self, key: str, path: tuple) -> None:
+    def _check_numbered(self, key: str, path: KeyPath) -> None:
         """Parameters that an optimizer numbers have other numbers where other tables are replicated."""
         here, saved = (
             {found[-2] for found in where.values() if len(found) > 2 and found[:-2] == path[:-2]}

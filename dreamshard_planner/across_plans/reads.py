@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, TensorWriteData
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dreamshard_planner.across_plans.layout import SavedTable
@@ -44,7 +44,9 @@ def rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageM
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def pieces(whole: ChunkStorageMetadata, like: TensorStorageMetadata) -> Iterator[ChunkStorageMetadata]:
+def pieces(
+    whole: ChunkStorageMetadata, like: TensorStorageMetadata | TensorWriteData
+) -> Iterator[ChunkStorageMetadata]:
     """Blocks of rows; as many rows as :data:`PIECE_BYTES` hold of a tensor, and one at least."""
     if not whole.sizes:
         yield whole
@@ -73,14 +75,14 @@ def overlaps(
         raise RefusedError(f"the checkpoint does not hold all of {key}")
     for item in found:
         offsets = list(item.dest_offsets)
-        if offsets:
-            offsets[0] += parts[item.dest_index.index].offsets[0] - wanted.offsets[0]
+        if offsets and (number := item.dest_index.index) is not None:
+            offsets[0] += parts[number].offsets[0] - wanted.offsets[0]
         reads.append(Read(replace(item, dest_index=index, dest_offsets=torch.Size(offsets)), share))
     return reads
 
 
 def state_reads(
-    metadata: Metadata, table: SavedTable, name: str, index: MetadataIndex, sizes: tuple, weights: ChunkStorageMetadata
+    table: SavedTable, name: str, index: MetadataIndex, sizes: tuple[int, ...], weights: ChunkStorageMetadata
 ) -> list[Read]:
     """Reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.rules.RULES`.
 
@@ -91,8 +93,7 @@ def state_reads(
     Raises:
         RefusedError: no rule makes this state of that in the checkpoint.
     """
-    key = table.states[name]
-    entry, rows = metadata.state_dict_metadata[key], table.entry.size[0]
+    key, entry, rows = table.states[name], table.state_entries[name], table.entry.size[0]
     if JOINS.get(name) is Join.SINGLE:
         zeros, ones = torch.Size([0] * len(entry.size)), torch.Size([1] * len(entry.size))
         saved = MetadataIndex(key, entry.chunks[0].offsets, 0)

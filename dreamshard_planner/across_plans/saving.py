@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -25,7 +25,7 @@ from dreamshard_planner.errors import FileError
 
 
 def save_across_plans(
-    state_dict: dict[str, Any], path: str | os.PathLike, process_group: dist.ProcessGroup | None = None
+    state_dict: dict[str, Any], path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None
 ) -> None:
     """``torch.distributed.checkpoint.save``, in bounded memory beside the shards, into a folder that is there whole or
     not at all. What it writes, plain ``torch.distributed.checkpoint`` reads too.
@@ -42,7 +42,7 @@ def save_across_plans(
         state_dict = _with_groups_of_all_ranks(state_dict, process_group)
     try:
         writer = WholeWriter(path)
-        dcp.save(state_dict, storage_writer=writer, planner=PiecesSavePlanner(), process_group=process_group)
+        save(state_dict, storage_writer=writer, planner=PiecesSavePlanner(), process_group=process_group)
     except CheckpointException as failure:
         raise users_error(failure) from failure
 
@@ -69,9 +69,9 @@ class PiecesSavePlanner(DefaultSavePlanner):
         return replace(plan, items=[piece for item in plan.items for piece in self._pieces(item)])
 
     def _pieces(self, item: WriteItem) -> list[WriteItem]:
-        if item.type is WriteItemType.BYTE_IO:
-            return [item]
         data = item.tensor_data
+        if data is None:  # no tensor
+            return [item]
         parts = list(pieces(data.chunk, data))
         if len(parts) < 2:
             return [item]
@@ -96,7 +96,7 @@ class WholeWriter(FileSystemWriter):
         FileError: the folder exists; names it.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._target = Path(os.path.abspath(path))
         super().__init__(self._target.with_name(f".{self._target.name}.part"))
 

@@ -7,10 +7,11 @@ Learning writes it, planning reads it. Nothing in it is executable.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save as serialize
@@ -29,6 +30,7 @@ from dreamshard_planner.checkpoints.file import (
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.correction import CorrectedCost
+from dreamshard_planner.cost.network import AnyCostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
@@ -36,6 +38,9 @@ from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.features import FEATURE_NAMES
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import Topology
 
 SHIPPED = Path(__file__).parent
 
@@ -45,7 +50,7 @@ class Checkpoint:
     """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
 
     policy: AnyPolicy
-    cost: ComputeCost | None
+    cost: AnyCostNetwork | None
     """As it was fitted; what calibration corrected is in the metadata, and in :meth:`compute_cost`."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Hardware, library versions, dataset digest, validation errors and the like."""
@@ -53,12 +58,18 @@ class Checkpoint:
     why: str = ""
     """Why ``auto`` took it, where there was a choice: a user keeps checkpoints of their own."""
 
-    def compute_cost(self, topology) -> ComputeCost:
+    def compute_cost(self, topology: Topology) -> ComputeCost:
         """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
-        if self.cost is None:
-            return RooflineCost.of_topology(topology)
-        corrections = self.metadata.get("corrections")
-        return CorrectedCost(self.cost, corrections) if corrections else self.cost
+        learned, corrections = self.metadata.get("learned"), self.metadata.get("corrections")
+        compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)
+        if self.cost is None and learned:  # whatever the topology says now, these are what was corrected
+            compute = RooflineCost.of_bandwidths(self.metadata["hardware"]["device"], *learned["bytes_per_ms"])
+        return CorrectedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
+
+    @property
+    def measured_on(self) -> str:
+        """Hardware of its network, whatever it was corrected for since."""
+        return re.split(", (?:calibrated|learned) on ", self.metadata.get("hardware_name", "?"))[0]
 
     @property
     def recipe(self) -> str:
@@ -120,7 +131,8 @@ def resolve(
     recipe: str = "default",
     threads: int | None = None,
 ) -> Checkpoint:
-    """The checkpoint to plan with: a :class:`Checkpoint`, a path, or ``"auto"``.
+    """The checkpoint to plan with: a :class:`Checkpoint`, a path, ``"roofline"`` (bandwidths, whatever was measured),
+    or ``"auto"``.
 
     ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.checkpoints.user_folder`) that was
     measured on this machine's kind of processor, or on the card that this process sees; else the one that ships for
@@ -138,6 +150,8 @@ def resolve(
     """
     if checkpoint == "auto":
         checkpoint = _auto(compute_device, recipe, threads)
+    elif checkpoint == "roofline":
+        checkpoint = shipped(SHIPPED, "roofline", recipe)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.load(checkpoint)
     if checkpoint.recipe != recipe:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field
@@ -33,6 +33,7 @@ MAX_SIZE = 4096
 """Widest layer of a network, and most of anything that its configuration counts."""
 UNBOUNDED = ("_low", "_high")
 """Ends of the names of buffers that may be infinite: ranges of networks that have seen nothing."""
+Network = TypeVar("Network", bound=nn.Module)
 ORDINARY = tuple(Workload(f"{dim}", 10_000, dim, 512, 4.0, 1024.0, (1.0,) + (0.0,) * 16) for dim in (16, 128))
 
 
@@ -115,7 +116,9 @@ def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
     return description
 
 
-def network_of(path: Path, what: str, make: Callable, config_type: type, values: Any, file: Any) -> nn.Module:
+def network_of(
+    path: Path, what: str, make: Callable[[Any], Network], config_type: type[Any], values: Any, file: Any
+) -> Network:
     """One network with its weights. Its sizes are compared with what the file holds before memory is asked for."""
     config = parsed(config_type, values, f"{path}: the {what} network", CheckpointError)
     if not all(1 <= size <= MAX_SIZE for size in asdict(config).values()):

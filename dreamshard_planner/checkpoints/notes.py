@@ -30,7 +30,7 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
     tasks = metadata.get("validation", {}).get("tasks")
     if tasks is not None and tasks < FEW_TASKS:
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
-    if uses_network and checkpoint.cost is not None:
+    if uses_network and (checkpoint.cost is not None or "learned" in metadata):
         notes += [*_too_few(checkpoint), *_from_where(checkpoint, topology.compute_device)]
     return tuple(notes)
 
@@ -60,6 +60,8 @@ def _from_where(checkpoint: Checkpoint, compute_device: str) -> list[str]:
             f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
             "fits them to it"
         ]
+    if learned := checkpoint.metadata.get("learned"):
+        return [f"costs were {learned['said']}"]
     if "checked" in calibration:
         return [f"costs were checked on {name} with {calibration['checked']}"]
     return ["costs were not checked on this machine, with no optimizer or dim: dreamshard doctor --measure does it"]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dreamshard_planner.support.registry import Registry
 
 if TYPE_CHECKING:  # the command line asks for names alone, and has no time for torch
-    from dreamshard_planner.cost.compute import ComputeCost
     from dreamshard_planner.cost.fit import LabelledSets
+    from dreamshard_planner.cost.network import AnyCostNetwork
     from dreamshard_planner.policy.network import AnyPolicy
     from dreamshard_planner.policy.reinforce import ReinforceConfig
     from dreamshard_planner.search.local_search import SearchConfig
@@ -22,19 +22,19 @@ class Recipe:
     """A cost network, a policy network, how both are trained, and the search that plans with them.
 
     Networks are modules of torch, made from a configuration, which they keep as ``config``: a dataclass of whole
-    numbers from 1, its defaults those of a training. Cost networks are a
-    :class:`~dreamshard_planner.cost.compute.ComputeCost`, policies an
+    numbers from 1, its defaults those of a training. Cost networks are an
+    :class:`~dreamshard_planner.cost.network.AnyCostNetwork`, policies an
     :class:`~dreamshard_planner.policy.network.AnyPolicy`. A recipe becomes known, to checkpoints and planners as well,
     by ``RECIPES[recipe.name] = recipe``.
     """
 
     name: str
-    cost: Callable[[Any], ComputeCost]
-    cost_config: type
+    cost: Callable[[Any], AnyCostNetwork]
+    cost_config: type[Any]
     policy: Callable[..., AnyPolicy]
     """Of its configuration and a ``seed``."""
-    policy_config: type
-    fit: Callable[[LabelledSets, Any, Callable[[int, float], None]], ComputeCost]
+    policy_config: type[Any]
+    fit: Callable[[LabelledSets, Any, Callable[[int, float], None]], AnyCostNetwork]
     """``(train, fit_config, on_step)`` -> a cost network fitted to these sets; calls ``on_step`` with number and loss
     of each step."""
     fit_config: Any

@@ -50,14 +50,14 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def new_file(hardware: Mapping[str, Any], recipe: str = "default", calibrated: bool = False) -> Path:
+def new_file(hardware: Mapping[str, Any], recipe: str = "default", how: str = "") -> Path:
     """Where to keep a checkpoint that was measured on this hardware; the folder is made.
 
     Args:
         hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` has it.
         recipe: of the checkpoint.
-        calibrated: whether another one was fitted on to the hardware; such a file has a name of its own, so that it
-            does not replace what it was made from.
+        how: ``calibrated`` or ``learned``, where another one was corrected for the hardware; such a file has a name of
+            its own, so that it does not replace what it was made from.
 
     Raises:
         FileError: the folder cannot be made; or device or name are missing.
@@ -68,7 +68,7 @@ def new_file(hardware: Mapping[str, Any], recipe: str = "default", calibrated: b
             f"no name for a checkpoint of hardware that is not told ({brief(dict(hardware))}): say where to"
         )
     parts = [device, name, f"{hardware.get('threads', 1)} threads" if device == "cpu" else ""]
-    parts += ["" if recipe == "default" else recipe, "calibrated" if calibrated else ""]
+    parts += ["" if recipe == "default" else recipe, how]
     try:
         folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +95,7 @@ class Here:
         if device == "cuda":
             name = torch.cuda.get_device_name() if torch.cuda.device_count() else None
         else:
-            name = describe_hardware(device, 1)["name"]
+            name = str(describe_hardware(device, 1)["name"])
         return cls(device, name, threads or torch.get_num_threads())
 
     def best(self, described: Mapping[Path, Mapping[str, Any]]) -> Path | None:

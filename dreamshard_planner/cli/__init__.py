@@ -4,11 +4,11 @@
 Commands import what they work with when they run: ``--help``, ``--version`` and completion load no torch.
 """
 
-from dreamshard_planner.cli import checkpoint, learn, look, place, replan, stats, whatif
+from dreamshard_planner.cli import checkpoint, learn, look, observing, place, replan, stats, whatif
 from dreamshard_planner.cli.app import app
 from dreamshard_planner.cli.output import keep_stdout_for_data
 
-__all__ = ["app", "checkpoint", "learn", "look", "main", "place", "replan", "stats", "whatif"]
+__all__ = ["app", "checkpoint", "learn", "look", "main", "observing", "place", "replan", "stats", "whatif"]
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -36,6 +36,8 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -45,7 +47,7 @@ app = typer.Typer(
 )
 
 
-def command(example: str, name: str | None = None, of: typer.Typer = app) -> Callable[[Callable], Callable]:
+def command(example: str, name: str | None = None, of: typer.Typer = app) -> Callable[[Command], Command]:
     """Registers a command, with one example for its help, which the tests run or parse."""
     return of.command(name, epilog=f"Example: {example}")
 

@@ -84,7 +84,9 @@ def _cpu() -> Finding:
     from dreamshard_planner.measure.hardware import describe_hardware
 
     hardware = describe_hardware("cpu", 1)
-    return Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 1e9:.0f} GB")
+    return Finding(
+        "CPU", f"{hardware['name']}, {hardware['cores']} cores, {int(hardware['memory_bytes']) / 1e9:.0f} GB"
+    )
 
 
 def _cuda() -> list[Finding]:
@@ -138,10 +140,13 @@ def _checkpoint(device: str) -> Finding:
         checkpoint = resolve("auto", device)
     except CheckpointError as error:
         return Finding(subject, str(error), "missing")
-    if checkpoint.cost is None:
+    learned = checkpoint.metadata.get("learned")
+    if checkpoint.cost is None and not learned:
         how = f"nothing was measured on such a device: on one, dreamshard train --device {device}"
         advice = "; ".join(filter(None, (checkpoint.why, how)))
         return Finding(subject, f"{checkpoint.name}: bandwidths, and a policy trained on them", "note", advice)
     notes = checkpoint_notes(checkpoint, Machine(ranks_per_host=1, device=device).topology())
     found = f"{checkpoint.name}: network, measured on {checkpoint.metadata.get('hardware_name', '?')}"
+    if learned and checkpoint.cost is None:
+        found = f"{checkpoint.name}: bandwidths, learned from {learned['title']}"
     return Finding(subject, found, "note" if set(notes) - {checkpoint.why} else "ok", "; ".join(notes))

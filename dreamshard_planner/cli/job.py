@@ -7,9 +7,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,12 +35,12 @@ BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "search_second
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """Of every command that plans."""
+class PlanningOptions:
+    """Of every command that plans; some know otherwise what to plan."""
 
-    tables: Annotated[str, TABLES]
-    gpus: Annotated[int, RANKS]
-    batch_size: Annotated[int, BATCH_SIZE]
+    tables: Annotated[str | None, TABLES] = None
+    gpus: Annotated[int | None, RANKS] = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
     nodes: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Hosts.")] = 1
     gpu: Annotated[
         str | None, typer.Option(help=f"Model of GPU, for its memory and bandwidths: {', '.join(GPUS)}.")
@@ -100,10 +100,10 @@ class JobOptions:
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0
     search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None
 
-    def machine(self) -> Machine:
+    def machine(self, ranks_per_host: int) -> Machine:
         """What is to train."""
         return Machine(
-            ranks_per_host=self.gpus,
+            ranks_per_host=ranks_per_host,
             hosts=self.nodes,
             device=self.device.value,
             gpu=None if self.gpu is None else self.gpu.lower(),
@@ -116,7 +116,10 @@ class JobOptions:
 
     def job(self) -> Job:
         """Read; mistakes in it are found before anything is planned."""
-        machine, rules = self.machine(), self.placement_rules()
+        if self.tables is None or self.gpus is None or self.batch_size is None:
+            missing = [_flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
+            raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
+        machine, rules = self.machine(self.gpus), self.placement_rules()
         with quiet():
             from dreamshard_planner.offline.jobs import Job, read_model
 
@@ -147,16 +150,20 @@ class JobOptions:
 
         return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
 
-    def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
-        """The job that a plan was made for, with checkpoint, costs and search as options say."""
+    def given_beside(self, plan: str | Path) -> dict[str, Any]:
+        """What options add to a plan that says what to plan, by name."""
         given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
         if twice := sorted(given.difference(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{saved.name} says what to plan: leave out {', '.join(map(_flag, twice))}")
+            raise typer.BadParameter(f"{plan} says what to plan: leave out {', '.join(map(_flag, twice))}")
+        return {name: getattr(self, name) for name in given - {"statistics"}}
+
+    def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
+        """The job that a plan was made for, with checkpoint, costs and search as options say."""
+        own = self.given_beside(saved.name)
         with quiet():
             from dreamshard_planner.offline.from_plan import job_of
 
         job = job_of(saved, statistics)
-        own = {name: getattr(self, name) for name in given - {"statistics"}}
         return _doubted(replace(job, settings={**job.settings, **own}))
 
     def statistics_read(self) -> TableStatistics | None:
@@ -205,23 +212,27 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOrJobOptions(JobOptions):
+class JobOptions(PlanningOptions):
+    """Of commands that are told what to plan."""
+
+    tables: Annotated[str, TABLES] = field()
+    gpus: Annotated[int, RANKS] = field()
+    batch_size: Annotated[int, BATCH_SIZE] = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOrJobOptions(PlanningOptions):
     """Of commands that also take what to plan from a plan."""
 
     plan: Annotated[
         Path | None, typer.Argument(help="A plan, .json, that says what to plan; or give --tables and the others.")
     ] = None
-    tables: Annotated[str | None, TABLES] = None
-    gpus: Annotated[int | None, RANKS] = None
-    batch_size: Annotated[int | None, BATCH_SIZE] = None
 
     def job(self) -> Job:
         """The plan's, with statistics, checkpoint, costs and search as options say."""
         if self.plan is None:
-            missing = [_flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
-            if missing:
-                raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
             return super().job()
+        self.given_beside(self.plan)
         return self.job_of(load_plan(self.plan), self.statistics_read())
 
 
@@ -248,14 +259,19 @@ def _doubted(job: Job) -> Job:
     return job
 
 
+def _worth_telling(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Sharding spec not found")
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what TorchRec and FBGEMM tell of themselves at import."""
+    """Without what TorchRec and FBGEMM tell of themselves at import, and TorchRec of replicas, which have no spec."""
     logging.getLogger("torchrec").setLevel(logging.ERROR)
+    logging.getLogger().addFilter(_worth_telling)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

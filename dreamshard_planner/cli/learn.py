@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 KEPT = "default: among your own checkpoints, named by the hardware, where auto finds it."
 
 
-def _kept(hardware: Mapping[str, Any], recipe: str = "default", calibrated: bool = False) -> Path:
+def keep_in(hardware: Mapping[str, Any], recipe: str = "default", how: str = "") -> Path:
     """Where a checkpoint goes that nobody gave a file for."""
     from dreamshard_planner.checkpoints import user_folder
 
-    out = user_folder.new_file(hardware, recipe, calibrated)
+    out = user_folder.new_file(hardware, recipe, how)
     check_writable(out)
     return out
 
@@ -60,7 +60,7 @@ def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
         raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
 
 
-def _tell_where(out: Path, given: bool) -> None:
+def tell_where(out: Path, given: bool) -> None:
     """On stderr, what to do with a new checkpoint."""
     how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}'
     typer.echo(f"plan with it: {how}" if given else f"kept in {out}: plans on this machine take it now", err=True)
@@ -104,7 +104,7 @@ def train(
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
-    path = out or _kept(_described(device, threads), recipe.value)
+    path = out or keep_in(_described(device, threads), recipe.value)
     config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
     with _measuring(device) as ranks:
@@ -114,7 +114,7 @@ def train(
             checkpoint = train(config, path, ranks=ranks)
         if ranks.leads:
             validation = checkpoint.metadata["validation"]
-            _tell_where(path, out is not None)
+            tell_where(path, out is not None)
             show(validation, format, facts(validation, str(path)))
 
 
@@ -195,11 +195,11 @@ def fit(
     train_data, test_data = (
         CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
     )
-    path = out or _kept(train_data.hardware, recipe.value)
+    path = out or keep_in(train_data.hardware, recipe.value)
     checkpoint, _ = learn(config, train_data, test_data)
     checkpoint.save(path)
     validation = checkpoint.metadata["validation"]
-    _tell_where(path, out is not None)
+    tell_where(path, out is not None)
     show(validation, format, facts(validation, str(path)))
 
 
@@ -239,7 +239,7 @@ def calibrate(
             f"like this: make one with dreamshard train --device {device.value}{'' if out is None else f' --out {out}'}"
         )
     own, batches = _own_tables(tables, plan, statistics)
-    path = out or _kept(_described(device, threads), calibrated=True)
+    path = out or keep_in(_described(device, threads), how="calibrated")
     with _measuring(device) as ranks:
         try:
             made = calibrate(
@@ -262,7 +262,7 @@ def calibrate(
         if not ranks.leads:
             return
     told = made.metadata["calibration"]
-    _tell_where(path, out is not None)
+    tell_where(path, out is not None)
     show(told, format, "\n".join(check["said"] for check in told["checks"]))
 
 
@@ -281,7 +281,7 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
         inputs = SavedPlan.load(plan).inputs
         of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
         return of_plan, [inputs.batch_size * inputs.topology.world_size]
-    if not (specs := read_model(source).specs):
+    if source is None or not (specs := read_model(source).specs):
         raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
     return [spec.table(known) for spec in specs], []
 

@@ -44,7 +44,9 @@ def doctor(
 
 @command("dreamshard info auto")
 def info(
-    source: Annotated[str, typer.Argument(help="Checkpoint, dataset, statistics, list of tables or plan; or auto.")],
+    source: Annotated[
+        str, typer.Argument(help="Checkpoint, dataset, statistics, observation, list of tables or plan; or auto.")
+    ],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
     recipe: RecipeOption = DEFAULT_RECIPE,
     format: FormatOption = Format.table,
@@ -67,6 +69,7 @@ def _in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "created": checkpoint.get("created"),
         "recipe": checkpoint.get("recipe"),
         "measured": f"{data['sets']:,} sets of tables to learn from, {data['test_sets']:,} held out" if data else None,
+        "learned": (checkpoint.get("learned") or {}).get("said"),
         "error": _error(validation.get("network_mape")),
         "error of a linear model": _error(validation.get("linear_mape")),
     }
@@ -130,6 +133,7 @@ def _dataset(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
+    from dreamshard_planner.observing import observation
     from dreamshard_planner.offline import table_list
     from dreamshard_planner.plans import plan_file
     from dreamshard_planner.workload import pools, statistics
@@ -146,6 +150,11 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
             "libraries": saved.libraries,
             "settings": saved.inputs.settings,
         }
+    if document.get("format") == observation.FORMAT:
+        seen = observation.Observation.load(path)
+        ranks = sorted({rank.rank for run in seen.runs for rank in run.ranks})
+        told = {"runs": len(seen.runs), "steps": seen.steps, "ranks": ranks, "hardware": seen.hardware}
+        return "observation", told
     schema = document.get("schema")
     if schema == statistics.SCHEMA:
         found = statistics.TableStatistics.from_json(path)

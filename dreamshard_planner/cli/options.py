@@ -27,7 +27,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-Recipe = StrEnum("Recipe", list(RECIPES))
+Recipe = StrEnum("Recipe", list(RECIPES))  # type: ignore[misc]  # mypy wants the names spelled out
 DEFAULT_RECIPE = Recipe("default")
 
 
@@ -105,10 +105,10 @@ def ranks_of(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part, re.ASCII)
-        last = match and int(match[2] or match[1])
-        if match is None or not 0 <= last - int(match[1]) < MAX_RANKS:
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not 0 <= last - first < MAX_RANKS:
             raise typer.BadParameter(f"{part!r} is neither a rank nor a range of them: give them as 0,2,4-7")
-        found += range(int(match[1]), last + 1)
+        found += range(first, last + 1)
     return found
 
 
@@ -120,10 +120,10 @@ class CostSource(StrEnum):
     torchrec = "torchrec"
 
 
-def takes(options: type) -> Callable[[Callable], Callable]:
+def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument is an instance of this dataclass: its fields become options of their own."""
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(options, include_extras=True)
         shared = [
             inspect.Parameter(
@@ -137,11 +137,11 @@ def takes(options: type) -> Callable[[Callable], Callable]:
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
         parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
 
-        @wraps(function)
-        def command(**given: Any) -> Any:
+        def run(**given: Any) -> None:
             mine = {entry.name: given.pop(entry.name) for entry in fields(options)}
-            return function(options(**mine), **given)
+            function(options(**mine), **given)
 
+        command: Any = wraps(function)(run)
         command.__signature__ = inspect.Signature(parameters)
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         del command.__wrapped__

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,14 +66,13 @@ def explain(
     job, saved = options.job(), None if path is None else load_plan(path)
     if saved is not None:
         tell_other_statistics(saved, job, options.statistics)
-        job = replace(job, settings={**job.settings, "search_seconds": 0.01})  # the plan is there
     with working(_planning(job)):
-        planner = job.plan().planner
+        planner = job.plan().planner if saved is None else job.read()
         found = planner.explain(rank, saved)
     if saved is not None:
         from dreamshard_planner.offline.from_plan import other_inputs
 
-        for difference in other_inputs(saved, planner.saved_plan().inputs):
+        for difference in other_inputs(saved, planner.saved_plan(saved).inputs):
             typer.echo(f"note: {saved.name} was made from other inputs: {difference}", err=True)
     show(found.to_dict(), format, str(found))
 
@@ -155,11 +153,11 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     from dreamshard_planner.support.formatting import ranges
 
-    tables = sorted(report.tables, key=lambda table: -table.alone_ms)
-    shown = tables[:limit]
-    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), table.alone_ms) for table in shown]
-    more = f", the {len(shown)} costliest of {len(tables)}" if len(shown) < len(tables) else ""
-    return grid(("table", "sharding", "ranks", "alone ms"), rows, f"Tables{more}")
+    by_cost = sorted(((table.alone_ms / len(table.ranks), table) for table in report.tables), key=lambda pair: -pair[0])
+    shown = by_cost[:limit]
+    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), rank_ms) for rank_ms, table in shown]
+    more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
+    return grid(("table", "sharding", "ranks", "ms a rank, by itself"), rows, f"Tables{more}")
 
 
 def _saved_tables(saved: SavedPlan) -> list[RenderableType]:

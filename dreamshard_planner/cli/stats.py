@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import JobOptions, load_plan, quiet
+from dreamshard_planner.cli.job import PlanningOptions, load_plan, quiet
 from dreamshard_planner.cli.options import listed, output, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
@@ -77,7 +77,7 @@ PLAN_AGAIN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions(JobOptions):
+class DiffOptions(PlanningOptions):
     """Of ``diff``: a job is wanted only where the gain of planning again is."""
 
     tables: Annotated[str | None, typer.Option(help="What to plan: also tells what planning again would gain.")] = None
@@ -114,11 +114,13 @@ def diff(
     """
     statistics = _statistics()
     saved = None if options.plan is None else load_plan(options.plan)
-    if after is None and saved is None:
+    if after is not None:
+        one, newer = statistics.from_json(before), after
+    elif saved is not None:
+        one, newer = statistics(saved.inputs.features), before
+    else:
         raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
-    newer = before if after is None else after
     other = statistics.from_json(newer)
-    one = statistics(saved.inputs.features) if after is None else statistics.from_json(before)
     found = one.diff(other)
     document: dict[str, Any] = found.to_dict()
     shown = found.features if every_feature else found.drifted
@@ -157,7 +159,7 @@ def diff(
 
         from dreamshard_planner.offline.what_if import replanning
 
-        size = options.batch_size or max(feature.batch_size for feature in other.values())
+        size = options.batch_size or max(feature.samples for feature in other.values())
         gain = replanning(replace(options, batch_size=size, statistics=None).job(), one, other)
         document["replanning"] = {"keep_ms": gain.keep_ms, "again_ms": gain.again_ms, "gain": gain.gain}
         told.append(

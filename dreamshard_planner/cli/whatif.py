@@ -69,7 +69,10 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     if name.strip() not in AXES or not equals or not listed(values):
         raise typer.BadParameter(f"--vary {text!r}: give one of {', '.join(AXES)} and its values, as gpus=4,8,16")
     axis, read = AXES[name.strip()]
-    return axis, [read(value) for value in listed(values)]
+    try:
+        return axis, [read(value) for value in listed(values)]
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"--vary {text!r}: {error}") from error
 
 
 def _around(job: Job) -> dict[str, list[Any]]:
@@ -106,12 +109,14 @@ def _tables(found: WhatIf) -> list[RenderableType]:
     told += [f"{label}: {point.reason}" for label, point in points if point.reason]
     if found.worst is not None:
         worst = found.worst
-        told.append(
-            f"\nThe table that hurts most is {worst.table}, {worst.sharding}: without it the plan would cost "
-            f"{worst.without_ms:.3f} ms instead of {found.base.total_ms:.3f}."
+        what = (
+            f"The table that hurts most is {worst.table}, {worst.sharding}: without it"
+            if worst.remedies
+            else f"No table by itself holds the step up: without {worst.table}, which matters most,"
         )
+        told.append(f"\n{what} the plan would cost {worst.without_ms:.3f} ms instead of {found.base.total_ms:.3f}.")
         rows = [(r.what, r.total_ms, r.gain_ms if not r.reason else None, r.reason) for r in worst.remedies]
-        told.append(grid(("what would help", "total ms", "gain ms", ""), rows))
+        told += [grid(("what would help", "total ms", "gain ms", ""), rows)] if rows else []
     return [*told, *(f"Note: {note}." for note in found.notes)]
 
 

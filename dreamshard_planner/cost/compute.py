@@ -34,6 +34,10 @@ def overall_ms(slowest_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tenso
     return slowest_X + forward_X + backward_X
 
 
+NOT_MEASURED = "nothing measured"
+"""How the detail of a source ends that is a guess."""
+
+
 @dataclass(frozen=True)
 class CostSource:
     """Where a cost came from; shown wherever a cost is shown."""

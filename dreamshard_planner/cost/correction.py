@@ -11,14 +11,14 @@ Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forwa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.workload.features import FEATURE_INDEX, columns
 
@@ -35,6 +35,8 @@ LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
 """Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
 have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the
 share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
+MOST_FOLDS = 20
+"""Into which sets are divided to be held out in turn."""
 _LEAST_SCALE = 0.1
 """Of the network's part, which knows what else there is than rows."""
 
@@ -47,15 +49,16 @@ class CorrectedCost(ComputeCost):
 
     _OWN = 5
 
-    def __init__(self, compute: ComputeCost, corrections: Corrections) -> None:
+    def __init__(self, compute: ComputeCost, corrections: Corrections, learned: str = "") -> None:
+        """``learned`` says from what, where training steps were observed."""
         self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
+        inner = compute.approximate_channels
+        self.approximate_channels = None if inner is None else self._OWN + inner
+        self._learned = learned
+        if learned:
+            prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
+            self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
         self._rates_O23 = torch.tensor([corrections.get(name, UNCHANGED) for name in OPTIMIZERS])
-
-    @property
-    def approximate_channels(self) -> int | None:
-        """Those of the compute cost behind these."""
-        inner = self._compute.approximate_channels
-        return None if inner is None else self._OWN + inner
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`."""
@@ -78,7 +81,9 @@ class CorrectedCost(ComputeCost):
         return torch.where(latent_XH[..., :1] > 0.5, corrected_X2, 0.0)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """The compute cost's."""
+        """The compute cost's, but what a prior says of itself where steps were observed."""
+        if self._learned and self.source.kind == "roofline":
+            return ()
         return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
 
 
@@ -139,10 +144,13 @@ class StageCheck:
         side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
         return f"{100 * self.before:.0f} % {side}"
 
-    def to_dict(self, seconds: float) -> dict[str, Any]:
-        """For JSON; ``said`` is all of it in words, after so many seconds of measuring."""
-        verdict, missing = "good", math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
-        if not self.good:
+    def to_dict(self, seconds: float | None = None) -> dict[str, Any]:
+        """For JSON; ``said`` is all of it in words, after so many seconds of measuring; None: of observed kernels."""
+        verdict = "good"
+        if not self.good and seconds is None:
+            verdict = "observe other plans as well"
+        elif not self.good and seconds is not None:
+            missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
             longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
             verdict = longer if missing > 0 else "dreamshard train would learn it"
         now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
@@ -165,19 +173,70 @@ def choose_corrections(
     Returns:
         The corrections, and a check of every optimizer and direction that ``check`` has sets of.
     """
-    chosen = {name: [list(rates) for rates in in_use.get(name, UNCHANGED)] for name in OPTIMIZERS}
-    options = [chosen, *(_fitted(compute, fit, chosen, with_rates) for with_rates in (False, True))]
+    chosen = _all_of(in_use)
+    options = [chosen, *(_fitted(compute, fit, chosen, terms, FEW_SETS) for terms in ((0,), (0, 1, 2)))]
     error_CX2 = torch.stack([_errors(CorrectedCost(compute, corrections), check) for corrections in options])
+
+    def certain(gain_CX: Tensor) -> Tensor:
+        few = gain_CX.shape[1] < FEW_SETS
+        return gain_CX.std(1, unbiased=False) * (math.inf if few else DOUBT / math.sqrt(gain_CX.shape[1]))
+
+    return _chosen(chosen, options, error_CX2, check, certain, BUSY_GAIN * others_share)
+
+
+def learn_corrections(
+    compute: ComputeCost, in_use: Corrections, sets: LabelledSets
+) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
+    """The same from few sets, such as a plan's fused kernels: each is held out once from a fit to the others, to choose
+    and to tell the errors, which count by the sets' times. One number takes two sets, each more of them two more. What
+    a single set speaks for is not chosen.
+
+    Args:
+        compute: uncorrected.
+        in_use: corrections to do better than.
+        sets: measured or observed.
+    """
+    chosen, folds = _all_of(in_use), min(len(sets), MOST_FOLDS)
+    options, error_CX2 = [chosen], [_errors(CorrectedCost(compute, chosen), sets)]
+    fold_X = torch.arange(len(sets)) % folds
+    for terms in ((0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)):
+        few = 2 * len(terms) - 1
+        options.append(_fitted(compute, sets, chosen, terms, few + 1))
+        error_X2 = torch.zeros(len(sets), 2, dtype=torch.float64)
+        for fold in range(folds):
+            kept, held_out = ((fold_X != fold).nonzero()[:, 0], (fold_X == fold).nonzero()[:, 0])
+            of_others = _fitted(compute, sets.select(kept), chosen, terms, few)
+            error_X2[held_out] = _errors(CorrectedCost(compute, of_others), sets.select(held_out))
+        error_CX2.append(error_X2)
+    weight_X2 = sets.labels_ms_X2.double()
+    for _, way, at_X in _stages(sets):
+        weight_X2[at_X, way] /= weight_X2[at_X, way].mean()
+    weighted_CX2 = torch.stack(error_CX2) * weight_X2
+    return _chosen(chosen, options, weighted_CX2, sets, lambda gain_CX: gain_CX.amax(1) / gain_CX.shape[1])
+
+
+def _all_of(corrections: Corrections) -> dict[str, list[list[float]]]:
+    return {name: [list(rates) for rates in corrections.get(name, UNCHANGED)] for name in OPTIMIZERS}
+
+
+def _chosen(
+    chosen: dict[str, list[list[float]]],
+    options: Sequence[Corrections],
+    error_CX2: Tensor,
+    check: LabelledSets,
+    certain: Callable[[Tensor], Tensor],
+    more_gain: float = 0.0,
+) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
+    """By optimizer and direction the best of some corrections, of which the first are in use. ``certain`` says which
+    mean gains [C] are more than chance."""
     checks = []
     for name, direction, at_X in _stages(check):
         error_CX = error_CX2[:, at_X, direction]
         gain_CX = error_CX[0].abs() - error_CX.abs()
-        before, few = float(error_CX[0].abs().mean()), len(at_X) < FEW_SETS
-        least = max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN
-        least += BUSY_GAIN * others_share
-        certain_C = gain_CX.std(1, unbiased=False) * (math.inf if few else DOUBT / math.sqrt(len(at_X)))
-        best = int(torch.where(gain_CX.mean(1) > certain_C.clamp_min(least), gain_CX.mean(1), 0.0).argmax())
-        chosen[name][direction] = options[best][name][direction]
+        before = float(error_CX[0].abs().mean())
+        least = more_gain + (max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN)
+        best = int(torch.where(gain_CX.mean(1) > certain(gain_CX).clamp_min(least), gain_CX.mean(1), 0.0).argmax())
+        chosen[name][direction] = list(options[best][name][direction])
         checks.append(_check(name, direction, error_CX[[0, best]], check, at_X, best > 0))
     return {name: rates for name, rates in chosen.items() if rates != list(map(list, UNCHANGED))}, checks
 
@@ -201,45 +260,51 @@ def _errors(compute: ComputeCost, sets: LabelledSets) -> Tensor:
 
 
 def _fitted(
-    compute: ComputeCost, sets: LabelledSets, in_use: Corrections, with_rates: bool
+    compute: ComputeCost, sets: LabelledSets, in_use: Corrections, terms: Sequence[int], few: int
 ) -> dict[str, list[list[float]]]:
-    """Scales, and rates where wanted, of each optimizer that there are sets enough of."""
+    """Some of the scale and the two rates, of each optimizer that there are at least ``few`` sets of. Without a scale,
+    rates are added to the network's."""
     network_X2 = predict_ms(compute, sets).double()
     extent_X2 = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
     found = {name: [list(rates) for rates in both] for name, both in in_use.items()}
     for name, direction, at_X in _stages(sets):
-        if len(at_X) >= FEW_SETS:
-            terms_XK = torch.cat([network_X2[at_X, direction, None], extent_X2[at_X, : 2 * with_rates]], dim=-1)
-            rates = _least_relative_error(terms_XK, sets.labels_ms_X2[at_X, direction].double())
-            found[name][direction] = [*rates, 0.0, 0.0][:3]
+        if len(at_X) >= few:
+            terms_X3 = torch.cat([network_X2[at_X, direction, None], extent_X2[at_X]], dim=-1)
+            factor_3 = torch.tensor(UNCHANGED[direction], dtype=torch.float64)
+            fixed_X = terms_X3[:, 0] * (0 not in terms)
+            label_X = sets.labels_ms_X2[at_X, direction].double()
+            factor_3[list(terms)] = _least_relative_error(terms_X3[:, list(terms)], fixed_X, label_X, 0 in terms)
+            found[name][direction] = factor_3.tolist()
     return found
 
 
-def _least_relative_error(terms_XK: Tensor, label_X: Tensor) -> list[float]:
-    """Factors of terms, none negative, the first one a scale; outlying sets count little."""
+def _least_relative_error(terms_XK: Tensor, fixed_X: Tensor, label_X: Tensor, scaled: bool) -> Tensor:
+    """Factors [K] of terms, none negative, the first one a scale where ``scaled``; outlying sets count little."""
     from scipy.optimize import least_squares
 
     unit_K = (terms_XK / label_X[:, None]).mean(0).clamp_min(1e-12)
-    unit_K[0] = 1.0
+    unit_K[: int(scaled)] = 1.0
     design_XK = (terms_XK / unit_K / label_X[:, None]).numpy()
-    others = design_XK.shape[1] - 1
+    rest_X = (1 - fixed_X / label_X).numpy()
+    rates = design_XK.shape[1] - scaled
     solved = least_squares(
-        lambda factors_K: design_XK @ factors_K - 1,
-        [1.0] + [0.1] * others,
+        lambda factors_K: design_XK @ factors_K - rest_X,
+        [1.0] * scaled + [0.1] * rates,
         lambda _: design_XK,
-        bounds=([_LEAST_SCALE] + [0.0] * others, math.inf),
+        bounds=([_LEAST_SCALE] * scaled + [0.0] * rates, math.inf),
         loss="soft_l1",
         f_scale=0.05,
     )
-    return (torch.from_numpy(solved.x) / unit_K).tolist()
+    return torch.from_numpy(solved.x) / unit_K
 
 
 def _check(name: str, way: int, error_2X: Tensor, sets: LabelledSets, at_X: Tensor, changed: bool) -> StageCheck:
     """Of the errors before and after."""
     before_X, after_X = error_2X
     figures = before_X.abs().mean(), before_X.median(), after_X.abs().mean(), after_X.abs().std(unbiased=False)
+    before, bias, after, spread = (round(float(x), 4) for x in figures)
     remark = _remark(after_X.abs(), sets, at_X)
-    return StageCheck(name, DIRECTIONS[way], len(at_X), *(round(float(x), 4) for x in figures), changed, remark)
+    return StageCheck(name, DIRECTIONS[way], len(at_X), before, bias, after, spread, changed, remark)
 
 
 def _remark(error_X: Tensor, sets: LabelledSets, at_X: Tensor) -> str:

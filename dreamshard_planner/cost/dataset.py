@@ -18,9 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dreamshard_planner.errors import DatasetError, TaskError
@@ -39,7 +41,7 @@ backward) at 0, by 3.4 and 4.6 % at 0.5, and by 6.6 and 5.8 % at 1."""
 _MEASURED = tuple(entry for entry in fields(Workload) if entry.metadata.get("measured", True))
 WORKLOAD_FIELDS = tuple(entry.name for entry in _MEASURED)
 """The per-shard columns, in order."""
-FIELD_TYPES = {entry.name: entry.type for entry in _MEASURED} | {"weight_bytes": "int"}
+FIELD_TYPES = {entry.name: str(entry.type) for entry in _MEASURED} | {"weight_bytes": "int"}
 """As written in :class:`Workload`, but for weights: what is measured is trained, in whole bytes."""
 
 KIND = "dreamshard cost dataset"
@@ -92,7 +94,7 @@ class CostDataset:
             yield "columns", f"are {sorted(self.columns)}, expected {sorted(WORKLOAD_FIELDS)}"
             return
         for name, column in self._arrays().items():
-            expected = _DTYPES.get(FIELD_TYPES.get(name), np.int64 if name == "set_offsets" else np.float64)
+            expected = _DTYPES.get(FIELD_TYPES.get(name, ""), np.int64 if name == "set_offsets" else np.float64)
             if column.dtype != expected and not (column.dtype.kind == "U" and expected is np.str_):
                 yield name, f"holds {column.dtype}, not {np.dtype(expected)}"
         offsets, shards = self.set_offsets, self.columns["name"].size
@@ -124,14 +126,14 @@ class CostDataset:
     def from_sets(
         cls,
         sets: Sequence[Sequence[Workload]],
-        samples_ms: np.ndarray | Tensor | Sequence,
+        samples_ms: ArrayLike | Tensor,
         hardware: Hardware,
-        reference_ms: np.ndarray | Tensor | Sequence | None = None,
+        reference_ms: ArrayLike | Tensor | None = None,
         seed: int = 0,
     ) -> CostDataset:
         """From ``sets`` and their times [N, R, 2] in milliseconds."""
         flat = [workload for group in sets for workload in group]
-        columns = {
+        columns: dict[str, np.ndarray] = {
             name: np.array([getattr(workload, name) for workload in flat], dtype=_DTYPES[FIELD_TYPES[name]])
             for name in WORKLOAD_FIELDS
         }
@@ -342,7 +344,7 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _times(times_ms: np.ndarray | Tensor | Sequence) -> np.ndarray:
+def _times(times_ms: ArrayLike | Tensor) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(times_ms, dtype=np.float64))
 
 
@@ -355,7 +357,7 @@ def require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> No
         )
 
 
-def parse_header(path: object, text: str, kind: str) -> dict:
+def parse_header(path: object, text: str, kind: str) -> dict[str, Any]:
     """The JSON header of a file, after checking kind, schema and what must be in it."""
     try:
         header = parse_json(text)

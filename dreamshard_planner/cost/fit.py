@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.workload.features import feature_matrix, features_of
@@ -145,7 +146,7 @@ def fit_cost_network(
 
 
 @torch.no_grad()
-def predict_ms(network, sets: LabelledSets) -> Tensor:
+def predict_ms(network: ComputeCost, sets: LabelledSets) -> Tensor:
     """Predicted forward and backward milliseconds of sets, [X, 2]; any compute cost will do."""
     return network.group_cost_ms(sets.sum(network.encode(sets.features_SF)))
 

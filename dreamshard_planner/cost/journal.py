@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, get_type_hints
 
 from pydantic import Field
 from torch import Tensor
@@ -31,6 +31,14 @@ from dreamshard_planner.workload.tables import Workload
 KIND = "dreamshard cost journal"
 
 
+_Runs = list[tuple[float, float]]
+_Times = tuple[_Runs, _Runs | None]
+if TYPE_CHECKING:
+    _Fields = tuple[Any, ...]
+else:  # each is checked as its own type
+    _Fields = tuple[tuple(get_type_hints(Workload)[name] for name in WORKLOAD_FIELDS)]
+
+
 class Journal:
     """Append-only record of a running collection: one checksummed line a set.
 
@@ -38,7 +46,9 @@ class Journal:
     The file is locked while open. Use as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, header: dict, sets: list[list[Workload]], times: list[list]) -> None:
+    def __init__(
+        self, path: Path, file: BinaryIO, header: dict[str, Any], sets: list[list[Workload]], times: list[_Times]
+    ) -> None:
         self.path, self._file = path, file
         self.hardware: Hardware = header["hardware"]
         self.seed: int = header["seed"]
@@ -63,7 +73,7 @@ class Journal:
             check_readable(path, DatasetError)
             content = file.read()
             if not content:  # new, or its first process died before it wrote anything
-                header = {"kind": KIND, "schema": SCHEMA, "hardware": dict(hardware), "seed": seed}
+                header: dict[str, Any] = {"kind": KIND, "schema": SCHEMA, "hardware": dict(hardware), "seed": seed}
                 header["created"] = datetime.now(UTC).isoformat(timespec="seconds")
                 _append(path, file, content := _frame(header))
             header, records, end = _read_journal(path, content)
@@ -94,7 +104,7 @@ class Journal:
 
     def append(self, workloads: Sequence[Workload], samples_ms: Tensor, reference_ms: Tensor | None = None) -> None:
         """Add one set with its times [R, 2]; on disk, as far as the process is concerned, on return."""
-        times = [samples_ms.tolist(), None if reference_ms is None else reference_ms.tolist()]
+        times = samples_ms.tolist(), None if reference_ms is None else reference_ms.tolist()
         unknown = (workload for workload in dict.fromkeys(workloads) if workload not in self._known)
         new = {workload: len(self._known) + i for i, workload in enumerate(unknown)}
         record = {
@@ -130,18 +140,18 @@ class Journal:
 
 def _append(path: Path, file: BinaryIO, line: bytes) -> None:
     """Write a whole line at the end, or leave the file as it was."""
-    end, reason = file.tell(), "is the disk full?"
+    end, written, reason = file.tell(), 0, "is the disk full?"
     try:
         written = file.write(line)
     except OSError as error:
-        written, reason = None, error.strerror
+        reason = str(error.strerror)
     if written != len(line):
         file.truncate(end)
         file.seek(end)
         raise DatasetError(f"{path}: could not write a whole record ({reason}); those before it are kept")
 
 
-def _frame(record: dict) -> bytes:
+def _frame(record: dict[str, Any]) -> bytes:
     """One line: checksum, space, JSON."""
     body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     return b"%08x %s\n" % (zlib.crc32(body), body)
@@ -153,7 +163,7 @@ def _unframe(line: bytes) -> bytes | None:
     return body if checksum == b"%08x" % zlib.crc32(body) else None
 
 
-def _read_journal(path: Path, content: bytes) -> tuple[dict, list[dict], int]:
+def _read_journal(path: Path, content: bytes) -> tuple[dict[str, Any], list[Any], int]:
     """Header, records and the byte where they end; a torn last line is left out."""
     *lines, tail = content.split(b"\n")
     bodies = [_unframe(line) for line in lines]
@@ -162,11 +172,11 @@ def _read_journal(path: Path, content: bytes) -> tuple[dict, list[dict], int]:
     header = parse_header(path, bodies[0].decode(errors="replace"), KIND)
     torn = len(bodies) > 1 and bodies[-1] is None and not tail
     bodies = bodies[1:-1] if torn else bodies[1:]
-    if None in bodies:
-        raise DatasetError(f"{path}: line {bodies.index(None) + 2} is damaged; restore the file or start another")
     end = len(content) - len(tail) - (len(lines[-1]) + 1 if torn else 0)
     records = []
     for number, body in enumerate(bodies, start=2):
+        if body is None:
+            raise DatasetError(f"{path}: line {number} is damaged; restore the file or start another")
         try:
             records.append(parse_json(body))
         except ValueError as error:
@@ -174,18 +184,14 @@ def _read_journal(path: Path, content: bytes) -> tuple[dict, list[dict], int]:
     return header, records, end
 
 
-_WORKLOAD = tuple[tuple(get_type_hints(Workload)[name] for name in WORKLOAD_FIELDS)]
-_TIMES = list[tuple[float, float]]
-
-
 @dataclass(frozen=True)
 class _Record:
     """A set with its samples and those of the reference, and the workloads that no record before it has."""
 
     __pydantic_config__: ClassVar = STRICT
-    new: list[_WORKLOAD]
+    new: list[_Fields]
     set: list[Annotated[int, Field(ge=0)]]
-    ms: tuple[_TIMES, _TIMES | None]
+    ms: _Times
 
     def __post_init__(self) -> None:
         samples, reference = self.ms
@@ -193,7 +199,7 @@ class _Record:
             raise ValueError(f"holds {len(samples)} samples, and {len(reference)} of the reference")
 
 
-def _decode(path: Path, documents: list[Any]) -> tuple[list[list[Workload]], list[list]]:
+def _decode(path: Path, documents: list[Any]) -> tuple[list[list[Workload]], list[_Times]]:
     """Sets and times of journal records; a workload is spelled out in the first record that holds it."""
     known: list[Workload] = []
     sets, times = [], []

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,15 +79,34 @@ class StackedMLP(nn.Module):
         return x_EXI
 
 
-class CostNetwork(nn.Module, ComputeCost):
+class AnyCostNetwork(nn.Module, ComputeCost):
+    """A cost network: a module made from a configuration, which it keeps."""
+
+    config: Any
+
+
+class CostNetwork(AnyCostNetwork):
     """An ensemble of cost networks."""
 
     approximates = True
+    descriptor_mean: Tensor
+    descriptor_scale: Tensor
+    descriptor_low: Tensor
+    descriptor_high: Tensor
+    log_work_mean: Tensor
+    log_work_scale: Tensor
+    log_work_low: Tensor
+    log_work_high: Tensor
+    log_cost_mean: Tensor
+    log_cost_scale: Tensor
+    log_cost_low: Tensor
+    log_cost_high: Tensor
 
     def __init__(self, config: CostNetworkConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.source = CostSource("network", "not trained")
+        self.approximate_channels = len(WORK) + 2 + config.context  # of the work, and of the first member
         generator = torch.Generator().manual_seed(seed)
         members, num_work, channels = config.members, len(WORK), 2 + config.context
         self.table = StackedMLP(
@@ -169,11 +189,6 @@ class CostNetwork(nn.Module, ComputeCost):
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.approximate_ms`: the first member alone."""
         return self._mean_cost_ms(latent_XH, 1)
-
-    @property
-    def approximate_channels(self) -> int:
-        """Those of the work and of the first member."""
-        return len(WORK) + 2 + self.config.context
 
     def _mean_cost_ms(self, latent_XH: Tensor, members: int) -> Tensor:
         flat_XH = latent_XH.flatten(0, -2)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -168,6 +168,10 @@ class Problem:
         """The same with all that is sent in one all-to-all between all ranks, over this link."""
         return replace(self, bytes_PC=self.bytes_PC.sum(-1, keepdim=True), collectives=Collectives.all_to_all(link))
 
+    @overload
+    def laid(self, plan: Sharding, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def laid(self, plan: Tensor, tables: Iterable[int] | None = None) -> tuple[Tensor, None]: ...
     def laid(self, plan: Sharding | Tensor, tables: Iterable[int] | None = None) -> tuple[Tensor, Tensor | None]:
         """Rank and part of all that a sharding lays down, of all tables or some, both int64 [X]; of placements [B, P]
         themselves, and None for all parts in order."""

@@ -11,15 +11,19 @@ Shapes: S shards, F features, H latent channels.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import Topology
 
 SORT_PASSES = 4.0
 """Times that the backward reads and writes the indices while it sorts them (radix sort of int64 keys)."""
@@ -83,27 +87,35 @@ class RooflineCost(ComputeCost):
     kernels: Kernels = CPU_KERNELS
     cache_bytes: float = math.inf
     """Of the cache that rows are read from again; infinite: all of them are."""
+    source: CostSource = field(init=False, repr=False, compare=False)
+    """Names the bandwidths."""
+
+    def __post_init__(self) -> None:
+        gb_per_s = self.memory_bytes_per_ms * 1e3 / 1e9
+        prior = "" if self.kernels is CPU_KERNELS else "prior from published kernels of other machines, "
+        source = CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, {NOT_MEASURED}")
+        object.__setattr__(self, "source", source)
 
     @classmethod
-    def of_topology(cls, topology) -> RooflineCost:
+    def of_topology(cls, topology: Topology) -> RooflineCost:
         """From the bandwidths of a ``torchrec.distributed.planner.Topology``."""
         if topology.compute_device == "cpu":
-            return cls(topology.ddr_mem_bw, topology.ddr_mem_bw)
-        named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == topology.hbm_mem_bw * 1e3)
+            return cls.of_bandwidths("cpu", topology.ddr_mem_bw, topology.ddr_mem_bw)
+        return cls.of_bandwidths(topology.compute_device, topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw)
+
+    @classmethod
+    def of_bandwidths(cls, compute_device: str, memory_bytes_per_ms: float, uvm_bytes_per_ms: float) -> RooflineCost:
+        """Of a kind of device; one with the memory bandwidth of a known GPU has its L2."""
+        if compute_device == "cpu":
+            return cls(memory_bytes_per_ms, uvm_bytes_per_ms)
+        named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == memory_bytes_per_ms * 1e3)
         gpu = next(named, None)
         return cls(
-            memory_bytes_per_ms=topology.hbm_mem_bw,
-            uvm_bytes_per_ms=topology.hbm_to_ddr_mem_bw,
+            memory_bytes_per_ms=memory_bytes_per_ms,
+            uvm_bytes_per_ms=uvm_bytes_per_ms,
             kernels=GPU_KERNELS,
             cache_bytes=L2_BYTES if gpu is None else gpu.l2_bytes,
         )
-
-    @property
-    def source(self) -> CostSource:
-        """Names the bandwidths."""
-        gb_per_s = self.memory_bytes_per_ms * 1e3 / 1e9
-        prior = "" if self.kernels is CPU_KERNELS else "prior from published kernels of other machines, "
-        return CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, nothing measured")
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """[S, 9]: count; milliseconds of forward and backward without launches and repeated reads; milliseconds that
@@ -190,7 +202,7 @@ FRESH_BYTES = 32 << 20
 """From here on, glibc's malloc takes new pages from the system for each gradient."""
 
 
-def dense_ms(elements_P: Tensor, passes_P: Tensor | float, topology) -> Tensor:
+def dense_ms(elements_P: Tensor, passes_P: Tensor | float, topology: Topology) -> Tensor:
     """Milliseconds that data-parallel tables of so many elements add to the backward, beside their kernels, [P].
 
     Args:

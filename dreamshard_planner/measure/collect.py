@@ -128,18 +128,19 @@ def draw_sets(
     of_dim: dict[int, list[int]] = {}
     for t, table in enumerate(tables):
         of_dim.setdefault(table.dim, []).append(t)
-    variants: dict[tuple, tuple[Workload, float]] = {}
+    variants: dict[tuple[object, ...], tuple[Workload, float]] = {}
     sets = []
     for _ in range(num_sets):
         size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
         size = int(math.exp(size_share * math.log(max_tables + 1)))
         batch = batch_sizes[int(batch_share * len(batch_sizes))]
         attributes = mix.draw(generator)
-        candidates = range(len(tables))
+        candidates: Sequence[int] = range(len(tables))
         if not attributes["pooled"]:
             candidates = of_dim[tables[int(dim_share * len(tables))].dim]
-        group, total = [], 0.0
-        lightest, least_work = None, math.inf
+        group: list[Workload] = []
+        lightest: list[Workload] = []
+        total, least_work = 0.0, math.inf
         for position, i in enumerate(torch.randperm(len(candidates), generator=generator).tolist()):
             if position >= size and group:
                 break
@@ -152,8 +153,8 @@ def draw_sets(
                 group.append(workload)
                 total += work
             if work < least_work:
-                lightest, least_work = workload, work
-        sets.append(group or [lightest])
+                lightest, least_work = [workload], work
+        sets.append(group or lightest)
     return sets
 
 
@@ -229,11 +230,11 @@ def collect(
 
         def measure() -> None:
             own_arena = arena or Arena(device, seed=seed)
-            reference = FusedKernel(REFERENCE_SETS[hardware["device"]], device, seed, own_arena)
+            reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, own_arena)
             pace, start = _Pace(), 0
             bar = ("measuring", done + len(todo), progress and ranks.leads, done)
             if seconds is not None:
-                bar = ("measuring, s", round(seconds), progress and ranks.leads)
+                bar = ("measuring, s", round(seconds), progress and ranks.leads, 0)
             with progress_bar(*bar) as advance:
                 while start < len(todo) and (not start or time.monotonic() < deadline):
                     positions = todo[start : start + pace.sets_in(deadline - time.monotonic(), block)]
@@ -257,7 +258,8 @@ class _Pace:
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
-        self._spreads, self._launch_bound = [], 0.0
+        self._spreads: list[float] = []
+        self._launch_bound = 0.0
         self.step_seconds = 0.0
         """Of the latest block."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def total_bytes() -> int:
     return total if allowed == "max" else min(total, int(allowed))
 
 
-def hardware_name(hardware: dict[str, Any]) -> str:
+def hardware_name(hardware: Mapping[str, Any]) -> str:
     """Processor and threads, for people."""
     return f"{hardware.get('name', hardware.get('device', '?'))}, {hardware.get('threads', '?')} thread(s)"
 

@@ -86,8 +86,8 @@ class RankJournals:
         """Open one; returns the sets that it holds, equal ones as the first of them."""
         journal = self._stack.enter_context(Journal.open(path, hardware, seed))
         self._journals.append(journal)
-        held = [first_of.get(tuple(group)) for group in journal.sets]
-        if None in held:
+        held = [first_of[group] for group in map(tuple, journal.sets) if group in first_of]
+        if len(held) < len(journal):
             raise DatasetError(
                 f"{path}: its {len(journal)} sets are not all among the {len(self._sets)} asked for; "
                 "continue with the same tables, seed and options, use another file, or delete this one"

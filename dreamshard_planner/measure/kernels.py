@@ -16,10 +16,11 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode, SplitState
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -35,11 +36,14 @@ GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer",
 
 _OPTIMIZER = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
 """All else is costed like row-wise Adagrad, and measured so."""
-_PRECISION = {4: SparseType.FP32, 2: SparseType.FP16}
+_PRECISION: dict[float, SparseType] = {4: SparseType.FP32, 2: SparseType.FP16}
 _ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
 _ARENA_BYTES = 2 << 30
 _MOVES_AT_ONCE = 32
+
+_Starts = tuple[list[int], Tensor]
+"""Where windows of tables begin, and of features on the device."""
 
 
 class Arena:
@@ -66,7 +70,7 @@ class Arena:
         self._weights: dict[torch.dtype, Tensor] = {}
         self._states_N = torch.zeros(0, device=self.device)
         self._noise_N = torch.zeros(0, device=self.device)
-        self._indices: OrderedDict[tuple, tuple[Tensor, Tensor]] = OrderedDict()
+        self._indices: OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._index_bytes_held = 0
 
     def release(self) -> None:
@@ -181,7 +185,7 @@ def draw_inputs(workload: Workload, generator: torch.Generator) -> tuple[Tensor,
 class _WindowedTBE(SplitTableBatchedEmbeddingBagsCodegen):
     """FBGEMM's fused module on buffers that somebody else owns: it allocates no weights and no states."""
 
-    def _apply_split(self, split, prefix: str, dtype: torch.dtype, **kwargs) -> None:  # noqa: ANN001
+    def _apply_split(self, split: SplitState, prefix: str, dtype: torch.dtype, **kwargs: Any) -> None:
         # Sizes of zero make the module allocate nothing; use_window() then gives it the real buffers.
         super()._apply_split(split._replace(dev_size=0, host_size=0), prefix, dtype, **kwargs)
 
@@ -220,12 +224,13 @@ class FusedKernel:
         precision = _PRECISION[first.weight_bytes]
         self._dtype = precision.as_dtype()
         self._mirrors = first.optimizer == "adagrad"
-        weight_bytes = 4 if self._mirrors else first.weight_bytes  # no more weights than fp32 states fit there
+        own_bytes = self._dtype.itemsize
+        weight_bytes = 4 if self._mirrors else own_bytes  # no more weights than fp32 states fit there
         if arena is None:
             needed = sum(-(-w.rows * w.dim // _ALIGN) * _ALIGN for w in workloads) * weight_bytes
             arena = Arena(self.device, size_bytes=needed)
         self.arena = arena
-        self._capacity = arena.weights(self._dtype).numel() * first.weight_bytes // weight_bytes
+        self._capacity = arena.weights(self._dtype).numel() * own_bytes // weight_bytes
         held = [min(w.rows, self._capacity // w.dim) for w in workloads]
         self._sizes = [rows * w.dim for rows, w in zip(held, workloads, strict=True)]
         self._state_sizes = [0] * len(held) if first.optimizer == "sgd" else held
@@ -254,7 +259,7 @@ class FusedKernel:
             shape = (lookups, first.dim)
         self.grad_O = arena.noise(shape[0] * shape[1]).view(shape)
         self._output_O: Tensor | None = None
-        self._moves: deque[tuple] = deque()
+        self._moves: deque[tuple[_Starts, _Starts]] = deque()
         self.move()
 
     def move(self) -> None:
@@ -272,12 +277,12 @@ class FusedKernel:
             else:
                 states = self._windows(self._state_sizes, states_N.numel(), count)
             self._moves.extend(zip(weights, states, strict=True))
-        weights, states = self._moves.popleft()
-        self.module.use_window("weights", arena.weights(self._dtype), *weights)
+        of_weights, of_states = self._moves.popleft()
+        self.module.use_window("weights", arena.weights(self._dtype), *of_weights)
         if states_N is not None:
-            self.module.use_window("momentum1", states_N, *states)
+            self.module.use_window("momentum1", states_N, *of_states)
 
-    def _windows(self, sizes: list[int], capacity: int, count: int) -> list[tuple[list[int], Tensor]]:
+    def _windows(self, sizes: list[int], capacity: int, count: int) -> list[_Starts]:
         """Random starts of tables, and of features on the device, ``count`` times."""
         starts_MT = [self.arena.windows(sizes, capacity) for _ in range(count)]
         offsets = [[starts[table] for table in self.module.feature_table_map] for starts in starts_MT]

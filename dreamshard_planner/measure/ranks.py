@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -127,7 +127,7 @@ class Ranks:
 
     def from_first(self, make: Callable[[], Thing]) -> Thing:
         """What ``make`` returns on the first rank, which alone calls it, on all ranks. Raises as :meth:`gather`."""
-        return self.gather(make if self.leads else lambda: None)[0]
+        return cast("Thing", self.gather(make if self.leads else lambda: None)[0])
 
     def map(self, work: Callable[[Sequence[Any]], Sequence[Thing]], items: Sequence[Any]) -> list[Thing]:
         """``work(items)``, done by all ranks: each calls it with its share of the same ``items``, and all get the

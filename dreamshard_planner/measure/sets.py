@@ -100,7 +100,7 @@ class SetClock:
 
     def corrected_ms(self, samples: Samples) -> Tensor:
         """Samples [R, 2] with slow spells damped, as :class:`~dreamshard_planner.cost.dataset.CostDataset` does."""
-        if self.usual_ms is None:
+        if self.usual_ms is None or samples.reference_ms is None:
             raise ValueError("nothing was timed yet")
         step_R1 = samples.reference_ms.sum(-1, keepdim=True)
         return samples.samples_ms * (self.usual_ms / step_R1) ** REFERENCE_STRENGTH
@@ -109,9 +109,9 @@ class SetClock:
         """Medians [X, 2] over the repeats; NaN for sets that ``seconds`` do not suffice for. The first call says what
         speed of the machine is usual."""
         timed = self.samples(sets, repeats, seconds)
-        done = [samples for samples in timed if samples is not None]
+        done = [s.reference_ms.sum(-1) for s in timed if s is not None and s.reference_ms is not None]
         if self.usual_ms is None and done:
-            self.usual_ms = torch.cat([samples.reference_ms.sum(-1) for samples in done]).median()
+            self.usual_ms = torch.cat(done).median()
         unknown_2 = torch.full((2,), math.nan, dtype=torch.float64)
         medians = [unknown_2 if s is None else self.corrected_ms(s).quantile(0.5, dim=0) for s in timed]
         return torch.stack(medians) if medians else torch.zeros(0, 2, dtype=torch.float64)

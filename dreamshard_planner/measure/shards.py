@@ -115,7 +115,8 @@ def _blocks(shards: Sequence[Workload], blocks: int, skewed: bool, generator: to
 
 def _within(shards: Sequence[Workload], max_work: float) -> list[Workload]:
     """Those shards, in order, that are together within the limit; at least one."""
-    held, total = [], 0.0
+    held: list[Workload] = []
+    total = 0.0
     for shard in shards:
         work = set_work([shard])
         if not held or total + work <= max_work:

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ large blocks."""
 def freed_memory_kept() -> Iterator[None]:
     """Where malloc is glibc's: what this process frees, in any thread, goes back to the system at the end only."""
     libc = ctypes.CDLL(None) if os.name == "posix" else None
-    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+    if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         yield
         return
     try:
@@ -155,8 +156,8 @@ def time_groups(
     runs = _CudaRuns(kernels[0].device) if kernels[0].device.type == "cuda" else _CpuRuns()
     for kernel in [*kernels, *([reference] if reference else [])] * warmup:
         runs.warm_up(kernel)
-    marks: list[list] = [[] for _ in kernels]
-    reference_marks: list[list] = [[] for _ in kernels]
+    marks: list[list[Any]] = [[] for _ in kernels]
+    reference_marks: list[list[Any]] = [[] for _ in kernels]
     for _ in range(repeats):
         for position in torch.randperm(len(kernels), generator=generator).tolist():
             if reference:

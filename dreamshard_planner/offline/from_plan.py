@@ -92,7 +92,7 @@ def check_statistics(saved: SavedPlan, job: Job, given: bool) -> str | None:
     )
     raise PlanError(
         f"{saved.name} was made with other statistics{without}, and costs would be laid to the wrong tables: give the "
-        "file that it was made with as --statistics"
+        "file that it was made with as --statistics (TableStatistics.to_json writes one)"
     )
 
 

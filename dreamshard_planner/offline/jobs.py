@@ -9,7 +9,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -118,8 +119,9 @@ class Job:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """Tables whose shape or ids are hardly meant, in words."""
-        return doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
+        """Machine, and tables whose shape or ids are hardly meant, in words."""
+        tables = doubtful_inputs(self.model.module, get_default_sharders(), self.model.statistics, self.machine.device)
+        return (*self.machine.doubtful, *tables)
 
     def planner(self) -> DreamShardPlanner:
         """A planner for the job."""
@@ -140,12 +142,17 @@ class Job:
             PlannerError: TorchRec's, where tables do not fit.
         """
         start = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
-            warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`doubtful`
+        with _known_warnings():
             planner = self.planner()
             plan = planner.plan(self.model.module, get_default_sharders())
         return PlannedJob(self, planner, plan, time.perf_counter() - start)
+
+    def read(self) -> DreamShardPlanner:
+        """A planner that has read the model, for plans that are there already."""
+        with _known_warnings():
+            planner = self.planner()
+            planner.read(self.model.module, get_default_sharders())
+        return planner
 
 
 @dataclass(frozen=True)
@@ -163,10 +170,14 @@ class PlannedJob:
         """On the plan, and what it was chosen from."""
         return self.planner.report()
 
-    @property
-    def outline(self) -> Report:
-        """The same without what takes as long as planning."""
-        return self.planner.report()
+
+@contextmanager
+def _known_warnings() -> Iterator[None]:
+    """Without those that tell users of a job nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
+        warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`Job.doubtful`
+        yield
 
 
 def read_model(source: str) -> OfflineModel:
@@ -194,7 +205,7 @@ def _called(source: str) -> nn.Module:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.import_module(path)
+        found: Any = importlib.import_module(path)
         for name in function.split("."):
             found = getattr(found, name)
         module = found()

@@ -149,7 +149,9 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
     if schema == TABLES_SCHEMA:
         return [TableSpec.of_table(table) for table in load_tables(path)]
     if schema != SCHEMA:
-        raise TaskError(f'{path}: no list of tables: it must be an object with "schema": "{SCHEMA}"')
+        raise TaskError(
+            f'{path}: no list of tables: it must be an object with "schema": "{SCHEMA}" (dreamshard info tells more)'
+        )
     content = parsed(_TableList, document, path, TaskError)
     general = {entry.name for entry in fields(TableEntry)} - {"name", "feature_names"}
     if odd := sorted(content.defaults.keys() - general):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from operator import sub
 from typing import Any
 
 import torch
@@ -41,8 +41,10 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
     "sharding_group": lambda job, value: _grouped(job, value),
 }
 """What may vary, and a job with another value of it. ``ranks`` are those of each host."""
-CANDIDATES = 8
-"""Costliest tables of which the one that hurts most is found."""
+CANDIDATES = 16
+"""Tables of which the one that hurts most is found: the costliest, those of the slowest rank first."""
+HURTS = 5e-3
+"""Share of the cost that a plan must be spared without a table for it to be worth changing."""
 MAX_HOSTS = 64
 """Up to which the smallest machine is looked for."""
 Step = Callable[[str], Any]
@@ -127,7 +129,7 @@ class WorstTable:
     without_ms: float
     """Cost of the plan, were the table not there."""
     remedies: tuple[Remedy, ...]
-    """Best first."""
+    """Best first; none where the plan costs as much without the table, as that of level ranks does."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,64 @@ class Replanning:
         return max(0.0, 1 - self.again_ms / self.keep_ms) if self.keep_ms > 0 else 0.0
 
 
+class Plans:
+    """The report of each job's best plan, which is made once.
+
+    Args:
+        step: told of every plan that is made.
+        present: what is planned now. A plan that fits still is not passed over for a dearer one.
+    """
+
+    def __init__(self, step: Step = lambda what: None, present: PlannedJob | None = None) -> None:
+        self._step, self._present = step, present
+        self._made: list[tuple[Job, Report | PlannerError]] = []
+        if present is not None:
+            self._made.append((present.job, present.report))
+
+    def report(self, what: str, job: Job) -> Report:
+        """PlannerError where nothing fits.
+
+        Args:
+            what: the plan is of, for people.
+            job: whose model is as it was when it was planned before.
+        """
+        report = next((made for known, made in self._made if known == job), None)
+        if report is None:
+            self._step(what)
+            try:
+                report = self._cheaper(job.plan())
+            except PlannerError as error:
+                report = error
+            self._made.append((job, report))
+        if isinstance(report, PlannerError):
+            raise report
+        return report
+
+    def point(self, axis: str, value: float | str, job: Job) -> Point:
+        """What a job costs, or why it does not fit."""
+        try:
+            report = self.report(f"{axis} {value if isinstance(value, str) else format(value, ',')}", job)
+        except PlannerError as error:
+            return Point.of(axis, value, job, None, " ".join(str(error).split()))
+        return Point.of(axis, value, job, report)
+
+    def _cheaper(self, planned: PlannedJob) -> Report:
+        """Of the plan, or of the present one, which a search may miss."""
+        report, present = planned.report, self._present
+        if present is None or _ranks(planned.job) != _ranks(present.job):
+            return report
+        if planned.planner.predict(present.plan).total_ms >= report.chosen.total_ms:
+            return report
+        kept = planned.planner.saved_plan(present.plan).report()
+        fits = all(max(map(sub, entry.used_bytes, entry.limit_bytes)) <= 0 for entry in kept.memory)
+        return kept if fits else report
+
+
+def _ranks(job: Job) -> tuple[Any, ...]:
+    """What two jobs must have alike for one to take the other's plan."""
+    return job.model, job.settings, job.machine.device, job.machine.ranks_per_host, job.machine.hosts
+
+
 def what_if(
     job: Job,
     vary: Mapping[str, Sequence[Any]] | None = None,
@@ -191,13 +251,13 @@ def what_if(
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     step("as it is")
     planned = job.plan()
-    report = planned.outline
-    base = Point.of("", 0.0, job, report)
-    any_memory, on_device = smallest_that_fits(job, step) if smallest else (None, None)
+    report = planned.report
+    plans = Plans(step, planned)
+    any_memory, on_device = smallest_that_fits(job, plans) if smallest else (None, None)
     return WhatIf(
-        base=base,
+        base=Point.of("", 0.0, job, report),
         cost_source=report.cost_source,
-        sweeps={axis: sweep(job, axis, values, step) for axis, values in (vary or {}).items()},
+        sweeps={axis: sweep(job, axis, values, plans) for axis, values in (vary or {}).items()},
         smallest=any_memory,
         smallest_on_device=on_device,
         worst=worst_table(planned, step) if worst else None,
@@ -205,9 +265,10 @@ def what_if(
     )
 
 
-def sweep(job: Job, axis: str, values: Sequence[Any], step: Step = lambda what: None) -> tuple[Point, ...]:
+def sweep(job: Job, axis: str, values: Sequence[Any], plans: Plans | None = None) -> tuple[Point, ...]:
     """The cost at each value; what does not fit is a point that says why."""
-    return tuple(_point(axis, value, AXES[axis](job, value), step) for value in values)
+    plans = plans or Plans()
+    return tuple(plans.point(axis, value, AXES[axis](job, value)) for value in values)
 
 
 def _grouped(job: Job, size: int) -> Job:
@@ -219,19 +280,10 @@ def _grouped(job: Job, size: int) -> Job:
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """As many of another model, with its own memory and links; a network between hosts that was given stays."""
-    own = {"memory_bytes": None, "memory_bytes_per_s": None, "intra_bytes_per_s": None}
-    return replace(machine, gpu=gpu.lower(), **own)
+    return replace(machine, gpu=gpu.lower(), memory_bytes=None, memory_bytes_per_s=None, intra_bytes_per_s=None)
 
 
-def _point(axis: str, value: float | str, job: Job, step: Step) -> Point:
-    step(f"{axis} {value if isinstance(value, str) else format(value, ',')}")
-    try:
-        return Point.of(axis, value, job, job.plan().outline)
-    except PlannerError as error:
-        return Point.of(axis, value, job, None, " ".join(str(error).split()))
-
-
-def smallest_that_fits(job: Job, step: Step = lambda what: None) -> tuple[Point | None, Point | None]:
+def smallest_that_fits(job: Job, plans: Plans | None = None) -> tuple[Point | None, Point | None]:
     """The fewest ranks that the tables fit on, be it with some in host memory, and the fewest whose device memory has
     them all: on one host while it has room for more, then on whole hosts.
 
@@ -240,13 +292,12 @@ def smallest_that_fits(job: Job, step: Step = lambda what: None) -> tuple[Point 
 
     Args:
         job: with as many ranks per host as a host has room for.
-        step: told of every plan.
+        plans: made before.
     """
-    machines = _machines(job.machine)
+    machines, plans = _machines(job.machine), plans or Plans()
 
-    @cache
     def tried(index: int) -> Point:
-        return _point("ranks", machines[index].ranks, replace(job, machine=machines[index]), step)
+        return plans.point("ranks", machines[index].ranks, replace(job, machine=machines[index]))
 
     def smallest(fits: Callable[[Point], bool]) -> Point | None:
         low, high = -1, job.machine.ranks_per_host - 1  # low: does not fit
@@ -275,26 +326,28 @@ def _machines(machine: Machine) -> list[Machine]:
 
 def worst_table(planned: PlannedJob, step: Step = lambda what: None) -> WorstTable | None:
     """The table without which the plan would cost least, and what splitting, caching or shrinking it would gain."""
-    tables = planned.outline.tables
+    tables, now = planned.report.tables, planned.report.chosen
     if len(tables) < 2:
         return None
-    by_cost = sorted(tables, key=lambda entry: -entry.alone_ms)[:CANDIDATES]
-    rated = ((planned.planner.without_ms(entry.name), entry) for entry in by_cost)
+    slowest = now.rank_ms.index(max(now.rank_ms))
+    by_cost = sorted(tables, key=lambda entry: (slowest not in entry.ranks, -entry.alone_ms / len(entry.ranks)))
+    rated = ((planned.planner.without_ms(entry.name), entry) for entry in by_cost[:CANDIDATES])
     least_ms, entry = min(rated, key=lambda pair: pair[0])
-    remedies = sorted(_remedies(planned, entry.name, step), key=lambda remedy: remedy.total_ms)
+    hurts = least_ms < now.total_ms * (1 - HURTS)
+    remedies = sorted(_remedies(planned, entry.name, step), key=lambda remedy: remedy.total_ms) if hurts else ()
     return WorstTable(entry.name, entry.label, entry.ranks, least_ms, tuple(remedies))
 
 
 def _remedies(planned: PlannedJob, table: str, step: Step) -> Iterator[Remedy]:
     """Of the table with this fully qualified name."""
-    job, base_ms = planned.job, planned.outline.chosen.total_ms
+    job, base_ms = planned.job, planned.report.chosen.total_ms
     name = table.rpartition(".")[2]
-    label = next(entry.label for entry in planned.outline.tables if entry.name == table)
+    label = next(entry.label for entry in planned.report.tables if entry.name == table)
 
     def tried(what: str, changed: Job) -> Remedy:
         step(f"{name}: {what}")
         try:
-            total_ms = changed.plan().outline.chosen.total_ms
+            total_ms = changed.plan().report.chosen.total_ms
         except (PlannerError, TaskError) as error:
             return Remedy(what, math.inf, 0.0, " ".join(str(error).split()))
         return Remedy(what, total_ms, base_ms - total_ms)
@@ -334,7 +387,7 @@ def resized(
     """
     path, _, name = table.rpartition(".")
     try:
-        collection = module.get_submodule(path)
+        collection: Any = module.get_submodule(path)
         bags = hasattr(collection, "embedding_bag_configs")
         configs = collection.embedding_bag_configs() if bags else collection.embedding_configs()
         holder = collection.embedding_bags if bags else collection.embeddings
@@ -373,4 +426,4 @@ def replanning(job: Job, before: TableStatistics | SavedPlan, after: TableStatis
         before if isinstance(before, SavedPlan) else replace(job, model=job.model.with_statistics(before)).plan().plan
     )
     again = replace(job, model=job.model.with_statistics(after)).plan()
-    return Replanning(again.planner.predict(kept).total_ms, again.outline.chosen.total_ms)
+    return Replanning(again.planner.predict(kept).total_ms, again.report.chosen.total_ms)

@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
@@ -45,7 +46,7 @@ def assumptions(
         *(_lookups(context, plan, unknown, len(known) + len(unknown), statistics) if unknown else ()),
         *_popularity(context, plan),
         *_batch_size(plan, given_batch_size),
-        *_host_memory(context.topology),
+        *_host_memory(context.topology, plan),
     )
 
 
@@ -118,16 +119,18 @@ def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note
     return (Note("assumption", text, {"batch_size": float(batch_size)}),)
 
 
-def _host_memory(topology: Topology) -> tuple[Note, ...]:
-    """Where CPU ranks have TorchRec's default, and that is more than a host like this one has."""
-    if topology.compute_device != "cpu":
-        return ()
+def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Where tables take TorchRec's default of it: on CPU ranks, if that is more than a host like this one has."""
     here_bytes, rank_bytes = total_bytes(), topology.devices[0].storage.ddr
     host_bytes = rank_bytes * min(topology.local_world_size, topology.world_size)
-    if rank_bytes != DDR_CAP or host_bytes <= here_bytes:
+    figures = {"host_bytes": float(host_bytes), "here_bytes": float(here_bytes)}
+    if rank_bytes != DDR_CAP:
         return ()
-    text = (
-        f"{size_in_words(rank_bytes)} of memory are assumed for every rank, TorchRec's default (ddr_cap); a host like "
-        f"this one has {size_in_words(here_bytes)} for all of its ranks"
-    )
-    return (Note("assumption", text, {"host_bytes": float(host_bytes), "here_bytes": float(here_bytes)}),)
+    assumed = f"{size_in_words(rank_bytes)} of host memory are assumed for every rank, TorchRec's default (ddr_cap)"
+    if topology.compute_device != "cpu":
+        outside = [fqn_of(option) for option in plan if memory_of(option.compute_kernel).startswith("uvm")]
+        named = ", ".join(outside[:NAMED]) + (", ..." if len(outside) > NAMED else "")
+        text = f"{assumed}: {size_in_words(host_bytes)} on a host; {len(outside)} table(s) lie there ({named})"
+        return (Note("assumption", text, figures),) if outside else ()
+    text = f"{assumed}; a host like this one has {size_in_words(here_bytes)} for all of its ranks"
+    return (Note("assumption", text, figures),) if host_bytes > here_bytes else ()

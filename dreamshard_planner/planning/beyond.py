@@ -14,8 +14,8 @@ from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search_space.enumeration import is_torchrecs
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
-from dreamshard_planner.search_space.slices import is_torchrecs
 from dreamshard_planner.search_space.usable_options import certain_options, usable_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
@@ -55,11 +55,11 @@ class BeyondExactTraining:
 
     def __str__(self) -> str:
         if not self.total_ms < self.exact_ms * (1 - NOTHING):
-            return f"{self.opened_by} would open {_counted(self.opened)}, and gain nothing that a search found"
+            return f"{self.opened_by} would allow {_counted(self.opened)}, and gain nothing that a search found"
         types = ", ".join(f"{count} {kind}" for kind, count in self.types)
         theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
         return (
-            f"{self.opened_by} would open {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
+            f"{self.opened_by} would allow {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
             f"{self.exact_ms:.3f} ({types}); TorchRec's own plan over these types: {theirs}"
         )
 
@@ -110,14 +110,14 @@ class WiderSpace:
             if theirs is not None:
                 starts += [sharding for sharding in [read.sharding(theirs.options)] if cost.problem.fits(sharding)]
             found = joint_search(cost, starts, QUICK, search, seed)
+        exact_ms = cost.overall_ms(start)
+        best, best_ms = (start, exact_ms) if found is None else (found.sharding, found.overall_ms)
         types = Counter(
-            options[index].sharding_type
-            for options, index in zip(read.problem.tables, found.sharding.options, strict=True)
+            options[index].sharding_type for options, index in zip(read.problem.tables, best.options, strict=True)
         )
         theirs_ms = None if theirs is None else cost.overall_ms(read.sharding(theirs.options))
-        exact_ms = cost.overall_ms(start)
         opened = (self.opened_by, self.opened)
-        return BeyondExactTraining(*opened, exact_ms, found.overall_ms, tuple(types.most_common()), theirs_ms)
+        return BeyondExactTraining(*opened, exact_ms, best_ms, tuple(types.most_common()), theirs_ms)
 
 
 def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:

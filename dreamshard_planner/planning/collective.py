@@ -26,6 +26,7 @@ from dreamshard_planner.errors import (
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.torch_state import neutral
 
+_KNOWN: tuple[type[Exception], ...]
 _KNOWN = (PlannerError, CheckpointError, DatasetError, PlanError, StatisticsError, TaskError, DreamShardError)
 _KNOWN += (ValueError, TypeError, RuntimeError, AssertionError, OSError)
 KNOWN_ERRORS = {f"{known.__module__}.{known.__qualname__}": known for known in _KNOWN}
@@ -83,9 +84,10 @@ class Together:
     """All ranks of a group, led by its first one: the others do what it asks for, until it has a plan."""
 
     def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
-        alone = pg is None or pg.size() == 1
-        on_host = 1 if alone else get_local_size(pg.size())
-        self.ranks = Ranks() if alone else Ranks(pg.rank(), pg.size(), pg.rank() % on_host, on_host, pg)
+        self.ranks = Ranks()
+        if pg is not None and pg.size() > 1:
+            on_host = get_local_size(pg.size())
+            self.ranks = Ranks(pg.rank(), pg.size(), pg.rank() % on_host, on_host, pg)
         self._kept: dict[str, Any] = {}
 
     def do(self, job: Job, argument: Any) -> Any:
@@ -118,9 +120,8 @@ class Together:
         self.ranks, self._kept = Ranks(), {}
 
     def _exchange(self, message: list[bytes]) -> None:
-        group = self.ranks.group
         with neutral():
-            dist.broadcast_object_list(message, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast_object_list(message, group_src=0, group=self.ranks.group)
 
 
 def plan_on_rank_0(make: Callable[[Together], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:

@@ -25,6 +25,8 @@ from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
+from dreamshard_planner.plans.report import ReportEntry, each_collective
+from dreamshard_planner.plans.verdict import collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
@@ -33,6 +35,7 @@ from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import NarrowSlices, narrower_slices
+from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
@@ -80,13 +83,18 @@ def explain(
             alone_ms=here.alone_ms[table],
             bytes=int(rated.read.problem.storage_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
             **changes.of(rated.read.problem.names[table]),
+            why_whole=_why_whole(rated.read.problem.names[table], context, wider, rated.options, others),
         )
         for table in costliest[:MAX_TABLES]
     )
     bottleneck, headline = _verdict(rated, here, rank)
-    if bottleneck is not None:
+    cost = ReportEntry.of("plan", rated.costs)
+    if collectives_dominate(cost):
+        headline = f"{verdict(cost, (), each_collective(rated.cost, rated.sharding))}. {headline}"
+    elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
-        headline = f"{headline} {_remedy(entry, _why_whole(bottleneck, context, wider, others))}"
+        headline = f"{headline} {_remedy(entry)}"
+        headline += _beyond(wider, given, rated, bottleneck, rank)
     return Explanation(
         rank=rank,
         headline=headline,
@@ -227,6 +235,19 @@ class _Changes:
         return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
 
 
+def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: str, rank: int) -> str:
+    """What the best way to split a table would gain that exact training leaves out; empty where it leaves out none."""
+    if wider is None:
+        return ""
+    usable = usable_options(wider.search_space, wider.context.topology.compute_device)
+    others = _alternatives(wider.context, rated.options, usable, {table})
+    changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
+    best = changes.of(table)["splitting"]
+    if best is None or best.gain_ms <= 0:
+        return f" {wider.opened_by} would allow nothing that gains."
+    return f" With {wider.opened_by} {best.how} would gain {best.gain_ms:.3f} ms."
+
+
 def _alternatives(
     context: PlanningContext, plan: Sequence[ShardingOption], usable: Sequence[ShardingOption], names: set[str]
 ) -> list[ShardingOption]:
@@ -265,7 +286,7 @@ def _verdict(rated: Rated, here: _Here, rank: int) -> tuple[str | None, str]:
     )
 
 
-def _remedy(entry: TableCost | None, why_whole: str) -> str:
+def _remedy(entry: TableCost | None) -> str:
     """What changing the table itself would gain, or why it can't be split."""
     tried = {} if entry is None else {"splitting": entry.splitting, "caching": entry.caching}
     changes = {what: change for what, change in tried.items() if change is not None}
@@ -273,26 +294,36 @@ def _remedy(entry: TableCost | None, why_whole: str) -> str:
     if best is not None and best.gain_ms > 0:
         return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms."
     gains_nothing = f"{' and '.join(changes).capitalize()} it would gain nothing. " if changes else ""
-    whole = "" if "splitting" in changes else f"It is not split further: {why_whole}. "
+    whole = "" if entry is None or "splitting" in changes else f"It is not split further: {entry.why_whole}. "
     return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help."
 
 
-def _why_whole(table: str, context: PlanningContext, wider: WiderSpace | None, others: Sequence[ShardingOption]) -> str:
+def _why_whole(
+    table: str,
+    context: PlanningContext,
+    wider: WiderSpace | None,
+    plan: Sequence[ShardingOption],
+    others: Sequence[ShardingOption],
+) -> str:
     """Why a table has no option of more parts that fits."""
+    parts = next(option.num_shards for option in plan if fqn_of(option) == table)
     name = table.rpartition(".")[2]
 
     def splitting(constraints: Mapping[str, ParameterConstraints] | None) -> set[str]:
         allowed = (constraints or {}).get(name, ParameterConstraints()).sharding_types or ()
         return {kind for kind in allowed if SHARDING_TYPES[kind].splits_rows or SHARDING_TYPES[kind].splits_columns}
 
-    if any(fqn_of(option) == table and option.num_shards > 1 for option in others):
+    if any(fqn_of(option) == table and option.num_shards > parts for option in others):
         return "its parts find no room on other ranks"
+    if parts > 1:
+        return "it has as many parts as it may have"
     if splitting(context.constraints):
         return "it has too few rows and columns"
     opened = set() if wider is None else splitting(wider.context.constraints)
     if wider is not None and opened:
         return f"{wider.opened_by} would allow {' or '.join(sorted(opened))}"
-    return "its sharding_types, those of its sharder, or TorchRec's defects leave only whole tables"
+    exact = ", exact training" if wider is not None else ""
+    return f"its sharding_types, those of its sharder{exact} or TorchRec's defects leave only whole tables"
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:

@@ -16,6 +16,12 @@ MAX_NAMED = 5
 """Tables named in one error."""
 
 
+def reason_first(error: PlannerError) -> str:
+    """What TorchRec says where no proposal fits, with the reason before its own advice and figures."""
+    advice, last, reason = str(error).partition("Last planner error:")
+    return f"{reason.strip()}\nTorchRec: {advice.strip()}" if last and reason.strip() else str(error)
+
+
 def infeasible(problem: Problem, proven: bool) -> PlannerError:
     """TorchRec's error for shards that find no ranks.
 

@@ -21,10 +21,14 @@ from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import JointConfig, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search_space.cache_sizes import coarse_sizes, finer_sizes, uses_host_memory
+from dreamshard_planner.search_space.enumeration import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.slices import is_torchrecs
 from dreamshard_planner.search_space.towers import pinned_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
+
+CACHE_ROUNDS = 2
+"""Searches with caches of other sizes: coarse ones, then such as are near to those."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def joint_plan(
     search: SearchConfig,
     seed: int,
     budget: SearchBudget,
+    known: JointPlan | None = None,
 ) -> JointPlan:
     """Search all options.
 
@@ -74,12 +79,17 @@ def joint_plan(
         search: of its moves and swaps.
         seed: of the search.
         budget: of time.
+        known: what a search of fewer options came to, which this one starts from alone.
     """
     with single_thread():
-        plans, rivals = _whole_tables(context, options, topology, search, seed, budget)
-        theirs = torchrec_plan([o for o in options if is_torchrecs(o)], topology, context.estimate_as_torchrec)
-        if theirs is not None:
-            plans["torchrec"] = theirs.options
+        if known is None:
+            plans, rivals = _whole_tables(context, options, topology, search, seed, budget)
+            theirs = torchrec_plan([o for o in options if is_torchrecs(o)], topology, context.estimate_as_torchrec)
+            if theirs is not None:
+                plans["torchrec"] = theirs.options
+        else:
+            plans = {} if known.result is None else {"fewer_options": known.proposal}
+            rivals, theirs = known.rivals, known.torchrec
         rated: dict[str, Contender] = {}
         best: tuple[ReadProblem, JointResult] | None = None
         for pinned in pinned_options(options, topology, plans.get("torchrec")):
@@ -89,7 +99,8 @@ def joint_plan(
             # TorchRec's, which does not reckon with dense gradients, may need more memory than there is.
             fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
             costs = {name: cost.rate(start) for name, start in fitting.items()}
-            rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
+            if known is None:
+                rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
             result = joint_search(cost, fitting.values(), config, search, seed, budget.joint)
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
@@ -99,6 +110,36 @@ def joint_plan(
             return JointPlan(_smallest(context.read(options, topology)), rivals, None, theirs)
         read, result = best
         return JointPlan(read.assign(result.sharding), rivals, result, theirs)
+
+
+def with_cache_sizes(
+    context: PlanningContext,
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    found: JointPlan,
+    config: JointConfig,
+    search: SearchConfig,
+    seed: int,
+    budget: SearchBudget,
+) -> JointPlan:
+    """A plan whose caches may have any size, where some table lies in host memory or nothing fits; never dearer.
+
+    Args:
+        context, options, topology, config, search, seed, budget: see :func:`joint_plan`.
+        found: what it came to, with caches of TorchRec's size; nothing follows where that took all its time.
+    """
+    if found.result is not None and (found.result.cut_short or not uses_host_memory(found.proposal)):
+        return found
+    sizes = coarse_sizes(options, context.reader.load_factor)
+    each = replace(budget, joint=None if budget.joint is None else budget.joint / CACHE_ROUNDS)
+    for _ in range(CACHE_ROUNDS):
+        if not sizes:
+            break
+        context.complete(sizes)
+        options = [*options, *sizes]
+        found = joint_plan(context, options, topology, config, search, seed, each, known=found)
+        sizes = finer_sizes(options, found.proposal)
+    return found
 
 
 def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:

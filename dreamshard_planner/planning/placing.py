@@ -127,7 +127,7 @@ def place_proposal(
         )
     except InfeasibleError as error:
         raise infeasible(chosen.cost.problem, error.proven) from error
-    return Outcome(read, cost, chosen, placement, chosen.placed(placement.chosen.assignment_S))
+    return Outcome(read, cost, chosen, placement, chosen.placed(placement.assignment_S))
 
 
 def wide_units_laid_down(cost: Cost) -> Chosen:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
@@ -32,7 +33,7 @@ from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import usable_options
 
-AnyPlan = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
+AnyPlan: TypeAlias = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
 """A plan as TorchRec has it, one with all that it was made from, its file, or one option with ranks for each table."""
 
 
@@ -46,6 +47,8 @@ class PlannedModel:
     """What the storage reservation leaves."""
     read_inputs: Callable[[], PlanInputs]
     """What plans are made from: digests of statistics and networks, which rating alone does without."""
+    assumed: Callable[[Sequence[ShardingOption]], tuple[Note, ...]]
+    """What the figures of a plan rest on that nobody said."""
     legal: LegalRanks | None
     """Where placement rules let tables lie; None without rules."""
     wider: WiderSpace | None = None
@@ -134,8 +137,10 @@ class PlannedModel:
 
     def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
         """Why a rank of a plan, the slowest by default, takes as long as it does."""
-        usable = usable_options(self.search_space, self.context.topology.compute_device)
-        return explain(self.context, self._given, self.rated(plan), usable, self.wider, rank)
+        usable, rated = usable_options(self.search_space, self.context.topology.compute_device), self.rated(plan)
+        found = explain(self.context, self._given, rated, usable, self.wider, rank)
+        notes = (*self.context.notes(rated.options), *self.assumed(rated.options))
+        return replace(found, assumptions=tuple(note.text for note in notes if note.code == "assumption"))
 
 
 def _libraries() -> dict[str, str]:

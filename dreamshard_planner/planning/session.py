@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.types import (
@@ -159,7 +160,7 @@ class PlanningSession:
     def planned(self, search_space: Sequence[ShardingOption]) -> PlannedModel:
         """The module, by all its options."""
         inputs = self.request.made_from(search_space, self.reservation, self.context.reader).inputs
-        return PlannedModel(self.context, search_space, self.left, inputs, self.legal, self.wider)
+        return PlannedModel(self.context, search_space, self.left, inputs, self._assumptions, self.legal, self.wider)
 
     def result(
         self,
@@ -248,7 +249,8 @@ class PlanningSession:
 
     def _wider(self, module: nn.Module, sharders: Sharders, estimator: MakeEstimator) -> WiderSpace | None:
         for argument, value in (("optimizers_attached", True), ("exact_training", False)):
-            wider = replace(self.request, settings=replace(self.request.settings, **{argument: value}))
+            change: dict[str, Any] = {argument: value}
+            wider = replace(self.request, settings=replace(self.request.settings, **change))
             all_types = _constraints(wider, module, sharders, self.legal)
             if opened := opened_types(self.constraints, all_types):
                 break

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
-from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.plans.stale import differences, machine_differences
 from dreamshard_planner.support.formatting import size_in_words
 
 MAX_SHOWN = 20
@@ -51,8 +52,10 @@ class Comparison:
     """Weights that each rank must get from others: what :attr:`changes` add up to, without optimizer states."""
     cost_before: Predicted
     cost_after: Predicted
+    machine: tuple[str, ...]
+    """Differences between their ranks, memories and links, in words."""
     inputs: tuple[str, ...]
-    """Differences between what the plans were made from, in words."""
+    """All else that the plans were made from and that differs, in words."""
     names: tuple[int, ...]
     """What each rank of the plan after is called here, so that most weights stay where they are."""
     bytes_as_named: int
@@ -65,9 +68,12 @@ class Comparison:
 
     @property
     def one_cost_source(self) -> bool:
-        """Whether both plans were rated by the same costs of compute and collectives."""
-        one, other = self.cost_before, self.cost_after
-        return (one.cost_source, one.collectives_source) == (other.cost_source, other.collectives_source)
+        """Whether both plans were rated by the same costs of compute and collectives, be it at other bandwidths."""
+        one, other = (
+            [re.sub(r"[\d.,]+ GB/s", "", source) for source in (cost.cost_source, cost.collectives_source)]
+            for cost in (self.cost_before, self.cost_after)
+        )
+        return one == other
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -76,6 +82,8 @@ class Comparison:
     def __str__(self) -> str:
         retyped = sum(change.retyped for change in self.changes)
         lines = [
+            self._headline(),
+            *([f"Machine: {'; '.join(self.machine)}."] if self.machine else []),
             f"{self.before} -> {self.after}: {len(self.changes)} table(s) change, {retyped} of them their "
             f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} of weights to move, "
             f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
@@ -90,7 +98,7 @@ class Comparison:
         lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
         if self.changes:
             width = max(len(change.table) for change in self.changes[:MAX_SHOWN])
-            lines.append(f"{'table':<{width}}{'bytes':>12}  change")
+            lines.append(f"{'table':<{width}}{'to move':>12}  change")
             lines += [
                 f"{change.table:<{width}}{size_in_words(change.bytes_received):>12}  {change.before} -> {change.after}"
                 for change in self.changes[:MAX_SHOWN]
@@ -99,6 +107,18 @@ class Comparison:
         lines += self._costs()
         lines += [f"Note: made from other inputs: {difference}." for difference in self.inputs]
         return "\n".join(lines)
+
+    def _headline(self) -> str:
+        """Which is cheaper, by how much, and in what."""
+        before, after = self.cost_before, self.cost_after
+        if not self.one_cost_source:
+            return f"Costs of {self.before} and {self.after} are of different sources, and do not compare."
+        share = f" ({after.total_ms / before.total_ms:.3f} of it)" if before.total_ms > 0 else ""
+        return (
+            f"A step takes {after.total_ms:.3f} ms with {self.after}, {before.total_ms:.3f} with {self.before}{share}: "
+            f"compute of the slowest rank {_ms(max(after.rank_ms))} instead of {_ms(max(before.rank_ms))} ms, "
+            f"collectives {_ms(after.collectives_ms)} instead of {_ms(before.collectives_ms)} ms."
+        )
 
     def _costs(self) -> list[str]:
         before, after = self.cost_before, self.cost_after
@@ -112,11 +132,10 @@ class Comparison:
         more, chosen_from = [(line, "", "") for line in _more(ranks, "ranks")], _rivals(before, after)
         width = max([14, *(len(name) + 1 for name, *_ in chosen_from)])
         lines = [f"{row[0]:<{width}}{row[1]:>12}{row[2]:>12}".rstrip() for row in (*rows, *more, *chosen_from)]
-        if self.one_cost_source:
+        if (before.cost_source, before.collectives_source) == (after.cost_source, after.collectives_source):
             return [*lines, f"Compute: {after.cost_source}. Collectives: {after.collectives_source}."]
         return [
             *lines,
-            "Note: the costs are of different sources, and do not compare.",
             f"Before: compute {before.cost_source}, collectives {before.collectives_source}.",
             f"After: compute {after.cost_source}, collectives {after.collectives_source}.",
         ]
@@ -153,7 +172,10 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         bytes_received=received,
         cost_before=before.predicted,
         cost_after=after.predicted,
-        inputs=tuple(difference.text for difference in differences(before.inputs, after.inputs)),
+        machine=tuple(machine := machine_differences(before.inputs.topology, after.inputs.topology)),
+        inputs=tuple(
+            difference.text for difference in differences(before.inputs, after.inputs) if difference.text not in machine
+        ),
         names=names,
         bytes_as_named=sum(_changes(before, as_named, alike)[1]),
     )

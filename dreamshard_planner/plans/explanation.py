@@ -56,6 +56,8 @@ class TableCost:
     """The best way to shard it in more parts; None where none is allowed or fits."""
     caching: Change | None
     """Its rows in unified memory behind a cache; None where that is not allowed, not there, or so already."""
+    why_whole: str = ""
+    """Why it is not split further, where nothing splits it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Explanation:
     cost_source: str
     """Of compute."""
     collectives_source: str
+    assumptions: tuple[str, ...] = ()
+    """What these figures rest on that nobody said."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -105,26 +109,28 @@ class Explanation:
         own_ms, mean_ms = self.rank_ms[self.rank], sum(self.rank_ms) / len(self.rank_ms)
         lines = [
             self.headline,
+            *(f"Note: {assumption}." for assumption in self.assumptions),
             f"Rank {self.rank} of {len(self.rank_ms)}: {own_ms:.3f} ms of compute (slowest {max(self.rank_ms):.3f}, "
             f"mean {mean_ms:.3f}, fastest {min(self.rank_ms):.3f}), {self.waiting_ms:.3f} ms of waiting; collectives "
             f"{self.collectives_ms:.3f} ms, in all {self.total_ms:.3f}.",
-            f"{'fused kernels':<44}{'tables':>7}{'forward':>9}{'backward':>9}{'unfused':>9}",
+            f"{'fused kernels, in ms':<44}{'tables':>7}{'forward':>9}{'backward':>9}{'if each table had its own':>27}",
         ]
         lines += [
             f"{group.label:<44}{len(group.tables):>7}{group.forward_ms:>9.3f}{group.backward_ms:>9.3f}"
-            f"{group.alone_ms:>9.3f}  {_named(group.tables)}"
+            f"{group.alone_ms:>27.3f}  {_named(group.tables)}"
             for group in self.groups
         ]
         if self.tables:
-            width = max(len(table.table) for table in self.tables)
-            lines.append(f"{'costliest tables':<{max(width, 16)}}{'ms here':>9}{'alone':>8}{'memory':>12}  sharded")
+            width = max(20, *(len(table.table) for table in self.tables))
+            lines.append(f"{'costliest tables':<{width}}{'ms it adds':>12}{'ms by itself':>14}{'memory':>12}  sharded")
             for table in self.tables:
                 lines.append(
-                    f"{table.table:<{max(width, 16)}}{table.marginal_ms:>9.3f}{table.alone_ms:>8.3f}"
+                    f"{table.table:<{width}}{table.marginal_ms:>12.3f}{table.alone_ms:>14.3f}"
                     f"{size_in_words(table.bytes):>12}  {table.sharding}"
                 )
-                for what in ("leaving", "splitting", "caching"):
-                    lines.append(f"    {what}: {_gain(getattr(table, what))}")
+                lines.append(f"    moved away: {_gain(table.leaving) or 'no other rank has room'}")
+                lines.append(f"    split further: {_gain(table.splitting) or f'not possible, {table.why_whole}'}")
+                lines += [f"    cached: {_gain(table.caching)}"] if table.caching else []
         lines += [f"... and {self.other_tables} more tables on this rank"] if self.other_tables else []
         lines += [
             f"{memory.kind}: {size_in_words(memory.used)} of {size_in_words(max(0, memory.limit))} used; the storage "
@@ -136,9 +142,9 @@ class Explanation:
 
 def _gain(change: Change | None) -> str:
     if change is None:
-        return "not possible, or no room for it"
-    verb = "gains" if change.gain_ms >= 0 else "loses"
-    return f"{change.how} {verb} {abs(change.gain_ms):.3f} ms, {change.total_ms:.3f} in all"
+        return ""
+    than_now = "faster" if change.gain_ms >= 0 else "slower"
+    return f"{change.how}: {abs(change.gain_ms):.3f} ms {than_now}, {change.total_ms:.3f} ms a step"
 
 
 def _named(tables: tuple[str, ...]) -> str:

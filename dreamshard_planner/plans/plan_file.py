@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -107,7 +107,7 @@ class TableInputs:
     data_type: str
     """Of the weights: torch's name of the dtype."""
     features: tuple[str, ...]
-    pooling: str
+    pooling: Literal["sum", "mean", "none"]
     """``sum``, ``mean``, or ``none`` for sequences."""
     weighted: bool
     optimizer: str
@@ -233,8 +233,8 @@ class SavedPlan:
             memory=predicted.memory,
             collectives=tuple(predicted.each_collective_ms.items()),
             notes=predicted.notes,
-            measured=measured and measured.entry("dreamshard"),
-            measured_before=before and before.entry("before"),
+            measured=None if measured is None else measured.entry("dreamshard"),
+            measured_before=None if before is None else before.entry("before"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,7 +273,9 @@ def _document(path: Path) -> dict[str, Any]:
     """The entries of a plan file, without format and version."""
     document = read_json(path, PlanError)
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-        raise PlanError(f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r}")
+        raise PlanError(
+            f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r} (dreamshard info tells more)"
+        )
     version = document.pop("version", None)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise PlanError(f"{path}: unreadable version {brief(version)}")
@@ -281,9 +283,9 @@ def _document(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"{path}: version {str(version)[:9]} is newer than this package reads ({VERSION}); upgrade the package"
         )
-    if version < 3 and isinstance(document.get("predicted"), dict):
-        notes = document["predicted"].get("notes", [])
-        document["predicted"]["notes"] = [{"code": "saved", "text": text} for text in notes]
+    predicted = document.get("predicted")
+    if version < 3 and isinstance(predicted, dict) and isinstance(notes := predicted.get("notes", []), list):
+        predicted["notes"] = [{"code": "saved", "text": text} for text in notes]
     return document
 
 

@@ -18,6 +18,7 @@ from dreamshard_planner.plans.predicted import PlanCost
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 Cost = TypeVar("Cost", bound=PlanCost)
+Number = TypeVar("Number", bound=float)
 FORBIDDEN = -1e18
 """Bytes that stay between ranks of other memory: worse than any."""
 
@@ -133,6 +134,6 @@ def _cost(cost: Cost, names: Sequence[int]) -> Cost:
     return replace(cost, forward_ms=_ordered(cost.forward_ms, names), backward_ms=_ordered(cost.backward_ms, names))
 
 
-def _ordered(values: Sequence[float], names: Sequence[int]) -> tuple:
+def _ordered(values: Sequence[Number], names: Sequence[int]) -> tuple[Number, ...]:
     """Values of ranks, in the order of their new names."""
     return tuple(value for _, value in sorted(zip(names, values, strict=True)))

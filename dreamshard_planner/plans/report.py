@@ -159,7 +159,7 @@ class Report:
             reshards=reshards,
             tables=_tables(cost, sharding),
             memory=memory_entries(cost, sharding),
-            collectives=_collectives(cost, sharding),
+            collectives=each_collective(cost, sharding),
         ).noting(notes)
         refined = placement.refined
         if refined is None or refined.measured is None:
@@ -280,7 +280,8 @@ def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
     )
 
 
-def _collectives(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
+def each_collective(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], ...]:
+    """Milliseconds of each collective that moves something, both passes together."""
     collectives = cost.problem.collectives
     forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.problem.laid(sharding)))
     named = zip(collectives.collectives, (forward_C + backward_C).tolist(), strict=True)

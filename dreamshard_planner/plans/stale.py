@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dreamshard_planner.plans.plan_file import PlanInputs, TableInputs, TopologyInputs
+from dreamshard_planner.support.formatting import memory_in_words
 
 MEMORY_TOLERANCE = 0.01
 """Share by which memories may differ: machines of one kind do, by a few megabytes, from boot to boot."""
@@ -36,8 +37,21 @@ def differences(made_from: PlanInputs, now: PlanInputs) -> list[Difference]:
     return found + [Difference(text, False) for text in _chosen_by(made_from, now)]
 
 
+def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]:
+    """Between the ranks of two plans, their memories and what connects them."""
+    return [*_ranks(one, other), *_bandwidths(one, other)]
+
+
 def _stale(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
-    one, other = made_from.topology, now.topology
+    yield from _ranks(made_from.topology, now.topology)
+    if made_from.batch_size != now.batch_size:
+        yield f"batch size {made_from.batch_size} -> {now.batch_size}"
+    yield from _tables(made_from.tables, now.tables)
+    yield from _entries("constraint of table", made_from.constraints, now.constraints)
+    yield from _entries("", {"placement_rules": made_from.placement_rules}, {"placement_rules": now.placement_rules})
+
+
+def _ranks(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
     for what, name in (
         ("compute_device", "device"),
         ("world_size", "number of ranks"),
@@ -47,11 +61,6 @@ def _stale(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
             yield f"{name} {getattr(one, what)} -> {getattr(other, what)}"
     if one.world_size == other.world_size:
         yield from _memory(one, other)
-    if made_from.batch_size != now.batch_size:
-        yield f"batch size {made_from.batch_size} -> {now.batch_size}"
-    yield from _tables(made_from.tables, now.tables)
-    yield from _entries("constraint of table", made_from.constraints, now.constraints)
-    yield from _entries("", {"placement_rules": made_from.placement_rules}, {"placement_rules": now.placement_rules})
 
 
 def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
@@ -65,7 +74,14 @@ def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
         if changed:
             rank = changed[0]
             others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            yield f"{kind} of rank {rank}{others} {before[rank]:,} -> {after[rank]:,} bytes"
+            yield f"{kind} of rank {rank}{others} {memory_in_words(before[rank])} -> {memory_in_words(after[rank])}"
+
+
+def _bandwidths(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
+    for name in sorted(one.bandwidths.keys() | other.bandwidths.keys()):
+        was, has = (topology.bandwidths.get(name, 0.0) / 1e6 for topology in (one, other))
+        if was != has:
+            yield f"bandwidth of {name} {was:,.6g} -> {has:,.6g} GB/s"
 
 
 def _tables(one: Mapping[str, TableInputs], other: Mapping[str, TableInputs]) -> Iterator[str]:
@@ -86,7 +102,7 @@ def _chosen_by(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
     if made_from.statistics != now.statistics:
         was, has = ("none" if value is None else value[:12] for value in (made_from.statistics, now.statistics))
         yield f"statistics {was} -> {has}"
-    yield from _entries("", {"bandwidth": made_from.topology.bandwidths}, {"bandwidth": now.topology.bandwidths})
+    yield from _bandwidths(made_from.topology, now.topology)
     yield from _entries("", {"setting": made_from.settings}, {"setting": now.settings})
 
 

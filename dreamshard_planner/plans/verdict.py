@@ -28,7 +28,7 @@ def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequ
     compute_ms = max(chosen.rank_ms, default=0.0)
     if not chosen.total_ms > 0:
         return "Nothing to compute"
-    if chosen.collectives_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
+    if collectives_dominate(chosen):
         name, ms = max(collectives, key=lambda collective: collective[1], default=("collectives", 0.0))
         return (
             f"Bottleneck: collectives, {chosen.collectives_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms"
@@ -42,8 +42,8 @@ def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequ
         if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
             return (
                 f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
-                f"rank {rank} computes; every rank would take {mean_ms:.3f} ms if all were level. Splitting it is what "
-                "could help: dreamshard explain tells how"
+                f"rank {rank} computes; every rank would take {mean_ms:.3f} ms if all were level. Splitting it, or "
+                "fewer lookups of it, could help: dreamshard explain tells what each way gains"
             )
     above = compute_ms / mean_ms - 1
     if above <= LEVEL:
@@ -56,6 +56,11 @@ def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequ
         f"Bottleneck: rank {rank}, {above:.0%} above the mean of {mean_ms:.3f} ms, with no table that is most of it. "
         "dreamshard explain tells its costliest tables, and what changes of each would gain"
     )
+
+
+def collectives_dominate(cost: ReportEntry) -> bool:
+    """Whether they take most of a step, however its tables are placed."""
+    return cost.collectives_ms > COLLECTIVES_DOMINATE * cost.total_ms
 
 
 def _heaviest(tables: Sequence[TableEntry], rank: int) -> TableEntry | None:

@@ -72,6 +72,9 @@ class Policy(AnyPolicy):
     predicted cost; REINFORCE improves on that.
     """
 
+    descriptor_mean: Tensor
+    descriptor_scale: Tensor
+
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -182,6 +185,8 @@ def score_rollout(policy: AnyPolicy, rollout: Rollout) -> tuple[Tensor, Tensor]:
 
     All steps at once: the load of a device before a step is an exclusive cumulative sum over the actions.
     """
+    if rollout.channels_SEDO is None or rollout.legal_SED is None:
+        raise ValueError("what the policy saw was not kept: roll out with record=True")
     environment = rollout.environment
     tasks, task_E = environment.tasks, environment.task_E
     shard_SER = (policy.represent(tasks.features_TSF) * tasks.step_mask_TS[..., None]).transpose(0, 1)[:, task_E]

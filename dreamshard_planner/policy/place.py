@@ -74,11 +74,18 @@ class Placement:
     notes: tuple[str, ...] = ()
     """For readers of the report."""
 
+    @property
+    def assignment_S(self) -> Tensor:
+        """Of the chosen one; ValueError for a plan that was only rated."""
+        if self.chosen.assignment_S is None:
+            raise ValueError("of this plan only costs are known")
+        return self.chosen.assignment_S
+
     def distinct(self) -> list[Tensor]:
         """Feasible placements [S], the chosen one first, the others from cheap to dear; each once."""
-        feasible = [rival for rival in self.rivals if rival.assignment_S is not None]
-        ordered = [self.chosen, *sorted(feasible, key=lambda rival: rival.total_ms)]
-        return list({tuple(c.assignment_S.tolist()): c.assignment_S for c in ordered}.values())
+        ordered = [self.chosen, *sorted(self.rivals, key=lambda rival: rival.total_ms)]
+        feasible = [contender.assignment_S for contender in ordered if contender.assignment_S is not None]
+        return list({tuple(assignment_S.tolist()): assignment_S for assignment_S in feasible}.values())
 
 
 REFINEMENTS: Registry[Callable[..., Callable[..., Placement]]] = Registry(
@@ -139,11 +146,10 @@ def place(
         starts[name] = place_by_heuristic(problem, name)
     starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_P, cost.preload_ms_D)
     rivals = tuple(_contender(cost, name, assignment_S) for name, assignment_S in starts.items())
-    feasible = [rival for rival in rivals if rival.assignment_S is not None]
     if config is None and rivals[0].assignment_S is not None:
         return Placement(rivals[0], rivals[1:], 0, False)
 
-    pool = [rival.assignment_S for rival in feasible] + sampled
+    pool = [rival.assignment_S for rival in rivals if rival.assignment_S is not None] + sampled
     if not pool:
         packing = pack(problem, packing_seconds)
         if packing.assignment_S is None:

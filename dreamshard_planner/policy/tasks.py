@@ -121,7 +121,7 @@ def draw_tasks(
             pools[batch_size] = pool, None if config.heaviest is None else single_ms(pool)
         pool, single_ms_W = pools[batch_size]
         order = torch.randperm(len(tables), generator=generator).tolist()
-        if single_ms_W is None:
+        if single_ms_W is None or config.heaviest is None:
             num_devices, chosen = choose(config.devices), order[:count]
         else:
             few = [devices for devices in config.devices if 2 * devices <= count]

@@ -41,8 +41,11 @@ class Links:
 
     def model(self, operation: str | None, over: str) -> CollectiveModel | None:
         """Of an exchange of a sharding type; None where there is none."""
+        if operation is None:
+            return None
         fields = {"world": operation, "host": f"host_{operation}", "across": "across"}
-        return None if operation is None else getattr(self, fields[over])
+        model: CollectiveModel = getattr(self, fields[over])
+        return model
 
 
 def exchanges_of(

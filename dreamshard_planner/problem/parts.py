@@ -53,7 +53,7 @@ class Parts:
             exchanges: collectives that carry the output of a part, and bytes to each peer.
             with_storage: whether storage is estimated already.
         """
-        row_of: dict[tuple, int] = {}
+        row_of: dict[tuple[object, ...], int] = {}
         rows = []
         for shard in option.shards:
             key = _alike(shard, whole, with_storage)
@@ -106,7 +106,7 @@ class Parts:
         return storage_PM
 
 
-def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple:
+def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple[object, ...]:
     """A key that is equal for shards of one option that cost and need the same."""
     storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
     # Where it is known which ids are looked up, blocks of rows differ by where they lie.

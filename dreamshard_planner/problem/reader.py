@@ -156,4 +156,5 @@ class OptionReader(TableReader):
     def _dedups(self, option: ShardingOption) -> bool:
         """Whether TorchRec sends a rank's repeated ids of a sequence table once, as its sharder, or a global, asks."""
         sharder = self._sharder(option)
-        return hasattr(sharder, "_use_index_dedup") and (sharder._use_index_dedup or get_ec_index_dedup())
+        asks = getattr(sharder, "_use_index_dedup", None)
+        return asks is not None and (asks or get_ec_index_dedup())

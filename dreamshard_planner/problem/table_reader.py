@@ -115,13 +115,12 @@ class TableReader:
     def declared(self, option: ShardingOption) -> TableInputs:
         """The option's table as its module declares it."""
         rows, dim = option.tensor.shape
-        pooling = "mean" if is_mean(self._config(option)) else "sum"
         return TableInputs(
             rows=rows,
             dim=dim,
             data_type=str(option.tensor.dtype).removeprefix("torch."),
             features=tuple(self._feature_names(option)),
-            pooling=pooling if option.is_pooled else "none",
+            pooling="none" if not option.is_pooled else "mean" if is_mean(self._config(option)) else "sum",
             weighted=self._module_is_weighted(option.module[1]),
             optimizer=self._optimizer(option),
         )
@@ -180,7 +179,6 @@ class TableReader:
             dim = config.embedding_dim
             weight_bytes = quantized_bytes(config.data_type, dim)
         on_host = topology.compute_device == "cpu"
-        load_factor = option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
         return Table(
             name=fqn_of(option),
             rows=max(1, rows),
@@ -192,10 +190,14 @@ class TableReader:
             weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
             optimizer="sgd" if is_served else costed_optimizer(self._optimizer(option)),
             memory="device" if on_host else memory_of(option.compute_kernel),
-            cache_load_factor=load_factor or CACHE_LOAD_FACTOR,
+            cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),
             served=is_served,
         )
+
+    def load_factor(self, option: ShardingOption) -> float | None:
+        """The share of a table's rows that its cache holds, where somebody gave one."""
+        return option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
 
     def _prefetches(self, option: ShardingOption) -> bool:
         if option.compute_kernel != CACHING:
@@ -223,7 +225,8 @@ class TableReader:
 
     def assumes_popularity(self, option: ShardingOption) -> bool:
         """Whether the table is in host memory and no statistics tell how often its rows are read again."""
-        known = [self._statistics and self._statistics.get(name) for name in self._feature_names(option)]
+        statistics: Mapping[str, FeatureStatistics] = self._statistics or {}
+        known = [statistics.get(name) for name in self._feature_names(option)]
         in_host = memory_of(option.compute_kernel) in ("uvm", "uvm_caching")
         return in_host and any(feature is None or feature.reuse_histogram is None for feature in known)
 

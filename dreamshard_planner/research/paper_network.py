@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
+from dreamshard_planner.cost.compute import CostSource, overall_ms
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.network import outside, plain, tables_outside
+from dreamshard_planner.cost.network import AnyCostNetwork, outside, plain, tables_outside
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
 
@@ -74,10 +74,17 @@ class PaperFitConfig:
         return self.updates
 
 
-class PaperCostNetwork(nn.Module, ComputeCost):
+class PaperCostNetwork(AnyCostNetwork):
     """Published heads for the stages of a device, and a learned overall head beside them."""
 
     FEATURES = PAPER_FEATURES
+    feature_mean: Tensor
+    feature_scale: Tensor
+    target_ms: Tensor
+    descriptor_low: Tensor
+    descriptor_high: Tensor
+    tables_low: Tensor
+    tables_high: Tensor
 
     def __init__(self, config: PaperCostConfig, seed: int = 0) -> None:
         super().__init__()
@@ -220,10 +227,11 @@ class PaperFit:
                 *(network.head_ms(name, pooled_BDR) for name in HEADS[:3]),
                 network.head_ms("overall", network.pool_devices(pooled_BDR)),
             )
-            loss = sum(
+            errors = (
                 ((prediction - target) / self._scale(target, mean)).square().mean()
                 for prediction, target, mean in zip(predictions, targets, network.target_ms, strict=True)
             )
+            loss = sum(errors, torch.zeros(()))
             self._optimizer.zero_grad()
             loss.backward()
             self._optimizer.step()

@@ -19,6 +19,9 @@ from dreamshard_planner.workload.features import PAPER_FEATURES, Scaler, columns
 class PublishedTables(AnyPolicy):
     """What DreamShard's and AutoShard's policies share: tables represented by an MLP of the 21 published features."""
 
+    feature_mean: Tensor
+    feature_scale: Tensor
+
     def __init__(self, hidden: int, representation: int) -> None:
         super().__init__()
         self.table = nn.Sequential(nn.Linear(len(PAPER_FEATURES), hidden), nn.ReLU(), nn.Linear(hidden, representation))

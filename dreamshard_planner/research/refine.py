@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -170,10 +171,11 @@ class MeasuredCosts:
             seconds: for all.
         """
         wanted = self.wanted(assignments)
-        todo = wanted if again else wanted - self.set_ms.keys()
-        if todo:
-            todo = sorted(todo | (self.wanted(beside) - wanted))
-            self._note(todo, repeats, self._measure(todo, repeats, seconds))
+        new = wanted if again else wanted - self.set_ms.keys()
+        if not new:
+            return 0
+        todo = sorted(new | (self.wanted(beside) - wanted))
+        self._note(todo, repeats, self._measure(todo, repeats, seconds))
         return len(todo)
 
     def knows(self, assignment_S: Tensor) -> bool:
@@ -230,10 +232,8 @@ class MeasuredCosts:
     def _rate(self, assignment_S: Tensor, known_ms: dict[ShardSet, Tensor]) -> PlacementCosts:
         devices = self.sets_of(assignment_S)
         self._predict([group for device in devices for group in device if group not in known_ms])
-        nothing = torch.zeros(2, dtype=torch.float64)
-        device_ms_D2 = torch.stack(
-            [sum((known_ms.get(g, self._predicted_ms.get(g)) for g in device), nothing) for device in devices]
-        )
+        each_ms, nothing = ChainMap(known_ms, self._predicted_ms), torch.zeros(2, dtype=torch.float64)
+        device_ms_D2 = torch.stack([sum((each_ms[group] for group in device), nothing) for device in devices])
         collective_ms = self.cost.problem.collectives.ms(self.cost.bytes_sent(assignment_S[None]))
         return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], *collective_ms)
 
@@ -247,6 +247,8 @@ class MeasuredCosts:
 
     def corrected(self, generator: torch.Generator) -> Cost:
         """The problem under errors drawn from their posterior."""
+        if self.evidence is None:
+            raise ValueError("nothing was measured yet")
         factor_Z, offset = self.evidence.draw(generator)
         corrected = CorrectedCost(self.cost.compute, self._single_ms_Z, factor_Z[self._alike], offset)
         latent_ZH = torch.cat([self._latent_ZH, corrected.extra_S2], dim=-1)
@@ -281,6 +283,8 @@ def refine(
     run = _Refinement(measured, quick, config, seed)
     until = begin + (1 - config.final_share) * seconds
     wanted = len(measured.wanted(starts[:1]))
+    chosen_S = starts[0]
+    rated: tuple[PlacementCosts | None, PlacementCosts | None] = None, None
     if run.measure(starts[:1], until):
         if measured.cost.problem.num_parts and measured.cost.problem.num_ranks > 1 and wanted:
             more = run.affordable(wanted, config.repeats, until)
@@ -290,8 +294,6 @@ def refine(
         measured.learn()
         chosen_S = min(run.plans.values(), key=measured.expected_ms)
         rated = measured.expected(chosen_S), measured.expected(starts[0])
-    else:
-        chosen_S, rated = starts[0], (None, None)
     counts = len(run.plans), len(measured.set_ms), wanted
     return RefineResult(chosen_S, *rated, *counts, time.monotonic() - begin)
 
@@ -325,7 +327,8 @@ class _Refinement:
         measured, config = self._measured, self._config
         for _ in range(config.rounds):
             measured.learn()
-            best, found = self._best(config.finalists), []
+            best = self._best(config.finalists)
+            found: list[Tensor] = []
             while len(found) < config.plans_at_once and (left := until - time.monotonic()) > 0:
                 drawn, seconds = measured.corrected(self._generator), min(left, SEARCH_SECONDS)
                 found.append(local_search(drawn, best[:1], self._search, self._generator, seconds).assignment_S)

@@ -91,7 +91,7 @@ def shares_of_ranks(sets: int, ranks: int, generator: torch.Generator) -> list[l
 
 def _clock(request: Request, ranks: Ranks) -> SetClock:
     free = SHARE_OF_MEMORY * available_bytes(request.device) / (ranks.local_size if request.device == "cpu" else 1)
-    weights = sum(w.rows * w.dim * w.weight_bytes for w in set(request.workloads))
+    weights = round(sum(w.rows * w.dim * w.weight_bytes for w in set(request.workloads)))
     arena_bytes = max(1 << 20, min(weights, ARENA_BYTES, int(free / 4)))
     arena = Arena(request.device, arena_bytes, index_bytes=int(free / 4), seed=request.seed)
     return SetClock(request.workloads, request.device, arena, request.seed, bytes_at_once=int(free / 2))
@@ -153,7 +153,8 @@ class Refinement:
         def measure(sets: Sequence[ShardSet], repeats: int, seconds: float) -> Tensor:
             return self._measure(Request(workloads, device, threads, self._seed, tuple(sets), repeats, seconds))
 
-        part_Y, first_of = chosen.part_Y, {}
+        part_Y = chosen.part_Y
+        first_of: dict[int, int] = {}
         measured = MeasuredCosts(
             chosen.cost,
             measure,

@@ -245,7 +245,7 @@ def _exchange_after(
     here_bytes_BX = bytes_BD.gather(1, here_B1)[:, 0][own] - gained_BX
     there_bytes_BX = bytes_BD.gather(1, device_BX.flatten(1)).view(device_BX.shape) + gained_BX
     if member_D.all():
-        sides, total_BX = ((bytes_BD, here_bytes_BX, there_bytes_BX),) * 2, bytes_BD.sum(-1)[own]
+        sides, total_BX = [(bytes_BD, here_bytes_BX, there_bytes_BX)] * 2, bytes_BD.sum(-1)[own]
     else:
         here_BX, there_BX, none = member_D[here_B1[:, 0]][own], member_D[device_BX], torch.finfo(bytes_BD.dtype).min
         sides = [

@@ -28,13 +28,14 @@ def packed_start(problem: Problem) -> Sharding | None:
         return min(float(largest_P[option.parts].max()) for option in problem.tables[table])
 
     used_DM = torch.zeros_like(problem.capacity_DM)
-    options, positions = [0] * problem.num_tables, [()] * problem.num_tables
+    options = [0] * problem.num_tables
+    positions: list[tuple[int, ...]] = [()] * problem.num_tables
     for table in sorted(range(problem.num_tables), key=lambda table: (-least_largest(table), table)):
-        laid = [_lay(problem, option, used_DM, roomiest_M) for option in problem.tables[table]]
-        fitting = [index for index, one in enumerate(laid) if one is not None]
-        if not fitting:
+        tried = enumerate(_lay(problem, option, used_DM, roomiest_M) for option in problem.tables[table])
+        laid = {index: one for index, one in tried if one is not None}
+        if not laid:
             return None
-        options[table] = min(fitting, key=lambda index: (float((laid[index][0] / roomiest_M).square().sum()), index))
+        options[table] = min(laid, key=lambda index: (float((laid[index][0] / roomiest_M).square().sum()), index))
         used_DM, positions[table] = laid[options[table]]
     return Sharding(tuple(options), tuple(positions))
 

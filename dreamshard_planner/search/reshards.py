@@ -107,7 +107,7 @@ class ShardingState(State):
     def improve(self, limit: int, left: Callable[[], bool]) -> int:
         """Re-shard tables on the bottleneck rank, where that helps no more those that exchange most, then swap what
         spans several ranks, until nothing helps; says how many changes were tried."""
-        steps = (
+        steps: tuple[Callable[[], tuple[bool, int]], ...] = (
             lambda: self._reshard(self._tables_on_bottleneck()),
             lambda: self._reshard(self._tables_that_exchange()),
             self._swap,

@@ -10,7 +10,6 @@ Shapes: T tables, O options of the table that has most, P parts, D ranks, M kind
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,9 +134,9 @@ def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
 def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
     capacity_M = asked.capacity_M
-    price_M = np.zeros(len(capacity_M))
+    price_M = used_M = np.zeros(len(capacity_M))
     first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(capacity_M, 1)
-    tried_T = wanted_T = used_M = None
+    tried_T = wanted_T = None
     for _ in range(PRICE_STEPS):
         options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
         if tried_T is None or (options_T != tried_T).any():
@@ -173,8 +172,7 @@ class _Start:
             options_T = taken_T.copy()
             options_T[some] = self.faster_T[some]
             sharding = lay(cost, options_T.tolist())
-            overall_ms = math.inf if sharding is None else cost.overall_ms(sharding)
-            if overall_ms < best_ms:
+            if sharding is not None and (overall_ms := cost.overall_ms(sharding)) < best_ms:
                 best, best_ms, taken_T = sharding, overall_ms, options_T
             elif len(some) > 1:
                 waiting += [some[len(some) // 2 :], some[: len(some) // 2]]

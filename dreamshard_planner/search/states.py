@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import overall_ms
 from dreamshard_planner.cost.model import Cost
 
-DIGITS = 5
+DIGITS: Final = 5
 """Costs are compared after rounding to this many digits relative to the starting cost."""
 
 Costs = TypeVar("Costs", Tensor, float)

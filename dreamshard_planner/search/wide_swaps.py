@@ -30,7 +30,7 @@ class WideUnit(NamedTuple):
     """A unit that spans some ranks but not all, where it lies."""
 
     table: int
-    index: int
+    nth: int
     """Which unit of the table's option it is."""
     position: int
     unit: Unit
@@ -62,7 +62,7 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
 
 def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
     """One unit where another is."""
-    moved = state.sharding.moved(one.table, one.index, other.position)
+    moved = state.sharding.moved(one.table, one.nth, other.position)
     return one.table, moved.options[one.table], moved.positions[one.table]
 
 

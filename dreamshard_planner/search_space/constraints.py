@@ -168,7 +168,8 @@ def unused_names(
     features = [feature for table in tables for feature in table.feature_names]
     unused = [] if statistics is None or not tables else [statistics.unused(features)]
     known = {table.name for table in tables} | table_configs(module).keys()
-    unknown = [name for name in constraints or () if name not in known]
+    constraints = constraints or {}
+    unknown = [name for name in constraints if name not in known]
     if unknown:
         text = (
             f"constraints for tables that the model does not have: {some_of(unknown, known)}; TorchRec looks them up "
@@ -196,8 +197,9 @@ def doubtful_inputs(
             found.append(f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}")
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
-        for name in () if statistics is None or remaps_ids(table.module) else table.feature_names:
-            ids = statistics[name].ids if name in statistics else None
+        counted = {} if statistics is None or remaps_ids(table.module) else statistics
+        for name in table.feature_names:
+            ids = counted[name].ids if name in counted else None
             if ids is not None and ids.end > rows:
                 found.append(
                     f"table {table.fqn!r} has {rows:,} rows, and statistics of its feature {name!r} count ids up to "

@@ -170,7 +170,7 @@ class EnumeratedOption(ShardingOption):
     def of(cls, option: ShardingOption) -> Self:
         """``option`` with its own attributes, not copied."""
         result = cls.__new__(cls)
-        vars(result).update(vars(option))
+        result.__dict__.update(vars(option))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any] | None) -> EnumeratedOption:
@@ -180,6 +180,15 @@ class EnumeratedOption(ShardingOption):
                 setattr(result, name, copy.deepcopy(value, memo))
         result.shards = [Shard([*s.size], [*s.offset], s.storage, s.perf, s.rank) for s in self.shards]
         return result
+
+
+class OwnOption(EnumeratedOption):
+    """An option of the planner's own, which TorchRec's enumerator does not offer."""
+
+
+def is_torchrecs(option: ShardingOption) -> bool:
+    """Whether TorchRec's enumerator offers the option."""
+    return not isinstance(option, OwnOption)
 
 
 class FastEnumerator(EmbeddingEnumerator):
@@ -209,7 +218,7 @@ class FastEnumerator(EmbeddingEnumerator):
         prepare: Callable[[ShardingOption], None] | None = None,
     ) -> None:
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
-        self._estimators = [OncePerSize(estimator) for estimator in self._estimators]
+        self._estimators: list[ShardEstimator] = [OncePerSize(estimator) for estimator in self._estimators]
         self._keep = keep
         self._variants = variants
         self._prepare = prepare

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def check_needs(tables: Iterable[Sequence[ShardingOption]]) -> None:
             )
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
     except (TypeError, OverflowError):

@@ -58,7 +58,8 @@ def is_mean(config: Any) -> bool:
 
 def is_weighted(module: nn.Module) -> bool:
     """Also where it only wraps such a module: feature processors give the lookups weights."""
-    return any(child.is_weighted() for child in module.modules() if callable(getattr(child, "is_weighted", None)))
+    says = (getattr(child, "is_weighted", None) for child in module.modules())
+    return any(is_weighted() for is_weighted in says if callable(is_weighted))
 
 
 MIXED_MEAN = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
@@ -27,7 +27,7 @@ from dreamshard_planner.search_space.options import refused
 def table_configs(module: nn.Module) -> dict[str, Any]:
     """The ``EmbeddingBagConfig`` or ``EmbeddingConfig`` of every table of ``module``, by table name; empty
     for modules without configs, such as ``nn.EmbeddingBag``."""
-    configs = {}
+    configs: dict[str, Any] = {}
     for child in module.modules():
         for method in ("embedding_bag_configs", "embedding_configs"):
             if hasattr(child, method):
@@ -40,7 +40,7 @@ def remaps_ids(module: nn.Module) -> bool:
     return any(isinstance(child, ManagedCollisionCollection) for child in module.modules())
 
 
-def brings_optimizer(module: nn.Module) -> bool:
+def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
     """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
 

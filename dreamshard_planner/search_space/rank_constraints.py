@@ -199,7 +199,7 @@ def _settle(
         every = frozenset(range(len(loads.of_rank)))
         ranks = every.intersection(*(allowed.get(fqn, every) for fqn in group))
         rivals = {other for others in apart if set(group) & set(others) for other in others} - set(group)
-        free = [rank for rank in ranks if not any(allowed.get(rival) == {rank} for rival in rivals)]
+        free = [rank for rank in ranks if not any(allowed.get(rival) == frozenset({rank}) for rival in rivals)]
         if not free:
             why = "on_ranks" if not ranks else "on_ranks and apart"
             raise refused(f"no rank is left for tables {list(group)} together: {why} leave them none in common")

@@ -32,8 +32,8 @@ class ReplicaRule:
 
     state: Callable[[Tensor], Tensor] | None
     """Makes the state ("momentum1") of a table of these weights [R, C]; None: it has none."""
-    update: Callable[[Tensor, Tensor, Tensor | None, float, float], None]
-    """Of weights [R, C], in place, by gradient [R, C], state, learning rate and eps."""
+    update: Callable[[Tensor, Tensor, Any, float, float], None]
+    """Of weights [R, C], in place, by gradient [R, C], what ``state`` made or None, learning rate and eps."""
 
 
 def _sgd(weight_RC: Tensor, gradient_RC: Tensor, state: None, learning_rate: float, eps: float) -> None:

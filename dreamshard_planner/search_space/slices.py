@@ -10,7 +10,7 @@ from typing import TypeVar
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.enumeration import EnumeratedOption
+from dreamshard_planner.search_space.enumeration import EnumeratedOption, OwnOption
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 
 LEAST_HALF = 16
@@ -21,8 +21,8 @@ HEAVY = 0.5
 """Of what a rank would take were all level: the share from which a table is worth halving."""
 
 
-class OwnSlices(EnumeratedOption):
-    """A column-wise option of the planner's own, in slices of a width that TorchRec's enumerator does not offer."""
+class OwnSlices(OwnOption):
+    """Column-wise, in slices of another width."""
 
 
 class Halves(OwnSlices):
@@ -108,8 +108,3 @@ def without_idle_halves(options: Sequence[ShardingOption], ranks: int) -> list[S
     least_ms = {table: min(option.total_perf for option in choices) for table, choices in by_table(options).items()}
     heavy_ms = HEAVY * sum(least_ms.values()) / ranks
     return [option for option in options if not isinstance(option, Halves) or least_ms[fqn_of(option)] > heavy_ms]
-
-
-def is_torchrecs(option: ShardingOption) -> bool:
-    """Whether TorchRec's enumerator offers the option."""
-    return not isinstance(option, OwnSlices)

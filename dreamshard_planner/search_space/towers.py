@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
@@ -72,5 +72,5 @@ def _as_given(dependent: dict[str, list[ShardingOption]], given: Sequence[Shardi
     return pinned
 
 
-def _bytes(shard) -> int:
+def _bytes(shard: Shard) -> int:
     return shard.storage.hbm + shard.storage.ddr + shard.storage.ssd

@@ -135,8 +135,8 @@ def check_readable(path: str | os.PathLike[str], error: type[DreamShardError], w
     try:
         found = os.stat(path)
     except (OSError, ValueError) as reason:
-        known = isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError)
-        raise error(f"{path}: {f'cannot be read: {reason.strerror}' if known else f'no such {what}'}") from reason
+        known = reason if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else None
+        raise error(f"{path}: {f'cannot be read: {known.strerror}' if known else f'no such {what}'}") from reason
     if not stat.S_ISREG(found.st_mode):
         raise error(f"{path}: cannot be read: {'Is a directory' if stat.S_ISDIR(found.st_mode) else 'no regular file'}")
     if found.st_size > MAX_READ_BYTES:

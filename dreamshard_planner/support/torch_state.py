@@ -28,7 +28,7 @@ def neutral() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        matmul = torch.backends.mkldnn.matmul
+        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch declares its other settings alone
         if matmul.fp32_precision not in ("ieee", "none"):
             stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
             matmul.fp32_precision = "ieee"

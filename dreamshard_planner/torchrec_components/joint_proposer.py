@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.joint_plan import JointPlan, fastest_whole, joint_plan
+from dreamshard_planner.planning.joint_plan import JointPlan, fastest_whole, joint_plan, with_cache_sizes
 from dreamshard_planner.planning.placing import NO_CAP, SearchBudget
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
@@ -91,8 +91,10 @@ class JointProposer(Proposer):
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
-        certain = certain_options(self._options, self._context.reader.is_guess)
-        self.found = joint_plan(self._context, certain, topology, *self._search)
-        if self.found.result is None and len(certain) < len(self._options):
-            self.found = joint_plan(self._context, self._options, topology, *self._search)
+        options = certain_options(self._options, self._context.reader.is_guess)
+        self.found = joint_plan(self._context, options, topology, *self._search)
+        if self.found.result is None and len(options) < len(self._options):
+            options = self._options
+            self.found = joint_plan(self._context, options, topology, *self._search)
+        self.found = with_cache_sizes(self._context, options, topology, self.found, *self._search)
         return self.found.proposal

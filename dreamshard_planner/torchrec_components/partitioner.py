@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.placing import NO_CAP, Outcome, SearchBudget, place_proposal, wide_units_laid_down
-from dreamshard_planner.policy.place import REFINEMENTS
+from dreamshard_planner.policy.place import REFINEMENTS, Placement
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
@@ -93,18 +93,16 @@ class DreamShardPartitioner(Partitioner):
                 budget=self._budget,
             )
             if self._refinement is not None:
-                outcome = self._refined(outcome, storage_constraint.compute_device, threads)
+                outcome = _refined(outcome, self._refinement, storage_constraint.compute_device, threads)
         self.placed.append(outcome)
         outcome.read.assign(outcome.sharding)
         return proposal
 
-    def _refined(self, outcome: Outcome, device: str, threads: int) -> Outcome:
-        """The same with the placement that measuring chooses."""
-        placement = self._refinement(
-            outcome.cost, outcome.chosen, outcome.placement, outcome.read.workload_P, device, threads
-        )
-        sharding = outcome.chosen.placed(placement.chosen.assignment_S)
-        return replace(outcome, placement=placement, sharding=sharding)
+
+def _refined(outcome: Outcome, refine: Callable[..., Placement], device: str, threads: int) -> Outcome:
+    """The same with the placement that measuring chooses."""
+    placement = refine(outcome.cost, outcome.chosen, outcome.placement, outcome.read.workload_P, device, threads)
+    return replace(outcome, placement=placement, sharding=outcome.chosen.placed(placement.assignment_S))
 
 
 class RulePartitioner(Partitioner):

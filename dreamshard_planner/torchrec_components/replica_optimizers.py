@@ -11,11 +11,12 @@ Shapes: R rows, C columns of a table.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -62,7 +63,11 @@ def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
     return tuple(attached)
 
 
-def _attach(module: nn.Module, replicas: DistributedDataParallel, refused: dict[str, str]) -> list[str]:
+def _attach(
+    module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection,
+    replicas: DistributedDataParallel,
+    refused: dict[str, str],
+) -> list[str]:
     """Give the groups of one lookup their optimizers. Returns names of parameters in the module; adds those of tables
     that have to do without, and why."""
     prefix = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
@@ -99,21 +104,29 @@ class ReplicaOptimizer(FusedOptimizer):
         arguments: of the fused kernel that it stands for.
     """
 
-    def __init__(self, kernel: nn.Module, parameters: Mapping[str, nn.Parameter], arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: DenseTableBatchedEmbeddingBagsCodegen,
+        parameters: Mapping[str, nn.Parameter],
+        arguments: Mapping[str, Any],
+    ) -> None:
         self.weights: nn.Parameter = kernel.weights
         self._tables: list[Tensor] = kernel.split_embedding_weights()
-        self._rule = replica_rule(arguments)
+        rule = replica_rule(arguments)
+        if rule is None:
+            raise ValueError(f"no rule for replicas of {arguments}")
+        self._update = rule.update
         self._eps = float(arguments.get("eps", FUSED_DEFAULTS["eps"]))
         self._learning_rate = float(arguments.get("learning_rate", FUSED_DEFAULTS["learning_rate"]))
         state: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in parameters.values()}
-        self._states: list[Tensor | None] = [None] * len(parameters)
-        if self._rule.state is not None:
-            self._states = [self._rule.state(weight_RC) for weight_RC in self._tables]
-            for (name, parameter), momentum in zip(parameters.items(), self._states, strict=True):
+        self._states: Sequence[Tensor | None] = [None] * len(parameters)
+        if rule.state is not None:
+            self._states = momenta = [rule.state(weight_RC) for weight_RC in self._tables]
+            for (name, parameter), momentum in zip(parameters.items(), momenta, strict=True):
                 state[parameter][f"{name.split('.')[-2]}.momentum1"] = momentum
         super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": self._learning_rate}])
         for parameter in parameters.values():
-            parameter._in_backward_optimizers = [self]  # where in_backward_optimizer_filter looks
+            vars(parameter)["_in_backward_optimizers"] = [self]  # where in_backward_optimizer_filter looks
 
     @torch.no_grad()
     def update(self, gradient: Tensor) -> None:
@@ -124,7 +137,7 @@ class ReplicaOptimizer(FusedOptimizer):
         """
         gradients = gradient.split([weight_RC.numel() for weight_RC in self._tables])
         for weight_RC, part, state in zip(self._tables, gradients, self._states, strict=True):
-            self._rule.update(weight_RC, part.view_as(weight_RC), state, self._learning_rate, self._eps)
+            self._update(weight_RC, part.view_as(weight_RC), state, self._learning_rate, self._eps)
 
     def step(self, closure: Any = None) -> None:
         """Takes over the learning rate; the tables were updated in the backward."""
@@ -135,7 +148,7 @@ class ReplicaOptimizer(FusedOptimizer):
         self.step()
 
 
-def _average_and_update(state, bucket):  # no annotations: DDP compares them with types
+def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types
     """DDP's hook: average a bucket of gradients over the ranks, then update the replicas in it."""
     process_group, by_weights = state
     gradients = [(by_weights.get(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]

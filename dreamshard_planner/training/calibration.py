@@ -102,13 +102,12 @@ def calibrate(
             "checked": _checked(checks, data[1]),
             "checks": [one.to_dict(seconds) for one in checks],
         }
-        before = checkpoint.metadata.get("hardware_name", "?").partition(", calibrated on ")[0]
         metadata = {
-            **checkpoint.metadata,
+            **{key: value for key, value in checkpoint.metadata.items() if key != "learned"},
             "corrections": corrections,
             "collectives": collectives or checkpoint.metadata.get("collectives"),
             "hardware": data[0].hardware,
-            "hardware_name": f"{before}, calibrated on {hardware_name(data[0].hardware)}",
+            "hardware_name": f"{checkpoint.measured_on}, calibrated on {hardware_name(data[0].hardware)}",
             "reference_ms": data[0].usual_ms,
             "calibration": told,
         }

@@ -9,6 +9,7 @@ from typing import Any
 from dreamshard_planner.checkpoints.recipes import Recipe
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
+from dreamshard_planner.cost.network import AnyCostNetwork
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.registry import Registry
 
@@ -18,7 +19,7 @@ BASELINES: Registry[Callable[[LabelledSets], ComputeCost]] = Registry(
 """Costs that a network has to predict better than, fitted to the same sets."""
 
 
-def fit(recipe: Recipe, train_sets: LabelledSets, progress: bool) -> ComputeCost:
+def fit(recipe: Recipe, train_sets: LabelledSets, progress: bool) -> AnyCostNetwork:
     """Fit the recipe's cost network."""
     with progress_bar("fitting", recipe.fit_config.steps(len(train_sets)), progress) as advance:
         return recipe.fit(train_sets, recipe.fit_config, lambda _, loss: advance(f"loss {loss:.4f}"))

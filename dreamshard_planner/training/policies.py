@@ -101,7 +101,8 @@ def validate_policy(
     """
     tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
     costs = [task.cost for task in tasks]
-    policy_ms, rule_ms = [], {rule: [] for rule in HEURISTICS}
+    policy_ms: list[float] = []
+    rule_ms: dict[str, list[float]] = {rule: [] for rule in HEURISTICS}
     with torch.no_grad():
         for cost in costs:
             policy_ms.append(rated_ms(cost, greedy_plan(policy, cost)))

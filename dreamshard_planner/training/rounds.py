@@ -43,7 +43,7 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
-    learned: tuple[Checkpoint, list[PricedTask]] | None = None
+    learned: tuple[Checkpoint, list[PricedTask]]
 
     def proposed() -> list[list[Workload]]:
         checkpoint, tasks = learned

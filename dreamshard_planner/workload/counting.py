@@ -40,7 +40,7 @@ class Sketches:
         """Of one batch; None where its ids are no rows, and then there is none of all."""
         if sketch is None:
             self._known, self._levels = False, []
-        if self._known:
+        elif self._known:
             self._push(0, (sketch, lookups, distinct))
 
     def _push(self, level: int, entry: tuple[IdSketch, float, float]) -> None:
@@ -199,7 +199,7 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
     Raises:
         StatisticsError: where their batch sizes differ: reuse belongs to one.
     """
-    sizes = sorted({part.batch_size for part in parts})
+    sizes = sorted({part.samples for part in parts})
     if sizes[-1] > SAME_BATCH * sizes[0]:
         raise StatisticsError(
             f"feature {name!r}: statistics of batches of {sizes[0]:,} and of {sizes[-1]:,} samples do not merge, since "
@@ -207,19 +207,17 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         )
     if len(parts) == 1:
         return parts[0]
-    samples = [part.batches * part.batch_size for part in parts]
+    samples = [part.batches * part.samples for part in parts]
     lookups = [part.pooling_factor * count for part, count in zip(parts, samples, strict=True)]
     counted = [
-        (part, read, part.batches * _distinct(part))
+        (part.reuse_histogram, part.batches * _distinct(part))
         for part, read in zip(parts, lookups, strict=True)
         if part.reuse_histogram is not None and read > 0
     ]
     histogram = distinct = None
     if counted:
-        total = sum(rows for _, _, rows in counted)
-        histogram = tuple(
-            sum(part.reuse_histogram[k] * rows for part, _, rows in counted) / total for k in range(NUM_REUSE_BINS)
-        )
+        total = sum(rows for _, rows in counted)
+        histogram = tuple(sum(bins[k] * rows for bins, rows in counted) / total for k in range(NUM_REUSE_BINS))
         # Batches without a lookup have no distinct row; those that nothing is known of are like the others.
         known = sum(part.batches for part, read in zip(parts, lookups, strict=True) if part.reuse_histogram or not read)
         distinct = total / known
@@ -236,7 +234,7 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
 
 def _distinct(part: FeatureStatistics) -> float:
     """Distinct rows of one batch."""
-    lookups = part.pooling_factor * part.batch_size
+    lookups = part.lookups
     if part.distinct_rows is not None:
         return part.distinct_rows
     if part.reuse_histogram is None or not lookups:

@@ -160,7 +160,7 @@ def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndar
         for histogram, rows, lookups, distinct, cached_rows in asked
     ]
     once = dict(zip(keys, asked, strict=True))
-    _, hit_K = cache_hits(*zip(*once.values(), strict=True))
+    hit_K = cache_hits(*zip(*once.values(), strict=True))
     misses = dict(zip(once, (1 - hit_K).tolist(), strict=True))
     misses_S[cached] = [misses[key] for key in keys]
     return misses_S

@@ -14,7 +14,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -197,8 +197,8 @@ def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generat
 
 POOLS: dict[str, Callable[[], list[Table]]] = {
     "mlperf_dlrm_dcnv2": mlperf_dlrm_dcnv2,
-    **{f"merlin_{model}": (lambda model=model: merlin(model)) for model in MERLIN_MODELS},
-    **{f"embark_{model}": (lambda model=model: embark(model)) for model in EMBARK_MODELS},
+    **{f"merlin_{model}": partial(merlin, model) for model in MERLIN_MODELS},
+    **{f"embark_{model}": partial(embark, model) for model in EMBARK_MODELS},
     "meta_like_2021": lambda: meta_like(num_tables=856, year=2021),
     "meta_like_2022": lambda: meta_like(num_tables=788, year=2022),
     "broad": broad,

@@ -46,6 +46,8 @@ distinct rows: what chance brings over 17 bins, and an allowance for the grids."
 _DISTINCT_SPREAD = 0.1
 """How far, relatively, the distinct rows of a power law may be from those of the batch."""
 _POPULARITY_BUCKETS = 64
+_LOG2_BATCHES, _HALVINGS = (-40.0, 60.0), 24
+"""How long a cache may hold what it read; halved to a hundred-thousandth of a power of two."""
 
 
 @cache
@@ -276,13 +278,13 @@ def cache_hits(
     lookups: Sequence[float],
     distinct: Sequence[float],
     cached_rows: Sequence[float],
-) -> tuple[Tensor, Tensor]:
-    """What a cache serves that holds the rows read most, as one that evicts the least frequently used comes to do.
+) -> Tensor:
+    """What a cache serves that evicts the row whose last read is longest ago, FBGEMM's default.
 
     The histogram is explained by rows per reading rate, as when it is rescaled: by a power law where one does, else by
-    a free mixture. With n(r) rows that a batch reads r times on average, and the cache filled from the highest rate
-    down, hits are the cached part of sum n r of the lookups, and of sum n (1 - exp(-r)) of the distinct rows.
-    (RecShard, Sethi et al., ASPLOS 2022, places rows by the same curve, from counted reads of every row.)
+    a free mixture. A cache of C rows then holds those read within the last t batches, where n(r) rows that a batch
+    reads r times on average make sum n (1 - exp(-r t)) = C (Che, Tung and Wang, 2002), whatever its associativity. So
+    one batch tells of hits across batches, as long as popularity stays as it is.
 
     Args:
         histograms: of a batch, [T, K].
@@ -291,31 +293,35 @@ def cache_hits(
         cached_rows: rows that the cache holds, [T].
 
     Returns:
-        Shares of the lookups and of the distinct rows of a batch, both [T]; one where nothing is looked up. Of lookups
-        it counts all of a row that the cache holds when the batch starts.
+        Shares of the distinct rows of a batch that the cache holds when the batch starts, [T]; one where nothing is
+        looked up.
     """
     histogram_TK = torch.as_tensor(histograms, dtype=torch.float64)
     rows_T, lookups_T, distinct_T, cached_T = (
         torch.as_tensor(values, dtype=torch.float64) for values in (rows, lookups, distinct, cached_rows)
     )
-    hit_T2 = torch.ones(len(rows_T), 2, dtype=torch.float64)
+    hit_T = torch.ones(len(rows_T), dtype=torch.float64)
     for part in ((lookups_T > 0) & (cached_T < rows_T)).nonzero()[:, 0].split(512):  # bounds memory
         given = histogram_TK[part], distinct_T[part], torch.ones(len(part), dtype=torch.bool)
         law_TQ, explained_T = _fit_power_law(*given, rows_T[part], lookups_T[part])
-        hit_T2[part] = _hits(law_TQ, _rates(_POWER_LAW_RATES), cached_T[part])
+        hit_T[part] = _hits(law_TQ, _rates(_POWER_LAW_RATES), cached_T[part])
         for table in part[~explained_T].tolist():
             known = float(distinct_T[table]), float(rows_T[table]), float(lookups_T[table])
             mixture_1Q = _mixture(histogram_TK[table], *known)[None]
-            hit_T2[table] = _hits(mixture_1Q, _rates(_MIXTURE_RATES), cached_T[table : table + 1])[0]
-    return hit_T2[:, 0], hit_T2[:, 1]
+            hit_T[table] = _hits(mixture_1Q, _rates(_MIXTURE_RATES), cached_T[table : table + 1])[0]
+    return hit_T
 
 
 def _hits(rows_TQ: Tensor, rate_Q: Tensor, cached_T: Tensor) -> Tensor:
-    """Shares of lookups and distinct rows, [T, 2], that the ``cached_T`` rows of the highest rates have."""
-    filled_TQ = torch.minimum(rows_TQ.flip(-1).cumsum(-1), cached_T[:, None])
-    inside_TQ = filled_TQ.diff(dim=-1, prepend=torch.zeros_like(filled_TQ[:, :1])).flip(-1)
-    read_Q2 = torch.stack([rate_Q, -torch.expm1(-rate_Q)], dim=-1)
-    return (inside_TQ @ read_Q2 / (rows_TQ @ read_Q2).clamp_min(1e-300)).clamp(0, 1)
+    """Shares of distinct rows, [T], that a cache of ``cached_T`` rows has, by the last read."""
+    low_T1, high_T1 = (torch.full_like(cached_T[:, None], bound) for bound in _LOG2_BATCHES)
+    for _ in range(_HALVINGS):
+        middle_T1 = (low_T1 + high_T1) / 2
+        held_TQ = -torch.expm1(-rate_Q * torch.exp2(middle_T1))
+        fits_T1 = (rows_TQ * held_TQ).sum(-1, keepdim=True) <= cached_T[:, None]
+        low_T1, high_T1 = torch.where(fits_T1, middle_T1, low_T1), torch.where(fits_T1, high_T1, middle_T1)
+    held_TQ, read_Q = -torch.expm1(-rate_Q * torch.exp2(low_T1)), -torch.expm1(-rate_Q)
+    return ((rows_TQ * held_TQ) @ read_Q / (rows_TQ @ read_Q).clamp_min(1e-300)).clamp(0, 1)
 
 
 def merge_reuse(
@@ -416,12 +422,12 @@ def draw_indices(
 def _fit_total(count_R: Tensor, low_R: Tensor, high_R: Tensor, total: int) -> Tensor:
     """Change counts, within their bins while that suffices, until they sum to ``total`` >= R; int64 [R]."""
     for _ in range(4):
-        missing = total - count_R.sum()
-        room_R = (high_R - count_R) if missing > 0 else (count_R - low_R)
-        if missing == 0 or room_R.sum() == 0:
+        lacking = total - count_R.sum()
+        room_R = (high_R - count_R) if lacking > 0 else (count_R - low_R)
+        if lacking == 0 or room_R.sum() == 0:
             break
-        share = torch.clamp(missing.abs() / room_R.sum(), max=1.0)
-        count_R = count_R + missing.sign() * (room_R * share).floor()
+        share = torch.clamp(lacking.abs() / room_R.sum(), max=1.0)
+        count_R = count_R + lacking.sign() * (room_R * share).floor()
     count_R, low_R, high_R = count_R.long(), low_R.long(), high_R.long()
     while (missing := total - int(count_R.sum())) != 0:
         # Evenly, from the rows read most, whose bins are wide; out of their bins only if all are full.

@@ -8,7 +8,7 @@ shard of it asks of one device in one training step, at the batch size that its 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -94,7 +94,7 @@ class FeatureStatistics:
         if self.reuse_histogram is None:
             if self.distinct_rows is not None:
                 raise StatisticsError(f"distinct rows ({self.distinct_rows}) tell nothing without a reuse histogram")
-            object.__setattr__(self, "batch_size", self.batch_size or 1)
+            object.__setattr__(self, "batch_size", self.samples)
             return
         try:
             bins = tuple(float(share) for share in self.reuse_histogram)
@@ -112,9 +112,19 @@ class FeatureStatistics:
         if self.batch_size is None:
             raise StatisticsError("a reuse histogram belongs to a batch size: give batch_size")
         object.__setattr__(self, "reuse_histogram", bins)
-        lookups = self.pooling_factor * self.batch_size
+        lookups = self.lookups
         if self.distinct_rows is not None and not (0 < self.distinct_rows <= lookups * (1 + 1e-6) or lookups == 0):
             raise StatisticsError(f"distinct rows must be above 0, up to the {lookups:g} lookups: {self.distinct_rows}")
+
+    @property
+    def samples(self) -> int:
+        """In one such batch: one, where nothing depends on how many there are."""
+        return self.batch_size or 1
+
+    @property
+    def lookups(self) -> float:
+        """Of one such batch."""
+        return self.pooling_factor * self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +257,7 @@ class Workload:
             self,
             pooling_factor=lookups / self.batch_size,
             reuse_histogram=shift_reuse(self.reuse_histogram, lookups / self.lookups),
-            ids=None if self.ids is None else IdSketch(of_rank.ids.distinct, self.ids.distinct),
+            ids=None if of_rank.ids is None or self.ids is None else IdSketch(of_rank.ids.distinct, self.ids.distinct),
         )
 
     @property
@@ -318,18 +328,18 @@ def _reuse_at(
     histograms: list[tuple[float, ...]] = [()] * len(features)
     distinct = [0.0] * len(features)
 
-    def fill(indices: Sequence[int], bins_TK: Tensor, distinct_T: Tensor) -> None:
+    def fill(indices: Iterable[int], bins_TK: Tensor, distinct_T: Tensor) -> None:
         for i, bins, count in zip(indices, bins_TK.tolist(), distinct_T.tolist(), strict=True):
             histograms[i], distinct[i] = tuple(bins), count
 
-    if known := [i for i, feature in enumerate(features) if feature.reuse_histogram is not None]:
+    if known := {i: bins for i, feature in enumerate(features) if (bins := feature.reuse_histogram) is not None}:
         fill(
             known,
             *rescale_reuse(
-                [features[i].reuse_histogram for i in known],
+                list(known.values()),
                 [rows[i] for i in known],
-                [features[i].pooling_factor * features[i].batch_size for i in known],
-                [batch_size / features[i].batch_size for i in known],
+                [features[i].lookups for i in known],
+                [batch_size / features[i].samples for i in known],
                 [features[i].distinct_rows for i in known],
             ),
         )
@@ -341,12 +351,12 @@ def _reuse_at(
 
 def _ids_at(batch_size: int, features: Sequence[FeatureStatistics]) -> dict[FeatureStatistics, IdSketch]:
     """Sketches of the features that have one, at another batch size."""
-    known = [feature for feature in dict.fromkeys(features) if feature.ids is not None and feature.pooling_factor > 0]
+    known = {feature: ids for feature in features if (ids := feature.ids) is not None and feature.pooling_factor > 0}
     if not known:
         return {}
-    lookups = [feature.pooling_factor * feature.batch_size for feature in known]
-    factors = [batch_size / feature.batch_size for feature in known]
-    return dict(zip(known, rescale([feature.ids for feature in known], lookups, factors), strict=True))
+    lookups = [feature.lookups for feature in known]
+    factors = [batch_size / feature.samples for feature in known]
+    return dict(zip(known, rescale(list(known.values()), lookups, factors), strict=True))
 
 
 def _merged_ids(

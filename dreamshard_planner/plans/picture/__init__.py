@@ -11,6 +11,7 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import write_whole
 
 if TYPE_CHECKING:
+    from dreamshard_planner.plans.picture.content import Content
     from dreamshard_planner.plans.picture.sections import Section
     from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.plans.replan import Replan
@@ -84,7 +85,7 @@ def _installed(name: str) -> bool:
         return False
 
 
-def _sections(content: object) -> tuple[Section, ...]:
+def _sections(content: Content) -> tuple[Section, ...]:
     check_libraries()
     from dreamshard_planner.plans.picture.sections import sections
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from dreamshard_planner.plans.picture import drawing
 from dreamshard_planner.plans.picture.content import Content, ShownTable, ms, ratio
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.plans.report import MemoryEntry
+from dreamshard_planner.plans.report import MemoryEntry, ReportEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 MAX_BARS = 64
@@ -133,19 +133,19 @@ def tables(content: Content) -> Figure:
     return figure
 
 
-def measured(content: Content) -> Figure:
+def measured(content: Content, timed: ReportEntry) -> Figure:
     """Predicted and measured compute of each rank."""
     figure, axes = _ranks_axes(content.world_size, "ms of forward and backward")
     entries = {
         "predicted": (content.chosen, drawing.BLUE, "o"),
-        "measured": (content.measured, drawing.VERMILION, "D"),
+        "measured": (timed, drawing.VERMILION, "D"),
     }
     if content.measured_before is not None:
         entries["measured, of the plan that prediction alone would take"] = (content.measured_before, drawing.GREY, "v")
     every = range(content.world_size)
     many = content.world_size > MAX_BARS
     if not many:
-        axes.vlines(every, content.chosen.rank_ms, content.measured.rank_ms, color=drawing.SOFT, linewidth=1.2)
+        axes.vlines(every, content.chosen.rank_ms, timed.rank_ms, color=drawing.SOFT, linewidth=1.2)
     for label, (entry, colour, marker) in entries.items():
         axes.plot(
             every,
@@ -170,7 +170,7 @@ def _memory_of_kind(axes: Axes, entry: MemoryEntry) -> None:
     _layer(axes, [0.0] * len(used), used, drawing.PURPLE, "tables")
     edges = [rank - 0.5 for rank in range(len(limit) + 1)]
     axes.stairs(limit, edges, baseline=None, color=drawing.VERMILION, linewidth=2)
-    handles = [
+    handles: list[Patch | Line2D] = [
         Patch(color=drawing.PURPLE, label="tables"),
         Line2D([], [], color=drawing.VERMILION, linewidth=2, label="limit: what the storage reservation leaves"),
     ]

@@ -84,7 +84,7 @@ class Content:
             cost_source=report.cost_source,
             collectives_source=report.collectives_source,
             tables=_heaviest_first(tables),
-            weighed_by="ms alone",
+            weighed_by="ms by itself",
             memory=report.memory,
             collectives=report.collectives,
             measured=report.measured,

@@ -148,10 +148,10 @@ def _tables(content: Content) -> Section:
     more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
     several = any(len(set(table.ranks)) < len(table.ranks) for table in shown)
     counted = " A number in a cell counts shards on that rank." if several else ""
-    what = "costliest" if content.weighed_by == "ms alone" else "largest"
+    what = "costliest" if content.weighed_by == "ms by itself" else "largest"
     by = (
-        "by what a table's shards would cost if each had its rank for itself, in milliseconds"
-        if content.weighed_by == "ms alone"
+        "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
+        if content.weighed_by == "ms by itself"
         else "by the size of their weights"
     )
     return Section(
@@ -236,6 +236,6 @@ def _measured(content: Content, measured: ReportEntry) -> Section:
         title="Predicted against measured",
         caption="Compute of each rank, forward and backward together.",
         finding=finding,
-        draw=partial(charts.measured, content),
+        draw=partial(charts.measured, content, measured),
         grids=(Grid("Each rank, ms", tuple(columns), rows),),
     )

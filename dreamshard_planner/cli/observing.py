@@ -1,0 +1,114 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""``observed`` and ``learn``: what training steps took, and costs corrected by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dreamshard_planner.cli.app import command
+from dreamshard_planner.cli.learn import KEPT, keep_in, tell_where
+from dreamshard_planner.cli.options import output
+from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from dreamshard_planner.observing.comparison import Compared, Comparison
+    from dreamshard_planner.observing.trace import Trace
+
+FilesArgument = Annotated[
+    list[Path], typer.Argument(help="Of with observe(...), all ranks and runs; observation.json stands for its ranks'.")
+]
+
+
+@command("dreamshard observed observation.json")
+def observed(
+    files: FilesArgument,
+    statistics: Annotated[Path | None, output("Write the statistics of all observed batches, to plan with.")] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Predicted beside observed, by rank and kind of work, what the difference means, and whether to trust it.
+
+    Of traces of torch.profiler, the kinds of work alone.
+    """
+    from dreamshard_planner.observing.comparison import compare
+    from dreamshard_planner.observing.observation import Observation
+    from dreamshard_planner.observing.trace import Trace, is_trace
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    if all(map(is_trace, files)):
+        traces = sorted(map(Trace.load, files), key=lambda trace: trace.rank)
+        return show([asdict(trace) for trace in traces], format, *_of_traces(traces))
+    observation = Observation.load_all(files)
+    if statistics is not None:
+        TableStatistics.merge(run.statistics for run in observation.runs).to_json(statistics)
+    found = [compare(run) for run in observation.runs]
+    ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
+    told = [table for one, of_run in zip(found, ranks, strict=True) for table in _tables(one, of_run)]
+    show([asdict(one) for one in found], format, *told)
+
+
+def _tables(found: Comparison, ranks: list[int]) -> list[RenderableType]:
+    columns = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks))
+    rows = [(one.what, *(_cell(one, at) for at in range(len(ranks)))) for one in found.kinds]
+    said = [f"{sentence}." for sentence in (*found.meaning, found.verdict)]
+    return [grid(columns, rows, title=f"{found.title}; predicted -> observed"), *said]
+
+
+def _of_traces(traces: Sequence[Trace]) -> list[RenderableType]:
+    columns = ("milliseconds of a step", *(f"rank {trace.rank}, {trace.steps} steps" for trace in traces))
+    told: list[RenderableType] = []
+    for title, times in (("The host's thread", "host_ms"), ("The GPU", "gpu_ms")):
+        every = [getattr(trace, times) for trace in traces]
+        kinds = dict.fromkeys(kind for of in every for kind in of)
+        rows = [(kind, *(f"{of.get(kind, 0.0):,.3f}" for of in every)) for kind in kinds]
+        told += [grid(columns, rows, title=title)] if rows else []
+    return [*told, f"A trace does not tell {traces[0].unread}."]
+
+
+def _cell(one: Compared, at: int) -> str:
+    predicted = "" if one.predicted_ms is None else f"{one.predicted_ms[at]:,.3f} -> "
+    return f"{predicted}{one.observed_ms[at]:,.3f}"
+
+
+@command("dreamshard learn observation.json")
+def learn(
+    files: FilesArgument,
+    checkpoint: Annotated[
+        str, typer.Option(help="To do better than; auto: what plans take on this machine now; roofline: bandwidths.")
+    ] = "auto",
+    out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Keep the result, even if nothing is better.")] = False,
+    format: FormatOption = Format.table,
+) -> None:
+    """Correct costs by observed steps: level by optimizer and direction, then more, as far as held-out kernels confirm.
+
+    Where they confirm nothing, nothing is written, and the exit status is 1.
+    """
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.errors import CalibrationRefused
+    from dreamshard_planner.observing.learning import learn
+    from dreamshard_planner.observing.observation import Observation
+
+    observation = Observation.load_all(files)
+    hardware = observation.hardware
+    start = resolve(checkpoint, str(hardware["device"]), threads=int(hardware["threads"]))
+    path = out or keep_in(hardware, start.recipe, "learned")
+    try:
+        made = learn(start, observation, path, force=force)
+    except CalibrationRefused as refused:
+        for check in refused.checks:
+            typer.echo(check["said"], err=True)
+        raise CalibrationRefused(f"{path} stays as it was: {refused}; or --force") from refused
+    told = made.metadata["learned"]
+    tell_where(path, out is not None)
+    show(
+        told,
+        format,
+        "\n".join([*(check["said"] for check in told["checks"]), *told["exchanges"], told["said"], *told["left_out"]]),
+    )

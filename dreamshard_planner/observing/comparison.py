@@ -1,0 +1,151 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Predicted beside observed, what the difference means, and whether the prediction may be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dreamshard_planner.observing.observation import ObservedRun
+from dreamshard_planner.plans.predicted import Predicted
+
+NEAR, NEAR_EXCHANGE = 0.2, 0.5
+"""How far, as a share, predicted kernels and exchanges may be off to be trusted."""
+ALIKE = 1.25
+"""Ratio of ranks' ratios up to which all are off alike."""
+SMALL = 0.1
+"""Share of the embedding work below which nobody asks how far exchanges are off."""
+SHOWN = 3
+"""Features that are named."""
+OTHER_LOOKUPS = 0.1
+"""Relative change of a feature's lookups from which its statistics are others."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One kind of work, in milliseconds of a step, by rank."""
+
+    what: str
+    predicted_ms: tuple[float, ...] | None
+    """None where nothing is predicted of it."""
+    observed_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run."""
+
+    title: str
+    kinds: tuple[Compared, ...]
+    meaning: tuple[str, ...]
+    """What the differences mean, a sentence each."""
+    verdict: str
+    trusted: bool | None
+    """None where no prediction was kept."""
+
+
+def compare(run: ObservedRun) -> Comparison:
+    """Of a run; the predicted side is that of the plan, where it was kept, of the ranks that were observed."""
+    title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
+    predicted = None if run.plan is None else run.plan.predicted
+    kinds = tuple(_kinds(run, predicted))
+    if predicted is None:
+        verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
+        return Comparison(title, kinds, (), verdict, None)
+    ratios = _kernel_ratios(run, predicted)
+    exchange = sum(one.ms for name, one in run.collectives.items() if name.startswith("outputs"))
+    meaning = (*_of_statistics(run), *_of_kernels(run, ratios), *_of_exchange(run, predicted, exchange))
+    verdict, trusted = _verdict(ratios, predicted, exchange)
+    return Comparison(title, kinds, meaning, verdict, trusted)
+
+
+def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
+    ranks = [rank.rank for rank in run.ranks]
+    for way in ("forward", "backward"):
+        every = None if predicted is None else getattr(predicted, f"{way}_ms")
+        expected = None if every is None else tuple(every[rank] for rank in ranks)
+        yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
+    outputs = {name: one for name, one in run.collectives.items() if name.startswith("outputs")}
+    total_ms = sum(one.ms for one in outputs.values())
+    expected = None if predicted is None else (predicted.collectives_ms,) * len(ranks)
+    yield Compared("exchange of outputs, of the last rank to come", expected, (total_ms,) * len(ranks))
+    for name, one in run.collectives.items():
+        yield Compared(f"{name}: until it is there", None, one.span_ms)
+        yield Compared(f"{name}: waiting alone", None, one.waited_ms)
+    waited = [sum(one.waited_ms[at] for one in outputs.values()) for at in range(len(ranks))]
+    model = [rank.median("forward") + rank.median("backward") for rank in run.ranks]
+    inside = [ms - rank.median("kernels") - wait for ms, rank, wait in zip(model, run.ranks, waited, strict=True)]
+    yield Compared("dense layers, and what else is in the model", None, tuple(inside))
+    outside = [rank.median("step") - ms for rank, ms in zip(run.ranks, model, strict=True)]
+    yield Compared("outside of the model: data, dense optimizer", None, tuple(outside))
+    yield Compared("the whole step", None, tuple(rank.median("step") for rank in run.ranks))
+
+
+def _kernel_ratios(run: ObservedRun, predicted: Predicted) -> dict[int, float]:
+    """Observed over predicted, by rank."""
+    observed = {rank.rank: rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in run.ranks}
+    return {rank: ms / predicted.rank_ms[rank] for rank, ms in observed.items() if predicted.rank_ms[rank] > 0}
+
+
+def _of_statistics(run: ObservedRun) -> Iterator[str]:
+    known = run.statistics
+    changed = [
+        f"{name} ({planned:.3g} lookups a sample, now {known[name].pooling_factor:.3g})"
+        for name, planned in run.planned_lookups.items()
+        if name in known and abs(known[name].pooling_factor - planned) > OTHER_LOOKUPS * max(planned, 1e-9)
+    ]
+    if changed:
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        yield f"wrong statistics: the plan was made for others of {', '.join(changed[:SHOWN])}{more}"
+
+
+def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:
+    if not ratios or all(abs(ratio - 1) <= NEAR for ratio in ratios.values()):
+        return
+    if max(ratios.values()) <= ALIKE * min(ratios.values()):
+        mean = sum(ratios.values()) / len(ratios)
+        yield f"kernels take {mean:.2f} times what was predicted, on all ranks alike: costs of another machine"
+        return
+    slowest, fastest = max(ratios, key=lambda rank: ratios[rank]), min(ratios, key=lambda rank: ratios[rank])
+    kinds = sorted({kernel.sharding_type for rank in run.ranks if rank.rank == slowest for kernel in rank.kernels})
+    yield (
+        f"kernels of rank {slowest} ({', '.join(kinds)}) take {ratios[slowest]:.2f} times what was predicted, those of "
+        f"rank {fastest} {ratios[fastest]:.2f} times: other kernels than the costs know, or another load of these ranks"
+    )
+
+
+def _of_exchange(run: ObservedRun, predicted: Predicted, observed_ms: float) -> Iterator[str]:
+    if _exchange_near(predicted, observed_ms):
+        return
+    if not observed_ms or not predicted.collectives_ms:
+        yield f"exchange of outputs: {predicted.collectives_ms:.3f} ms predicted, {observed_ms:.3f} observed"
+        return
+    ratio = observed_ms / predicted.collectives_ms
+    side = "slow link, or ranks that share cores" if ratio > 1 else "faster link than was assumed"
+    moved = sum(max(one.bytes) for name, one in run.collectives.items() if name.startswith("outputs"))
+    yield (
+        f"{side}: outputs take {ratio:.2f} times the predicted time, at {moved / observed_ms / 1e6:.3g} GB/s "
+        f"of a rank ({predicted.collectives_source})"
+    )
+
+
+def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
+    off_ms = abs(observed_ms - predicted.collectives_ms)
+    small_ms = SMALL * (max(predicted.rank_ms) + predicted.collectives_ms)
+    return off_ms <= max(NEAR_EXCHANGE * predicted.collectives_ms, small_ms)
+
+
+def _verdict(ratios: dict[int, float], predicted: Predicted, exchange_ms: float) -> tuple[str, bool]:
+    values: Sequence[float] = list(ratios.values()) or [1.0]
+    error = sum(abs(1 / ratio - 1) for ratio in values) / len(values)
+    said = f"kernels are predicted {100 * error:.0f} % off ({predicted.cost_source})"
+    if error <= NEAR and _exchange_near(predicted, exchange_ms):
+        return f"{said}, exchanges well enough: the prediction may be trusted on this hardware", True
+    if error <= NEAR:
+        return f"{said}, exchanges are not well predicted: trust kernels, and not what splits tables", False
+    if max(values) <= ALIKE * min(values):
+        return (
+            f"{said}, all ranks alike: trust the order of whole tables, not the level, before dreamshard learn",
+            False,
+        )
+    return f"{said}: do not trust the prediction on this hardware before dreamshard learn", False

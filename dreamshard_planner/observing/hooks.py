@@ -1,0 +1,214 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Where a sharded model is listened to: its forward and backward pass, the fused kernels in it, and the collectives
+that TorchRec calls around these. All of it is taken off again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from dreamshard_planner.errors import ObservationError
+from dreamshard_planner.observing.recorder import Mark, Step, StepRecorder
+
+COLLECTIVES = {
+    "all_to_all_single": ("all_to_all", "input", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", "input", 1),
+    "reduce_scatter": ("reduce_scatter", "input_list", 1),
+    "all_gather_into_tensor": ("all_gather", "input_tensor", 1),
+    "all_gather": ("all_gather", "tensor", 1),
+}
+"""Functions of ``torch.distributed`` that TorchRec calls: the operation, and the name and place of what is sent."""
+CARRIED = {"torchrec.distributed.comm_ops": "outputs", "torchrec.distributed.dist_data": "lookups"}
+"""What they carry, by the module that calls them; other callers' are not the embeddings'."""
+
+
+def lookups_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Every sharded module of a model with its path, and each of its lookups with its sharding type."""
+    for path, module in get_unwrapped_module(model).named_modules():
+        kinds: Any = getattr(module, "_sharding_types", None) or getattr(module, "_sharding_type_to_sharding", ())
+        # Sharded modules keep their lookups in a plain list, out of reach of modules().
+        lookups: Any = getattr(module, "_lookups", ())
+        for kind, lookup in zip(kinds, lookups, strict=False):
+            yield path, module, kind, lookup
+
+
+def kernels_in(lookup: nn.Module) -> list[nn.Module]:
+    """TorchRec's modules around each fused or dense kernel."""
+    return [module for module in lookup.modules() if hasattr(module, "emb_module") and hasattr(module, "config")]
+
+
+class Hooks:
+    """What listens to one model; to be closed."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder, self._clock, self._stack = recorder, recorder.clock, ExitStack()
+
+    def close(self) -> None:
+        """Take all off."""
+        self._stack.close()
+
+    def listen_to_steps(self, model: nn.Module) -> None:
+        """Forward and backward pass of the whole model, and where one step ends and the next begins."""
+        starts: list[Mark] = []
+
+        def before(*_: Any) -> None:
+            self._recorder.next_step()
+            starts[:] = [self._clock.mark()]
+
+        def after(_module: nn.Module, _given: Any, output: Any) -> None:
+            step = self._recorder.current
+            if step is None:
+                return
+            step.add("forward", starts[0], self._clock.mark())
+            trained = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+            if (loss := next(trained, None)) is not None:
+                loss.register_hook(partial(self._backward, step))
+
+        self._keep(model.register_forward_pre_hook(before), model.register_forward_hook(after))
+
+    def _backward(self, step: Step, *_: Any) -> None:
+        """Within the backward pass, which begins where something is first seen of it, at the loss if that is what the
+        model gives; it ends where the engine has nothing left to do."""
+        if step.backward_runs:
+            return
+        step.backward_runs, start = True, self._clock.mark()
+
+        def ended() -> None:
+            step.backward_runs = False
+            step.add("backward", start, self._clock.mark())
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def listen_to_kernel(self, name: str, kernel: nn.Module, called: Callable[[Step, Tensor, Tensor], None]) -> None:
+        """Forward, and backward with the optimizer, of one of FBGEMM's modules.
+
+        Args:
+            name: of its times.
+            kernel: FBGEMM's.
+            called: told of the indices and offsets of timed calls.
+        """
+        starts: list[Mark] = []
+
+        def before(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            starts.clear()
+            if self._recorder.current is not None:
+                both = {**dict(zip(("indices", "offsets"), given, strict=False)), **named}
+                called(self._recorder.current, both["indices"], both["offsets"])
+                starts.append(self._clock.mark())
+
+        def after(_module: nn.Module, _given: Any, output: Tensor) -> None:
+            step = self._recorder.current
+            if step is None or not starts:
+                return
+            self._add_kernel(step, f"{name} forward", starts.pop())
+            if output.grad_fn is not None:
+                begun: list[Mark] = []
+
+                def begin(*_: Any) -> None:
+                    self._backward(step)
+                    begun.append(self._clock.mark())
+
+                output.grad_fn.register_prehook(begin)
+                output.grad_fn.register_hook(lambda *_: self._add_kernel(step, f"{name} backward", begun.pop()))
+
+        self._keep(kernel.register_forward_pre_hook(before, with_kwargs=True), kernel.register_forward_hook(after))
+
+    def _add_kernel(self, step: Step, name: str, start: Mark) -> None:
+        end = self._clock.mark()
+        step.add(name, start, end, computed=True)
+        step.add("kernels", start, end)
+
+    def listen_to_inputs(self, module: Any, told: Callable[[Any], None]) -> None:
+        """What a sharded module is asked to look up, at every step."""
+        input_dist = module.input_dist
+
+        def listened(context: Any, features: Any, *others: Any, **named: Any) -> Any:
+            told(features)
+            return input_dist(context, features, *others, **named)
+
+        module.input_dist = listened
+        self._stack.callback(delattr, module, "input_dist")
+
+    def listen_to_collectives(self) -> None:
+        """TorchRec's, of this process: of one model at a time."""
+        for function in COLLECTIVES:
+            original = getattr(dist, function)
+            if isinstance(original, partial):
+                raise ObservationError("another model of this process is observed: train and observe one at a time")
+            setattr(dist, function, partial(self._collective, function, original))
+            self._stack.callback(setattr, dist, function, original)
+
+    def _collective(self, function: str, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        step, caller = self._recorder.current, sys._getframe(1).f_globals.get("__name__", "")
+        if step is None or caller not in CARRIED:
+            return original(*given, **named)
+        operation, argument, place = COLLECTIVES[function]
+        group = named.get("group")
+        forward = torch._C._current_graph_task_id() == -1
+        if not forward:
+            self._backward(step)
+        name = _name(CARRIED[caller], operation, forward, dist.get_world_size(group))
+        sent = named[argument] if argument in named else given[place]
+        splits = named.get("input_split_sizes", given[3] if len(given) > 3 else None)
+        step.count(f"{name} calls", 1)
+        step.count(f"{name} bytes", sent_bytes(operation, sent, splits, group))
+        start = self._clock.mark()
+        work = original(*given, **named)
+        if work is None:
+            step.add(f"{name} span", start, self._clock.mark())
+            return None
+        return _Listened(work, self._clock, step, name, start)
+
+    def _keep(self, *handles: Any) -> None:
+        for handle in handles:
+            self._stack.callback(handle.remove)
+
+
+class _Listened:
+    """A collective on its way: ``span`` lasts until it has been waited for, ``waited`` is the wait alone."""
+
+    def __init__(self, work: Any, clock: Any, step: Step, name: str, start: Mark) -> None:
+        self._work, self._clock, self._step, self._name, self._start = work, clock, step, name, start
+
+    def wait(self, *given: Any, **named: Any) -> Any:
+        """As the work itself."""
+        before = self._clock.mark()
+        result = self._work.wait(*given, **named)
+        if self._start is not None:
+            after = self._clock.mark()
+            self._step.add(f"{self._name} span", self._start, after)
+            self._step.add(f"{self._name} waited", before, after)
+            self._start = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    __class__ = dist.Work  # type: ignore[assignment]  # TorchRec waits for such instances alone
+
+
+def _name(carried: str, operation: str, forward: bool, ranks: int) -> str:
+    """As ``outputs all_to_all forward``; of fewer than all ranks, how many they are."""
+    among = "" if ranks == dist.get_world_size() else f" of {ranks}"
+    way = "" if carried == "lookups" else " forward" if forward else " backward"
+    return f"{carried} {operation}{among}{way}"
+
+
+def sent_bytes(operation: str, sent: Any, splits: list[int] | None, group: dist.ProcessGroup | None) -> float:
+    """That a rank sends to the others: its own part stays."""
+    tensors, ranks = sent if isinstance(sent, list) else [sent], dist.get_world_size(group)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if operation == "all_gather":
+        return total * (ranks - 1)
+    if not splits or not sum(splits):
+        return total * (ranks - 1) / ranks
+    return total * (1 - splits[dist.get_rank(group)] / sum(splits))

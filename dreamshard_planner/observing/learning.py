@@ -1,0 +1,176 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Costs of a checkpoint corrected by what training steps took, and kept where ``auto`` finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.types import Topology
+
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner.cost.compute import ComputeCost
+from dreamshard_planner.cost.correction import OPTIMIZERS, StageCheck, learn_corrections, optimizer_of
+from dreamshard_planner.cost.fit import LabelledSets
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.errors import CalibrationRefused, ObservationError
+from dreamshard_planner.measure.hardware import hardware_name
+from dreamshard_planner.observing.exchanges import learn_exchanges
+from dreamshard_planner.observing.observation import Observation, ObservedKernel, ObservedRun, RankSteps
+from dreamshard_planner.search_space.kernels import FUSED
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.workload.tables import Workload
+
+OTHER_LOOKUPS = 0.1
+"""Share by which a kernel's lookups may differ from those that statistics of the batches tell of it."""
+
+
+@dataclass(frozen=True)
+class ObservedSets:
+    """Fused kernels that were observed, each once, whatever runs had it."""
+
+    sets: LabelledSets
+    kinds: frozenset[str]
+    """Sharding types among them."""
+    left_out: tuple[str, ...]
+    """Why kernels are not among them, in words."""
+
+    @classmethod
+    @neutral()
+    def of(cls, observation: Observation) -> ObservedSets:
+        """Of all runs and ranks.
+
+        Raises:
+            ObservationError: there is none to learn from; says why.
+        """
+        found: dict[tuple[Any, ...], tuple[list[Workload], list[list[float]]]] = {}
+        left_out: dict[str, None] = {}
+        for run, rank, index, kernel in _kernels(observation):
+            workloads, reason = _asked(run, rank, index, kernel)
+            if reason:
+                left_out[reason] = None
+                continue
+            places = tuple((table.name, table.offset, table.size) for table in kernel.tables)
+            key = kernel.sharding_type, kernel.optimizer, kernel.samples, places
+            times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
+            found.setdefault(key, (workloads, []))[1].append(times_ms)
+        if not found:
+            raise ObservationError(f"no fused kernel to learn from: {'; '.join(left_out) or 'none was observed'}")
+        labels_X2 = torch.tensor([torch.tensor(times).mean(0).tolist() for _, times in found.values()])
+        sets = LabelledSets.of([workloads for workloads, _ in found.values()], labels_X2)
+        return cls(sets, frozenset(kind for kind, *_ in found), tuple(left_out))
+
+
+def _kernels(observation: Observation) -> Iterator[tuple[ObservedRun, RankSteps, int, ObservedKernel]]:
+    for run in observation.runs:
+        for rank in run.ranks:
+            for index, kernel in enumerate(rank.kernels):
+                yield run, rank, index, kernel
+
+
+def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel) -> tuple[list[Workload], str]:
+    """What a kernel was asked for; or why nobody can tell."""
+    name = f"{kernel.sharding_type} of {kernel.tables[0].name}"
+    if kernel.kernel != FUSED:
+        return [], f"{kernel.kernel} kernels take more than their own time"
+    if not all(rank.median(f"kernel {index} {way}") > 0 for way in ("lookups", "forward", "backward")):
+        return [], f"{name}: the kernel looked nothing up, or was not trained"
+    try:
+        workloads = kernel.workloads(run.statistics)
+    except ObservationError as error:
+        return [], str(error)
+    told, read = sum(one.lookups for one in workloads), rank.median(f"kernel {index} lookups")
+    if abs(told - read) > OTHER_LOOKUPS * read:
+        return [], f"{name}: the kernel reads {read:,.0f} ids a step, and the batches have {told:,.0f} for it"
+    return workloads, ""
+
+
+def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeCost, tuple[float, float]]:
+    """Uncorrected costs, and the bandwidths of memory and of the link to the host's, in bytes per millisecond."""
+    device = str(observation.hardware["device"])
+    topology = Topology(world_size=1, compute_device=device)
+    given = next((run.plan.inputs.topology.bandwidths for run in observation.runs if run.plan is not None), {})
+    memory, link = (topology.ddr_mem_bw,) * 2 if device == "cpu" else (topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw)
+    learned = checkpoint.metadata.get("learned", {}).get("bytes_per_ms")
+    used = learned or (
+        given.get("DDR" if device == "cpu" else "HBM", memory),
+        given.get("DDR" if device == "cpu" else "HBM to DDR", link),
+    )
+    return checkpoint.cost or RooflineCost.of_bandwidths(device, *used), tuple(used)
+
+
+@neutral()
+def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, force: bool = False) -> Checkpoint:
+    """Correct a checkpoint's costs, or those of bandwidths where it has no network, by optimizer and direction: their
+    level, or what distinct rows and their weights add, or both, as far as kernels that are held out confirm it; and
+    the bandwidth of exchanges. What was not observed stays.
+
+    Args:
+        checkpoint: to do better than.
+        observation: of one kind of hardware.
+        out: file to write.
+        force: write it, even where nothing was made better.
+
+    Returns:
+        What was written; its metadata have under ``learned`` from what, errors before and after, and what was never
+        observed.
+
+    Raises:
+        CalibrationRefused: no held-out kernel confirmed anything; nothing was written.
+        ObservationError: there is no kernel to learn from.
+        FileError: ``out`` cannot be written.
+    """
+    observed = ObservedSets.of(observation)
+    compute, bytes_per_ms = prior_of(checkpoint, observation)
+    corrections, checks = learn_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
+    collectives, exchanges = learn_exchanges(observation, checkpoint)
+    if not force and not any(check.changed for check in checks) and not exchanges:
+        raise CalibrationRefused(
+            f"{observation.title} ({len(observed.sets)} kernels): no correction made the costs of {checkpoint.name} "
+            "better on kernels or exchanges held out",
+            [check.to_dict() for check in checks],
+        )
+    title = f"{observation.title} on {hardware_name(observation.hardware)}"
+    unseen = _unseen(observed)
+    told = {
+        "from": checkpoint.name,
+        "runs": len(observation.runs),
+        "steps": observation.steps,
+        "sets": len(observed.sets),
+        "bytes_per_ms": list(bytes_per_ms),
+        "title": title,
+        "said": _said(title, checks, unseen),
+        "checks": [check.to_dict() for check in checks],
+        "exchanges": exchanges,
+        "never_observed": unseen,
+        "left_out": list(observed.left_out),
+    }
+    metadata = {
+        **{key: value for key, value in checkpoint.metadata.items() if key != "calibration"},
+        "corrections": corrections,
+        "collectives": collectives,
+        "hardware": observation.hardware,
+        "hardware_name": f"{checkpoint.measured_on}, learned on {hardware_name(observation.hardware)}",
+        "learned": told,
+    }
+    Checkpoint(checkpoint.policy, checkpoint.cost, metadata).save(out)
+    return Checkpoint.load(out)
+
+
+def _unseen(observed: ObservedSets) -> list[str]:
+    """Optimizers and sharding types of which costs stay the prior's."""
+    seen = set(optimizer_of(observed.sets.features_SF).tolist())
+    optimizers = [title for index, title in enumerate(OPTIMIZERS.values()) if index not in seen]
+    return optimizers + [kind for kind in SHARDING_TYPES if kind not in observed.kinds]
+
+
+def _said(title: str, checks: Sequence[StageCheck], unseen: Sequence[str]) -> str:
+    off: dict[str, list[str]] = {}
+    for check in checks:
+        off.setdefault(OPTIMIZERS[check.optimizer], []).append(f"{100 * check.after:.0f}")
+    errors = ", ".join(f"{name} ({' and '.join(both)} % off on kernels held out)" for name, both in off.items())
+    return f"learned from {title}: {errors}; never observed, and as before: {', '.join(unseen) or 'nothing'}"

@@ -1,0 +1,275 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Observed training steps as files: one of each rank, merged over ranks and runs.
+
+A file holds, by run and rank, what the kept steps took, what each fused kernel computes, statistics of the batches, and
+the plan with what it was predicted to cost, where a planner of ours made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dreamshard_planner.cost.dataset import hardware_key
+from dreamshard_planner.errors import ObservationError, StatisticsError
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.support.documents import STRICT, parsed
+from dreamshard_planner.support.files import brief, read_json, write_whole
+from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+
+FORMAT = "dreamshard_planner observation"
+VERSION = 1
+WARM_UP = 3
+"""First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
+
+
+@dataclass(frozen=True)
+class ObservedTable:
+    """A table, or the part of it, that a kernel has."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: str
+    """Fully qualified."""
+    features: tuple[str, ...]
+    rows: int
+    dim: int
+    """Both of the whole table."""
+    offset: tuple[int, int]
+    """First row and column of the part."""
+    size: tuple[int, int]
+    """Its rows and columns."""
+
+
+@dataclass(frozen=True)
+class ObservedKernel:
+    """A fused kernel of one rank."""
+
+    __pydantic_config__: ClassVar = STRICT
+    sharding_type: str
+    kernel: str
+    """TorchRec's compute kernel."""
+    optimizer: str
+    """As costs tell them apart."""
+    memory: str
+    pooled: bool
+    weighted: bool
+    weight_bytes: float
+    samples: int
+    """Of the batch that it sees."""
+    tables: tuple[ObservedTable, ...]
+
+    def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:
+        """What it asks for, by statistics of the batches; ObservationError where they lack a feature."""
+        if missing := sorted({name for table in self.tables for name in table.features} - set(statistics)):
+            raise ObservationError(f"no batch was sampled of feature {missing[0]!r}: observe more steps")
+        whole = workloads_of([self._table(table, statistics) for table in self.tables], self.samples)
+        return [one.part(*table.size, table.offset[0]) for one, table in zip(whole, self.tables, strict=True)]
+
+    def _table(self, table: ObservedTable, statistics: Mapping[str, FeatureStatistics]) -> Table:
+        return Table(
+            table.name,
+            table.rows,
+            table.dim,
+            tuple(statistics[name] for name in table.features),
+            weight_bytes=self.weight_bytes,
+            pooled=self.pooled,
+            weighted=self.weighted,
+            optimizer=self.optimizer,
+            memory=self.memory,
+        )
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank saw."""
+
+    __pydantic_config__: ClassVar = STRICT
+    rank: int
+    steps: int
+    """Of the run."""
+    kept: tuple[int, ...]
+    """Indices of those that are told of below."""
+    columns: dict[str, tuple[float, ...]]
+    """Milliseconds of each kept step: ``step``, ``forward`` and ``backward`` of the whole model; ``kernel 0 forward``
+    (processor time on a CPU) and so on; ``kernels``, all of them by the host's clock; ``outputs all_to_all forward
+    span`` and ``waited`` of collectives. Their ``calls``, and ``bytes`` to other ranks; ``lookups`` of kernels."""
+    kernels: tuple[ObservedKernel, ...]
+    statistics: dict[str, FeatureStatistics]
+    """Of this rank's batches."""
+
+    def __post_init__(self) -> None:
+        if odd := next((name for name, values in self.columns.items() if len(values) != len(self.kept)), None):
+            raise ValueError(f"{odd!r} has {len(self.columns[odd])} values of {len(self.kept)} steps")
+
+    def median(self, name: str) -> float:
+        """Of a column over the kept steps, without the first ones; 0 where there is none."""
+        values = self.columns.get(name, ())
+        late = [value for index, value in zip(self.kept, values, strict=False) if index >= WARM_UP]
+        return float(np.median(late or values or [0.0]))
+
+    def kernel_ms(self, way: str) -> float:
+        """All fused kernels of a step, ``forward`` or ``backward``."""
+        return sum(self.median(f"kernel {index} {way}") for index in range(len(self.kernels)))
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """Some steps of one job under one plan."""
+
+    __pydantic_config__: ClassVar = STRICT
+    id: str
+    """The same on all ranks."""
+    started: str
+    world_size: int
+    hosts: int
+    backend: str
+    """Of the process group."""
+    plan: SavedPlan | None
+    """With what was predicted of it; None on ranks that did not plan, and where no planner of ours was given."""
+    planned_lookups: dict[str, float]
+    """Per sample, by feature, that the prediction counts on."""
+    ranks: tuple[RankSteps, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return max(rank.steps for rank in self.ranks)
+
+    @cached_property
+    def statistics(self) -> TableStatistics:
+        """Of the batches of all ranks."""
+        return TableStatistics.merge(TableStatistics(rank.statistics) for rank in self.ranks)
+
+    @cached_property
+    def collectives(self) -> dict[str, Collective]:
+        """Each by name, as ``outputs all_to_all forward``."""
+        names = {name.removesuffix(" span") for rank in self.ranks for name in rank.columns if name.endswith(" span")}
+        return {name: self._collective(name) for name in sorted(names)}
+
+    def _collective(self, name: str) -> Collective:
+        spans = [dict(zip(rank.kept, rank.columns.get(f"{name} span", ()), strict=False)) for rank in self.ranks]
+        together = set.intersection(*map(set, spans))
+        late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
+        span_RX = np.array([[span[index] for index in late] for span in spans]).reshape(len(spans), -1)
+        last_X = span_RX.min(0) if len(late) else np.zeros(1)
+        return Collective(
+            ms=float(np.median(last_X)),
+            span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
+            waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
+            bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
+            calls=max(rank.median(f"{name} calls") for rank in self.ranks),
+        )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a step; several of a kind are added."""
+
+    ms: float
+    """Of the rank that came to it last, in each step: what the exchange itself takes, with what ran beside it. Exact
+    only where all ranks were observed."""
+    span_ms: tuple[float, ...]
+    """Of each rank, from its start until the rank had its result: what is above :attr:`ms` is waiting for others."""
+    waited_ms: tuple[float, ...]
+    """Of that, what the rank could do nothing else in."""
+    bytes: tuple[float, ...]
+    """That each rank sends to the others."""
+    calls: float
+    """In a step."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Runs on one kind of hardware.
+
+    Raises:
+        ValueError: there is no run.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    hardware: dict[str, str | int]
+    """Of the first rank; all have the same device, threads and FBGEMM."""
+    runs: tuple[ObservedRun, ...]
+
+    def __post_init__(self) -> None:
+        if not self.runs or not all(run.ranks for run in self.runs):
+            raise ValueError("holds no run, or one without ranks")
+
+    @property
+    def steps(self) -> int:
+        """Of all runs."""
+        return sum(run.steps for run in self.runs)
+
+    @property
+    def title(self) -> str:
+        """As ``3 runs, 1,240 steps``."""
+        return f"{len(self.runs)} run{'s' * (len(self.runs) > 1)}, {self.steps:,} steps"
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that :meth:`load` reads back; FileError says why not."""
+        write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Observation:
+        """Read a file; ObservationError names the file and what is wrong with it."""
+        document = read_json(path, ObservationError)
+        if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+            raise ObservationError(f"{path}: no observation of training steps: its 'format' is not {FORMAT!r}")
+        if (version := document.pop("version", None)) != VERSION:
+            raise ObservationError(f"{path}: version {brief(version)}, this package reads {VERSION}: observe again")
+        return parsed(cls, document, path, ObservationError)
+
+    @classmethod
+    def load_all(cls, paths: Sequence[str | Path]) -> Observation:
+        """Files merged. Where one is missing, those of its ranks are taken, as :func:`observe` writes them.
+
+        Raises:
+            ObservationError: a file can't be read, or is of other hardware than the first; names it.
+        """
+        named = {str(path): cls.load(path) for given in paths for path in _files(Path(given))}
+        return cls.merge(named)
+
+    @classmethod
+    def merge(cls, named: Mapping[str, Observation]) -> Observation:
+        """Of several ranks and runs, by the names of their files; a rank that is there twice counts once.
+
+        Raises:
+            ObservationError: hardware differs; ranks of one run have batches of different sizes.
+        """
+        first, *others = named
+        for name in others:
+            keys = [hardware_key(named[file].hardware) for file in (first, name)]
+            if keys[0] != keys[1]:
+                raise ObservationError(
+                    f"{name}: observed on {keys[1]}, and {first} on {keys[0]}: learn from each kind of hardware apart"
+                )
+        runs: dict[str, ObservedRun] = {}
+        for run in (run for one in named.values() for run in one.runs):
+            runs[run.id] = _joined(runs[run.id], run) if run.id in runs else run
+        try:
+            for run in runs.values():
+                run.statistics  # noqa: B018 (fails here, where files are read)
+        except StatisticsError as error:
+            raise ObservationError(f"{', '.join(named)}: {error}") from error
+        return cls(named[first].hardware, tuple(runs.values()))
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    """``observation.json`` of one rank: ``observation.1.json``."""
+    return path.with_name(f"{path.stem}.{rank}{path.suffix}")
+
+
+def _files(path: Path) -> Iterable[Path]:
+    ranks = path.parent.glob(f"{path.stem}.*{path.suffix}") if not path.exists() else ()
+    return sorted(file for file in ranks if file.name[len(path.stem) + 1 : -len(path.suffix)].isdecimal()) or [path]
+
+
+def _joined(run: ObservedRun, other: ObservedRun) -> ObservedRun:
+    ranks: dict[int, Any] = {rank.rank: rank for rank in (*other.ranks, *run.ranks)}
+    return replace(run if run.plan is not None else other, ranks=tuple(ranks[rank] for rank in sorted(ranks)))

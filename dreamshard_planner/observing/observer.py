@@ -1,0 +1,203 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""``with observe(model, planner)``: what training steps take, without a collective of its own and at little cost."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.modules.embedding_configs import data_type_to_dtype
+
+from dreamshard_planner.errors import ObservationError
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
+from dreamshard_planner.observing.observation import (
+    Observation,
+    ObservedKernel,
+    ObservedRun,
+    ObservedTable,
+    RankSteps,
+    rank_file,
+)
+from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
+from dreamshard_planner.planner import DreamShardPlanner
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.search_space.kernels import memory_of
+from dreamshard_planner.support.files import check_writable
+from dreamshard_planner.workload.sampling import EVERY, BatchSampler
+from dreamshard_planner.workload.tables import costed_optimizer
+
+_COUNT = count()
+"""Observations that this process has begun."""
+
+
+class Observer:
+    """What one rank has seen so far; see :func:`observe`."""
+
+    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int) -> None:
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        run, ranks = _run_id(), dist.get_world_size()
+        hosts = -(-ranks // get_local_size(ranks))
+        self._run = ObservedRun(run, started, ranks, hosts, dist.get_backend(), *_planned(model, planner))
+        self._samplers: list[BatchSampler] = []
+        self._kernels: list[tuple[str, str, Any]] = []
+        self._samples: dict[int, int] = {}
+        lookups = list(lookups_of(model))
+        if not lookups:
+            raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
+        self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        self._recorder = StepRecorder(Clock(self._device))
+        self._hooks = Hooks(self._recorder)
+        self._hooks.listen_to_collectives()
+        for module in dict.fromkeys(module for _, module, _, _ in lookups):
+            sampler = BatchSampler(every)
+            self._samplers.append(sampler)
+            self._hooks.listen_to_inputs(module, sampler.add)
+        for path, _, kind, lookup in lookups:
+            for kernel in kernels_in(lookup):
+                self._listen(path, kind, kernel)
+        self._hooks.listen_to_steps(model)
+
+    def _listen(self, path: str, sharding_type: str, kernel: Any) -> None:
+        index = len(self._kernels)
+        self._kernels.append((path, sharding_type, kernel))
+
+        def called(step: Step, indices: Tensor, offsets: Tensor) -> None:
+            step.count(f"kernel {index} lookups", indices.numel())
+            self._samples[index] = (offsets.numel() - 1) // max(1, kernel.config.num_features())
+
+        self._hooks.listen_to_kernel(f"kernel {index}", kernel.emb_module, called)
+
+    def close(self) -> None:
+        """Take all hooks off; what was seen stays."""
+        self._hooks.close()
+
+    def observation(self) -> Observation:
+        """What this rank has seen so far; waits for the device.
+
+        Raises:
+            ObservationError: no step has ended, in which the model was called and trained.
+        """
+        kept, columns = self._recorder.columns()
+        if not kept:
+            raise ObservationError(
+                f"no training step was seen in {self._recorder.steps} calls of the model: it has to be called itself, "
+                "with backward(), at least twice"
+            )
+        of_rank = RankSteps(
+            rank=dist.get_rank(),
+            steps=self._recorder.steps,
+            kept=kept,
+            columns=columns,
+            kernels=tuple(self._described(index) for index in range(len(self._kernels))),
+            statistics={name: known for one in self._samplers if one.seen for name, known in one.statistics().items()},
+        )
+        run = replace(self._run, ranks=(of_rank,))
+        return Observation(describe_hardware(self._device, torch.get_num_threads()), (run,))
+
+    def save(self, path: str | Path) -> None:
+        """Write what this rank has seen so far beside the files of the others: for ``observation.json``, rank 1 writes
+        ``observation.1.json``.
+
+        Raises:
+            FileError: the file cannot be written.
+            ObservationError: as :meth:`observation`.
+        """
+        self.observation().save(rank_file(Path(path), dist.get_rank()))
+
+    def _described(self, index: int) -> ObservedKernel:
+        path, sharding_type, kernel = self._kernels[index]
+        config, fused = kernel.config, kernel.emb_module
+        return ObservedKernel(
+            sharding_type=sharding_type,
+            kernel=config.compute_kernel.value,
+            optimizer=costed_optimizer(getattr(getattr(fused, "optimizer", None), "name", "other")),
+            memory=memory_of(config.compute_kernel.value),
+            pooled=config.pooling.value != "NONE",
+            weighted=config.is_weighted,
+            weight_bytes=data_type_to_dtype(config.data_type).itemsize,
+            samples=self._samples.get(index, 0),
+            tables=tuple(_described_table(path, table) for table in config.embedding_tables),
+        )
+
+
+def _described_table(path: str, table: Any) -> ObservedTable:
+    place = table.local_metadata
+    return ObservedTable(
+        name=f"{path}.{table.name}".removeprefix("."),
+        features=tuple(table.feature_names),
+        rows=table.num_embeddings,
+        dim=table.embedding_dim,
+        offset=tuple(place.shard_offsets) if place is not None else (0, 0),
+        size=(table.local_rows, table.local_cols),
+    )
+
+
+def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[SavedPlan | None, dict[str, float]]:
+    """The model's plan with what a planner of ours, which may have made another, predicts of it; on the rank that
+    planned."""
+    if not isinstance(planner, DreamShardPlanner) or dist.get_rank():
+        return None, {}
+    return planner.saved_plan(model.plan), planner.lookups_per_sample()
+
+
+def _run_id() -> str:
+    """Of this observation, the same on every rank that begins as many; ranks meet at the process group's store, and
+    none waits for another."""
+    if not dist.is_initialized():
+        raise ObservationError("there is no process group: call torch.distributed.init_process_group() first")
+    store = dist.distributed_c10d._get_default_store()
+    return store.compare_set(f"dreamshard_planner/observe/{next(_COUNT)}", "", secrets.token_hex(8)).decode()
+
+
+@contextmanager
+def observe(
+    model: nn.Module,
+    planner: EmbeddingShardingPlanner | None = None,
+    path: str | os.PathLike[str] | None = None,
+    every: int = EVERY,
+) -> Iterator[Observer]:
+    """Observe the training steps inside: per fused kernel forward and backward (events on a GPU, processor time on a
+    CPU), each kind of collective with bytes and waiting, the rest of the step, and statistics of the batches. All ranks
+    may be observed, or some; none waits for another, and nothing is left on the model.
+
+    Args:
+        model: sharded, as ``DistributedModelParallel`` has it.
+        planner: a ``DreamShardPlanner`` that planned it, or the same model otherwise: what it predicts, on rank 0, is
+            kept beside what is observed. Of other planners nothing is.
+        path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``.
+        every: batches from one whose ids are counted to the next.
+
+    Raises:
+        ObservationError: there is no process group, the model is not sharded, another one is observed just now, or, at
+            the end, no step was seen.
+        PlannerError: the planner has planned another model.
+        FileError: the file cannot be written; before anything is observed.
+
+    Example::
+
+        with observe(model, planner, "observation.json"):
+            for _ in range(200):
+                pipeline.progress(batches)
+    """
+    if path is not None and dist.is_initialized():
+        check_writable(rank_file(Path(path), dist.get_rank()))
+    observer = Observer(model, planner, every)
+    try:
+        yield observer
+    finally:
+        observer.close()
+    if path is not None:
+        observer.save(Path(path))

@@ -1,0 +1,72 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Caches of other sizes for tables in host memory: TorchRec gives all the same, a fifth of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from torchrec.distributed.planner.types import Shard, ShardingOption
+from torchrec.distributed.types import CacheParams
+
+from dreamshard_planner.search_space.enumeration import OwnOption
+from dreamshard_planner.search_space.kernels import CACHING, memory_of
+from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
+
+COARSE = (0.01, 0.05, 0.1, 0.4, 0.7)
+"""Shares of a table's rows, beside TorchRec's fifth."""
+FINER = (0.5, 0.7, 1.4, 2.0)
+"""Of the share that was chosen."""
+LEAST, MOST = 0.001, 0.95
+
+
+class OwnCacheSize(OwnOption):
+    """Cached, with a load factor that nobody asked for."""
+
+
+def coarse_sizes(
+    options: Iterable[ShardingOption], given: Callable[[ShardingOption], float | None]
+) -> list[OwnCacheSize]:
+    """Each option of a cache whose size nobody gave, at other sizes; without estimates.
+
+    Args:
+        options: of an enumerator.
+        given: the load factor that a constraint or the module's ``fused_params`` ask for.
+    """
+    cached = [option for option in options if option.compute_kernel == CACHING and given(option) is None]
+    return [_sized(option, share) for option in cached for share in COARSE]
+
+
+def finer_sizes(options: Iterable[ShardingOption], plan: Sequence[ShardingOption]) -> list[OwnCacheSize]:
+    """The options of tables that a plan caches, somewhat smaller and larger than there; without estimates.
+
+    Args:
+        options: of which :func:`coarse_sizes` made some.
+        plan: of the same tables, one option each.
+    """
+    free = {fqn_of(option) for option in options if isinstance(option, OwnCacheSize)}
+    chosen = {fqn_of(option): _share(option) for option in plan if option.compute_kernel == CACHING}
+    return [
+        _sized(option, _share(option) * factor)
+        for option in options
+        if option.compute_kernel == CACHING and fqn_of(option) in free and chosen.get(fqn_of(option)) == _share(option)
+        for factor in FINER
+        if LEAST <= _share(option) * factor <= MOST
+    ]
+
+
+def uses_host_memory(plan: Iterable[ShardingOption]) -> bool:
+    """Whether some table lies there, cached or not."""
+    return any(memory_of(option.compute_kernel) in ("uvm", "uvm_caching") for option in plan)
+
+
+def _share(option: ShardingOption) -> float:
+    return option.cache_load_factor or CACHE_LOAD_FACTOR
+
+
+def _sized(option: ShardingOption, share: float) -> OwnCacheSize:
+    result = OwnCacheSize.of(option)
+    result.cache_params = replace(option.cache_params or CacheParams(), load_factor=round(share, 4))
+    result.shards = [Shard([*shard.size], [*shard.offset]) for shard in option.shards]
+    return result

@@ -1,0 +1,40 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The benchmark of fused kernels counts what it says, and runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fused_kernels import BASE, SWEEPS, moved_bytes
+from tests.faults import PATIENCE_SECONDS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_moved_bytes_by_hand() -> None:
+    shape = replace(BASE, tables=3, dim=8, pooling=4, reuse_bin=1)
+    workloads = shape.workloads(batch_size=10, optimizer="sgd")
+    # Of each table: 40 lookups of 20 rows, each read twice; 10 outputs.
+    assert [(w.lookups, w.distinct_rows, w.output_elements) for w in workloads] == [(40, 20, 80)] * 3
+    forward, backward = moved_bytes(workloads)
+    assert forward == 3 * (40 * 8 + 40 * 8 * 4 + 80 * 4)
+    assert backward == 3 * (40 * 8 + 80 * 4 + 2 * 20 * 8 * 4)
+
+
+def test_runs(tmp_path: Path) -> None:
+    options = ["--sweeps", "tables", "--batch-size", "16", "--repeats", "1", "--json", str(tmp_path / "r.json")]
+    command = [sys.executable, str(BENCHMARKS / "fused_kernels.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [row["shape"]["tables"] for row in result["rows"]] == list(SWEEPS["tables"])
+    assert f"{result['copy_gb_per_s']:.1f} GB/s" in done.stdout
+    (base,) = [row for row in result["rows"] if row["shape"]["tables"] == BASE.tables]
+    forward, _ = moved_bytes(BASE.workloads(16, "rowwise_adagrad"))
+    assert base["gb_per_s"][0] == pytest.approx(forward / base["ms"][0] / 1e6)

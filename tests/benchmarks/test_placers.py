@@ -1,0 +1,85 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""One contract for all methods of placement, and the referee that measures them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from placements.contests import draw_contests
+from placements.placers import Contest, Field
+from placements.summary import ANCHOR, summarize
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+FIELD = Field()
+CONTESTS = draw_contests(3, seed=4, batch_size=128)  # one of each pool, the second with tight memory
+
+
+@pytest.mark.parametrize("contest", CONTESTS, ids=lambda contest: contest.pool)
+@pytest.mark.parametrize("name", list(FIELD.placers))
+def test_contract(name: str, contest: Contest) -> None:
+    problem = contest.task.problem
+    plan = FIELD.placers[name](contest)
+    if plan is None:
+        assert contest.tight  # with loose memory everyone finds something
+        return
+    assert plan.shape == (problem.num_parts,) and plan.dtype == torch.int64
+    assert 0 <= plan.min() and plan.max() < problem.num_ranks
+    assert bool(problem.fits(plan[None])[0])
+    assert torch.equal(plan, FIELD.placers[name](contest))
+
+
+@pytest.mark.parametrize("name", list(FIELD.placers))
+def test_nothing_fits(name: str) -> None:
+    contest = CONTESTS[0]
+    problem = replace(contest.task.problem, capacity_DM=torch.full_like(contest.task.problem.capacity_DM, 1000))
+    assert FIELD.placers[name](replace(contest, task=replace(contest.task, problem=problem))) is None
+
+
+def test_contests_are_of_held_out_tables_and_repeatable() -> None:
+    from dreamshard_planner.training import TrainingConfig, pool_tables
+
+    trained = {table.name for table in pool_tables(TrainingConfig().pools)[0]}
+    contests = draw_contests(9, seed=1, batch_size=64)
+    assert not trained & {table.name for contest in contests for table in contest.tables}
+    assert [c.tables for c in contests] == [c.tables for c in draw_contests(9, seed=1, batch_size=64)]
+    assert [c.tables for c in contests[:3]] != [c.tables for c in draw_contests(3, seed=2, batch_size=64)]
+
+
+def test_summary_by_hand() -> None:
+    records = [
+        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 2.0, "oracle": 2.0}, "infeasible": []},
+        {"pool": "p", "compute_ms": {ANCHOR: 4.0, "a": 8.0, "oracle": 2.0}, "infeasible": ["b"]},
+    ]
+    for record in records:
+        record["overall_ms"] = record["compute_ms"]
+    rows = {row["placer"]: row for row in summarize(records)}
+    assert rows["a"]["compute"] == pytest.approx(1.0) and rows["a"]["wins"] == 0.5 and rows["a"]["room_won"] == 0
+    assert rows["oracle"]["compute"] == pytest.approx(0.5) and rows["oracle"]["room_won"] == pytest.approx(1.0)
+    assert rows["b"]["infeasible"] == 1 and rows["b"]["tasks"] == 0
+
+
+def test_referee_measures_and_continues(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    command = [
+        sys.executable, str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "32",
+        "--placers", "torchrec,size_greedy,dreamshard", "--rounds", "2",
+        "--refine-seconds", "1", "--oracle-seconds", "1",
+    ]  # fmt: skip
+    for tasks in ("1", "2"):
+        done = subprocess.run([*command, "--tasks", tasks], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    head, first, second = (json.loads(line) for line in record.read_text().splitlines())
+    assert head["hardware"]["torch"] and (first["task"], second["task"]) == ("1.0", "1.1")
+    assert {"torchrec", "dreamshard", "oracle", "refined_1s"} <= set(first["compute_ms"])
+    assert all(ms > 0 for ms in first["compute_ms"].values())
+    assert record.with_suffix(".png").stat().st_size > 10_000 and "all pools: 2 tasks" in done.stdout
+    other = subprocess.run([*command, "--tasks", "3", "--seed", "9"], capture_output=True, text=True)
+    assert other.returncode == 2 and "recorded with other settings" in other.stderr

@@ -1,0 +1,181 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The DLRM benchmark: its data, and the whole command on one and two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torchrec.distributed.planner.types import Shard, Storage
+
+import run_dlrm
+import step_formula
+from dlrm import model as dlrm
+from dlrm.memory import ModelMemory, memory_of_models
+from dlrm.options import Config
+from dlrm.results import ratio_interval
+from dreamshard_planner import Observation
+from dreamshard_planner.workload.pools import named_pool
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
+from tests.faults import PATIENCE_SECONDS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def _run(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*torchrun, str(BENCHMARKS / "run_dlrm.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+def test_scaling_is_said() -> None:
+    tables, text = dlrm.scale_tables(named_pool("mlperf_dlrm_dcnv2"), max_rows=100_000)
+    assert (len(tables), max(table.rows for table in tables)) == (26, 100_000)
+    assert "8 of them cut to 100,000 rows: rows in all 204,184,588 -> 921,198" in text
+
+
+def test_several_dims_need_a_choice() -> None:
+    feature = (FeatureStatistics(1.0),)
+    pool = [Table("a", 10, 8, feature), Table("b", 10, 16, feature)]
+    with pytest.raises(ValueError, match=r"\[8, 16\]: choose one with --dim"):
+        dlrm.scale_tables(pool, max_rows=5)
+    assert {(table.rows, table.dim) for table in dlrm.scale_tables(pool, max_rows=5, dim=4)[0]} == {(5, 4)}
+
+
+def test_ranks_share_the_global_batches() -> None:
+    tables = [
+        Table("one", 50, 8, (FeatureStatistics(3.0),)),
+        Table("shared", 20, 8, (FeatureStatistics(2.0), FeatureStatistics(2.0))),
+        Table("unread", 20, 8, (FeatureStatistics(0.0),)),
+    ]
+    (whole,) = dlrm.make_batches(tables, count=1, batch_size=64, rank=0, world_size=1, seed=3)
+    halves = [dlrm.make_batches(tables, 1, 32, rank, world_size=2, seed=3)[0] for rank in range(2)]
+    assert torch.equal(torch.cat([half.labels for half in halves]), whole.labels)
+    assert torch.equal(torch.cat([half.dense_features for half in halves]), whole.dense_features)
+    assert whole.sparse_features.keys() == ["one_f0", "shared_f0", "shared_f1", "unread_f0"]
+    for name in whole.sparse_features.keys():
+        parts = [half.sparse_features[name] for half in halves]
+        assert torch.equal(torch.cat([part.lengths() for part in parts]), whole.sparse_features[name].lengths())
+        assert torch.equal(torch.cat([part.values() for part in parts]), whole.sparse_features[name].values())
+    lengths = [whole.sparse_features[name].lengths().float().mean().item() for name in whole.sparse_features.keys()]
+    assert lengths == [3.0, 2.0, 2.0, 0.0]
+
+
+def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
+    planners = ["dreamshard", "torchrec", "torchrec_default", "lookup_greedy"]
+    file = tmp_path / "result.json"
+    options = ["--max-rows=500", "--dim=8", "--batch-size=8", "--steps=8", "--block=2", "--copies=2", "--skewed=2"]
+    done = _run(
+        *options, f"--planners={','.join(planners)}", f"--json={file}", f"--report={tmp_path / 'report.html'}",
+        f"--observe={tmp_path / 'seen.json'}", ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert [entry["name"] for entry in result["planners"]] == [*planners, "skewed_0", "skewed_1"]
+    seen = Observation.load_all([tmp_path / "seen.json"]).runs
+    assert [(len(run.ranks), run.plan is not None) for run in seen] == 6 * [(2, True)]
+    assert result["world_size"] == 2 and result["base"] == "torchrec"
+    assert result["loss_difference"] < 1e-5
+    assert "12 models take" in done.stderr
+    for entry in result["planners"]:
+        assert len(entry["ranks"]) == 26 and {rank for (rank,) in entry["ranks"].values()} == {0, 1}
+        assert entry["split"] == {}
+        assert [len(block_ms) for block_ms in entry["block_ms"]] == [2, 2]  # two models of two blocks
+        assert len(entry["losses"]) == 3 + 4  # warm-up steps first
+        assert entry["ratio"] == sorted(entry["ratio"])
+        assert len(entry["forward_ms"]) == len(entry["backward_ms"]) == len(entry["predicted"]["rank_ms"]) == 2
+        assert min(entry["forward_ms"] + entry["backward_ms"] + list(entry["predicted"]["rank_ms"])) > 0
+        assert entry["name"] in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "Predicted against measured" in page and "under the plan of lookup_greedy" in page
+    assert f"{result['planners'][0]['forward_ms'][1]:.3f}" in page
+    assert done.stdout.replace("\n", "").rstrip().endswith("report.html")
+    assert "cost source" in done.stdout and "cut to 500 rows" in done.stdout
+
+    command = [sys.executable, str(BENCHMARKS / "step_formula.py"), str(file)]
+    formulas = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert formulas.returncode == 0, formulas.stderr
+    assert all(name in formulas.stdout for name in (*planners, "max(f+b)", "max f + max b"))
+    assert file.with_suffix(".png").stat().st_size > 0
+
+
+def test_agreement_of_formulas_by_hand() -> None:
+    forward = np.array([[1.0, 3.0], [2.0, 2.0], [4.0, 0.0]])
+    data = {"forward_ND": forward, "backward_ND": forward[:, ::-1], "collectives_N": np.array([1.0, 1.0, 1.0])}
+    data |= {"measured_forward_ND": 2 * forward, "measured_backward_ND": 2 * forward[:, ::-1]}
+    data |= {"step_N": 10 + 2 * (forward.max(1) * 2 + 1)}  # ranks wait for each other between backward and forward
+    right, wrong = (step_formula.agreement(name, data, draws=50) for name in ("max f + max b", "max(f+b)"))
+    assert right.steps == right.kernels == 1 and right.slope == pytest.approx(2) and right.kernels_error == 0.5
+    assert math.isnan(wrong.steps)  # it rates all three alike
+    with pytest.raises(ValueError, match="at least 3 placements, the file has 1: try --skewed"):
+        step_formula.columns({"planners": [{}]})
+
+
+def test_interval_of_ratios() -> None:
+    base = np.random.default_rng(0).uniform(50, 60, size=(3, 20))
+    low, ratio, high = ratio_interval(base * 0.9, base)
+    assert low < ratio < high and ratio == pytest.approx(0.9, abs=0.02)
+    slow_spells = np.where(np.arange(20) % 4 == 0, 3.0, 1.0)  # they hit both, and cancel
+    assert ratio_interval(base * 0.9 * slow_spells, base * slow_spells) == pytest.approx((low, ratio, high))
+
+
+def test_one_rank_and_no_torchrec() -> None:
+    done = _run(
+        "--max-rows=100",
+        "--dim=4",
+        "--batch-size=4",
+        "--steps=1",
+        "--block=1",
+        "--planners=size_greedy",
+        "--train-seconds=0.001",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "x size_greedy" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--planners=torchrec,best"], "planners must be some of dreamshard, .*torchrec, torchrec_default"),
+        (["--steps=-1"], "steps.* must be at least 0"),
+        ([], "torchrun has to start this"),
+    ],
+    ids=["unknown planner", "negative steps", "no torchrun"],
+)
+def test_what_cannot_run_is_said(
+    options: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_dlrm.py", *options])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        run_dlrm.main()
+    assert ended.value.code == 2
+    assert re.search(reason, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_steps_and_blocks_follow_the_device() -> None:
+    on_cpu, on_gpu = (Config(copies=3).on(kind) for kind in ("cpu", "cuda"))
+    assert (on_cpu.steps, on_cpu.block, on_cpu.rounds, on_cpu.size) == (120, 2, 20, "small")
+    assert (on_gpu.steps, on_gpu.block, on_gpu.rounds, on_gpu.size) == (1200, 20, 20, "mlperf")
+    assert Config(steps=8, block=1, batch_size=4).on("cuda").batch_size == 4
+
+
+def test_memory_of_all_models_is_told_before_they_are_built() -> None:
+    shards = [Shard([4, 2], [0, 0], Storage(hbm=3_000_000_000, ddr=0), rank=rank) for rank in (0, 1, 1)]
+    dense = torch.nn.Linear(249_999, 1000)  # with its biases, a billion bytes
+    dense.table = torch.nn.Parameter(torch.empty(10, device="meta"))
+    memory = memory_of_models(
+        {"a": [SimpleNamespace(shards=shards)], "b": []}, copies=2, bare_model=dense, world_size=2
+    )
+    assert memory == ModelMemory(4, (6_000_000_000, 12_000_000_000), 12_000_000_000)
+    assert memory.told([25 * 10**9] * 2)[0].startswith("4 models take 24.00 GB on rank 1: embeddings 12.00, dense")
+    assert [memory.told([free, 25 * 10**9])[1] for free in (19 * 10**9, 17 * 10**9)] == [True, False]
+    assert memory.told([0, 0])[0].endswith("take fewer --copies or --planners, or smaller --max-rows")

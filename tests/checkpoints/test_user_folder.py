@@ -1,0 +1,147 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The folder of a user's own checkpoints: which of them ``auto`` takes, and what it says of that."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError
+from dreamshard_planner.checkpoints import user_folder
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.user_folder import Here
+from dreamshard_planner.cli import app
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.policy.network import Policy, PolicyConfig
+from tests.planning.test_context import model
+from tests.torchrec_components.test_plugin import SHARDERS, topology
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+def keep(path: Path, seed: int = 0, **metadata) -> Path:
+    """A small checkpoint, measured on this machine unless the metadata say otherwise."""
+    hardware = describe_hardware("cpu", torch.get_num_threads()) | metadata.pop("hardware", {})
+    network = CostNetwork(CostNetworkConfig(members=2, context=3), seed=seed)
+    told = {"recipe": "default", "hardware": hardware, "hardware_name": "here", **metadata}
+    Checkpoint(Policy(PolicyConfig(hidden=8)), network, told).save(path)
+    return path
+
+
+def test_auto_takes_the_one_measured_on_this_machine_with_as_many_threads(folder: Path) -> None:
+    assert resolve("auto", "cpu").name == "cpu.safetensors" and resolve("auto", "cpu").why == ""
+    keep(folder / "other.safetensors", hardware={"name": "another processor"})
+    keep(folder / "paper.safetensors", recipe="paper")
+    shipped = resolve("auto", "cpu")
+    assert shipped.name == "cpu.safetensors" and f"none of your own in {folder} is of recipe" in shipped.why
+    for threads in (2, 8):
+        keep(folder / f"{threads}.safetensors", hardware={"threads": threads})
+    assert [resolve("auto", "cpu", threads=n).name[0] for n in (1, 3, 5, 64)] == ["2", "2", "8", "8"]
+    taken = resolve("auto", "cpu", threads=2)
+    assert f"2.safetensors is one of your own checkpoints, in {folder}" in taken.why
+    assert resolve("auto", "cuda").name == "roofline.safetensors"
+    assert resolve("auto", "cuda").why == ""  # and no card is asked for
+    with pytest.raises(CheckpointError, match="no checkpoint of recipe 'autoshard' ships"):
+        resolve("auto", "cpu", "autoshard")
+
+
+def test_of_several_the_newest_counts(folder: Path) -> None:
+    trained, calibrated = keep(folder / "b.safetensors"), keep(folder / "a.safetensors", calibration={"sets": 90})
+    for order in ((trained, calibrated), (calibrated, trained)):
+        for seconds, path in enumerate(order):
+            os.utime(path, (seconds, seconds))
+        assert resolve("auto", "cpu").name == order[-1].name
+    before = resolve("auto", "cpu").digest()
+    keep(trained, seed=1)
+    assert resolve("auto", "cpu").digest() != before  # a file that was replaced meanwhile
+
+
+def test_a_plan_tells_of_it_and_its_context_covers_it(folder: Path) -> None:
+    def planned() -> DreamShardPlanner:
+        planner = DreamShardPlanner(topology=topology(), batch_size=64, stats=[], debug=False)
+        planner.plan(model(), SHARDERS)
+        return planner
+
+    shipped = planned()
+    path = keep(folder / "mine.safetensors")
+    one = planned()
+    keep(path, seed=1)
+    other = planned()
+    contexts = {planner.hash_planner_context_inputs_str() for planner in (shipped, one, other)}
+    settings = {planner.saved_plan().inputs.settings["checkpoint"] for planner in (shipped, one, other)}
+    assert len(contexts) == len(settings) == 3
+    assert not [note for note in shipped.report().notes if "your own" in note.text]
+    assert "mine.safetensors" in one.report().cost_source
+    assert any(note.text.startswith("mine.safetensors is one of your own") for note in one.report().notes)
+
+
+def test_doctor_and_info_say_which_is_taken_and_why(folder: Path) -> None:
+    keep(folder / "mine.safetensors")
+    findings = json.loads(CliRunner().invoke(app, ["doctor", "--format", "json"]).stdout)
+    found = {finding["subject"]: finding for finding in findings}
+    assert found["your checkpoints"]["found"] == f"mine.safetensors, in {folder}"
+    assert "mine.safetensors" in found["costs on cpu"]["found"] and "your own" in found["costs on cpu"]["advice"]
+    told = json.loads(CliRunner().invoke(app, ["info", "auto", "--format", "json"]).stdout)
+    assert told["file"] == "mine.safetensors" and str(folder) in told["why"]
+
+
+def test_a_damaged_one_is_an_error_that_names_it(folder: Path) -> None:
+    keep(folder / "good.safetensors")
+    (folder / "bad.safetensors").write_bytes(b"\x00" * 40)
+    (folder / ".bad.safetensors").write_bytes(b"not looked at")
+    with pytest.raises(CheckpointError, match=r"bad.safetensors: not a safetensors.*remove the file, or name a check"):
+        resolve("auto", "cpu")
+    assert resolve(folder / "good.safetensors", "cpu").name == "good.safetensors"
+    for threads in (0, "many", None, 2.5, True):
+        keep(folder / "bad.safetensors", hardware={"threads": threads})
+        with pytest.raises(CheckpointError, match="bad.safetensors: hardware.threads: .* got"):
+            resolve("auto", "cpu")
+    doctor = CliRunner().invoke(app, ["doctor", "--format", "json"])
+    assert doctor.exit_code == 1 and "bad.safetensors" in doctor.stdout
+
+
+def test_a_folder_that_cannot_be_read_is_told_and_one_that_cannot_be_made_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "file"
+    file.write_text("")
+    monkeypatch.setenv("DREAMSHARD_HOME", str(file))
+    assert f"{file}/checkpoints, for your own, cannot be read (Not a directory)" in resolve("auto", "cpu").why
+    with pytest.raises(FileError, match="cannot be made: Not a directory; set DREAMSHARD_HOME"):
+        user_folder.new_file(describe_hardware("cpu", 1))
+
+
+def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) -> None:
+    epyc = {"device": "cpu", "name": "AMD EPYC (family 25 model 17)", "threads": 1}
+    h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "threads": 1}
+    assert user_folder.new_file(epyc).name == "cpu-amd-epyc-family-25-model-17-1-threads.safetensors"
+    assert (
+        user_folder.new_file(h100, "paper", "calibrated").name
+        == "cuda-nvidia-h100-80gb-hbm3-paper-calibrated.safetensors"
+    )
+    with pytest.raises(FileError, match="hardware that is not told"):
+        user_folder.new_file({"device": "cpu"})
+    (folder / "x").write_text("")
+    described = {folder / "x": {"hardware": h100}}
+    assert Here("cuda", "NVIDIA H100 80GB HBM3", 8).best(described) == folder / "x"
+    assert Here("cuda", "NVIDIA H200", 8).best(described) is Here("cuda", None, 8).best(described) is None
+
+
+def test_without_the_variable_it_is_in_the_users_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DREAMSHARD_HOME", "~/mine")
+    assert user_folder.folder() == tmp_path / "mine" / "checkpoints"
+    monkeypatch.delenv("DREAMSHARD_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert user_folder.folder() == tmp_path / "dreamshard_planner" / "checkpoints" and user_folder.files() == []

@@ -1,0 +1,427 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The ``dreamshard`` command: every command in every format, in this process where that is the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED
+from dreamshard_planner.cli import app
+from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes, whole
+from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.workload.sketch import IdSketch
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
+SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
+TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
+MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
+"""Commands that test_cli.py and test_observing.py run."""
+
+
+def run(*arguments: str, status: int = 0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def commands(of: typer.Typer = app) -> Iterator[typer.models.CommandInfo]:
+    yield from of.registered_commands
+    for group in of.registered_groups:
+        yield from commands(group.typer_instance)
+
+
+def parse(*arguments: str) -> None:
+    """All of a command line but doing it."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    command.make_context(name, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that the examples of the help texts name, and others."""
+    folder = tmp_path_factory.mktemp("files")
+    ones = (1.0,) + (0.0,) * 16
+    names = ("user_id", "item_id", "brand")
+    monday = {name: FeatureStatistics(4.0, ones, 256, 1024.0) for name in names}
+    TableStatistics(monday).to_json(folder / "monday.json")
+    tuesday = TableStatistics({**monday, "user_id": FeatureStatistics(8.0, ones, 256, 2048.0)})
+    tuesday.to_json(folder / "tuesday.json")
+    tuesday.to_json(folder / "statistics.json")
+    for name in ("before", "plan"):
+        run("plan", *SMALL, "--out", str(folder / f"{name}.json"))
+    run("plan", *SMALL, "--sharding-types", "table_wise", "--out", str(folder / "after.json"))
+    return folder
+
+
+def test_help_and_version_load_no_torch_and_every_other_import_is_late() -> None:
+    """In a process of its own, as users run it."""
+    code = "import sys; from dreamshard_planner.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    for arguments in (("--version",), ("plan", "--help")):
+        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == "False"
+        assert f"dreamshard {__version__}" in result.stdout or "--batch-size" in result.stdout
+
+
+def test_choices_that_the_help_lists_are_those_of_the_library() -> None:
+    assert tuple(source.value for source in CostSource) == tuple(COST_SOURCES)
+
+
+@pytest.mark.parametrize("info", list(commands()), ids=lambda info: info.name or info.callback.__name__)
+def test_every_command_has_help_with_an_example_that_works(
+    info: typer.models.CommandInfo, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    program, *arguments = shlex.split(info.epilog.removeprefix("Example: "))
+    assert program == "dreamshard" and info.epilog.startswith("Example: ")
+    words = arguments[:2] if arguments[0] in ("stats", "checkpoint") else arguments[:1]
+    assert "Example:" in run(*words, "--help").stdout
+    if words[0] in (*MEASURING, "checkpoint"):  # of a checkpoint: test_across_plans.py
+        return parse(*arguments)
+    if words == ["stats", "parquet"]:
+        pytest.importorskip("pyarrow")
+        _parquet(folder / "day0.parquet")
+    if words == ["what-if"]:
+        arguments += ["--no-smallest", "--no-worst"]
+    if words[0] in ("explain", "what-if"):
+        arguments += ["--search-seconds", "0.2"]
+    done = run(*arguments)
+    assert done.stdout and (words != ["stats", "parquet"] or "hold no lists: user; name" in done.stderr)
+    if words[0] not in ("plan", "explain", "what-if"):  # below, of fewer tables
+        assert json.loads(run(*arguments, "--format", "json").stdout)
+
+
+def test_command_lines_of_the_readme_are_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    readme = (Path(EXAMPLE).parent.parent / "README.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
+    lines = [line for line in "".join(blocks).splitlines() if line.startswith("dreamshard ")]
+    assert len(lines) > 6
+    for line in lines:
+        parse(*shlex.split(line, comments=True)[1:])
+
+
+def _parquet(path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"clicks": [[1, 2, 2]] * 9000, "label": [0.5] * 9000, "user": [7] * 9000}), path)
+
+
+def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
+    document = json.loads(
+        run("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "256", "--format", "json").stdout
+    )
+    (note,) = [note["text"] for note in document["report"]["notes"] if "TorchRec's defaults" in note["text"]]
+    assert "hbm_cap" in note and "hbm_mem_bw" in note and "644 GB/s" in note
+    named = json.loads(run("plan", *SMALL, "--format", "json").stdout)
+    assert not [note for note in named["report"]["notes"] if "TorchRec's defaults" in note["text"]]
+    assert "3350 GB/s" in named["report"]["cost_source"] and named["ranks"] == 2
+    assert named["plan"]["format"] == "dreamshard_planner plan"
+
+
+def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = run("plan", *SMALL, "--statistics", str(folder / "tuesday.json"), "--all").stdout
+    assert "sequences_64.history" in shown and "TorchRec" in shown
+    (tmp_path / "my_model.py").write_text(
+        "from dreamshard_planner.offline.jobs import read_model\n"
+        f"def make():\n    return read_model({EXAMPLE!r}).module\n\ndef broken():\n    raise RuntimeError('no data')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    job = ("--ranks", "2", "--device", "cpu", "--memory", "16GiB", "--batch-size", "64", "--search-seconds", "0.2")
+    document = json.loads(run("plan", "--tables", "my_model:make", *job, "--format", "json").stdout)
+    assert len(document["report"]["tables"]) == 8 and document["machine"] == "2 CPU ranks"
+    for source, reason in (
+        ("my_model:broken", "RuntimeError: no data"),
+        ("my_model:absent", "AttributeError"),
+        ("no_such_module:make", "ModuleNotFoundError"),
+        ("os:getcwd", "must return the model, a torch.nn.Module, got str"),
+    ):
+        assert f"{source}" in (told := run("plan", "--tables", source, *job, status=1).stderr) and reason in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("plan", "--tables", "mlperf_dlrm", "--gpus", "2", "--batch-size", "8"), "did you mean 'mlperf_dlrm_dcnv2'"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8"), "did you mean 'h100'"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"), "network"),
+        (("plan", *SMALL, "--statistics", "gone.json"), "gone.json"),
+        (("plan", *SMALL, "--checkpoint", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (
+            ("plan", *SMALL, "--together", "user_id,brnd"),
+            "'brnd', which the model does not have (did you mean 'brand'?)",
+        ),
+        (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
+        (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
+        (("info", "gone.json"), "gone.json: no such file"),
+        (("report", "gone.json"), "gone.json"),
+        (("stats", "show", "gone.json"), "gone.json"),
+        (("stats", "parquet", "gone.parquet", "--batch-size", "8", "--out", "x.json"), "gone.parquet"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_1(
+    arguments: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments, status=1)
+    assert result.stdout == "" and len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("error: ") and reason in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
+        (("train", "--out", "."), "folder"),
+        (("train", "--out", "x.safetensors", "--recipe", "foo"), "foo"),
+        (("train", "--quick"), "--out"),
+        (("train", "--roofline"), "--out"),
+        (("fit", "--dataset", "x.npz", "--test-dataset", "y.npz", "--quick"), "--out"),
+        (("train", "--out", "x.safetensors", "--seconds", "-1"), "--seconds"),
+        (("train", "--out", "x.safetensors", "--updates", "0"), "--updates"),
+        (("collect", "--out", "x.npz", "--device", "tpu"), "tpu"),
+        (("collect", "--out", "x.npz", "--batch-sizes", "12,many"), "many"),
+        (("plan", *SMALL, "--hbm", "80"), "80GiB"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "2", "--batch-size", "1.5"), "'1.5' is no whole number"),
+        (("plan", "--tables", EXAMPLE, "--gpus", "0", "--batch-size", "8"), "give one as 8192 or 1e6"),
+        (("plan", *SMALL, "--inter-bandwidth", "200Gb"), "200Gb/s"),
+        (("plan", *SMALL, "--sharding-types", "row_wise,diagonal"), "diagonal"),
+        (("plan", *SMALL, "--out", "nowhere/x.json"), "nowhere"),
+        (("plan", *SMALL, "--together", "brand"), "groups of two tables"),
+        (("plan", *SMALL, "--together", "brand,city", "--apart", "city,brand"), "are to be together and apart"),
+        (("plan", *SMALL, "--on-ranks", "brand"), "give a table and its ranks"),
+        (("plan", *SMALL, "--on-ranks", "brand=0,x"), "'x' is neither a rank"),
+        (("plan", *SMALL, "--on-ranks", "brand=3-0"), "'3-0' is neither a rank"),
+        (("plan", *SMALL, "--on-ranks", "brand=0", "--on-ranks", "brand=1"), "names table 'brand' twice"),
+        (("what-if", *SMALL, "--vary", "colour=1"), "colour"),
+        (("explain", "--gpus", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
+        (("explain", "plan.json", "--nodes", "2"), "plan.json says what to plan: leave out --nodes"),
+        (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
+        (("plan", *SMALL, "--format", "xml"), "xml"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(*arguments, status=2)
+    assert reason in result.stderr and result.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_planning_shows_on_a_terminal_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as rich knows a terminal
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("plan", "explain"):
+        done = run(name, *SMALL, "--format", "json")
+        assert f"planning {EXAMPLE} for 2 NVIDIA H100 SXM" in done.stderr and json.loads(done.stdout)
+
+
+def test_sizes_and_rates_have_units() -> None:
+    assert (size_bytes("80GB"), size_bytes("80 GiB"), size_bytes("1.5tb")) == (80 * 10**9, 80 * 2**30, 1.5 * 10**12)
+    assert (size_bytes("80G"), size_bytes("1.5 gi")) == (80 * 10**9, 1.5 * 2**30)
+    assert (whole("8192"), whole("1e6"), whole("1.5E3"), whole(7)) == (8192, 10**6, 1500, 7)
+    assert (bytes_per_s("25GB/s"), bytes_per_s("200Gb/s"), bytes_per_s("200Gbps")) == (25e9, 25e9, 25e9)
+    for text in ("80", "GB", "8..0GB", "80 sheep"):
+        with pytest.raises(typer.BadParameter, match="80GiB"):
+            size_bytes(text)
+
+
+def test_info_tells_the_kind_of_each_file(folder: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "x.json"
+    foreign.write_text("[1]")
+    kinds = {
+        "auto": "checkpoint",
+        str(SHIPPED / "cpu.safetensors"): "checkpoint",
+        str(folder / "plan.json"): "plan",
+        str(folder / "monday.json"): "statistics",
+        EXAMPLE: "tables",
+    }
+    for source, kind in kinds.items():
+        assert json.loads(run("info", source, "--format", "json").stdout)["kind"] == kind
+        assert kind in run("info", source).stdout
+    assert json.loads(run("info", "auto", "--device", "cpu", "--format", "json").stdout)["hardware"]["device"] == "cpu"
+    assert "no kind" in run("info", str(foreign), status=1).stderr
+    page = run("info", "auto").stdout
+    assert re.search(r"error +\d+% forward, \d+% backward, on held-out sets of all kinds", page)
+    assert re.search(r"all_to_all +[\d.]+ ms and [\d,.]+ GB/s of a rank", page) and "000,000,000" not in page
+
+
+def test_doctor_names_the_checkpoint_and_what_cuda_lacks() -> None:
+    import torch
+
+    found = {finding["subject"]: finding for finding in json.loads(run("doctor", "--format", "json").stdout)}
+    assert found["torch"]["found"] == torch.__version__ and found["torchrec"]["verdict"] == "ok"
+    assert "cpu.safetensors" in found["costs on cpu"]["found"]
+    if not torch.cuda.is_available():
+        assert found["CUDA"]["verdict"] == "note" and "roofline" in found["costs on cuda"]["found"]
+
+
+def test_doctor_says_what_to_install_and_fails_where_nothing_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dreamshard_planner import environment
+    from dreamshard_planner.cli import diagnosis
+
+    def broken(name: str):
+        if name.startswith("torchrec"):
+            raise ImportError("libc10.so: cannot open shared object file")
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(diagnosis, "import_module", broken)
+    found = json.loads(run("doctor", "--format", "json", status=1).stdout)
+    (torchrec,) = [finding for finding in found if finding["subject"] == "torchrec"]
+    assert torchrec["verdict"] == "missing" and "libc10.so" in torchrec["found"]
+    assert torchrec["advice"] == environment.how_to_install(environment.TORCHREC)
+
+
+def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) -> None:
+    document = json.loads(run("explain", *SMALL, "--format", "json").stdout)
+    assert document["rank"] == max(range(2), key=lambda rank: document["rank_ms"][rank]) and document["tables"]
+    other = run("explain", *SMALL, "--plan", str(folder / "after.json"), "--rank", "1").stdout
+    assert "Rank 1 of 2" in other and "moved away:" in other
+    assert "rank 7" in run("explain", *SMALL, "--rank", "7", status=1).stderr.lower()
+    foreign = run("explain", *SMALL, "--plan", str(folder / "foreign.json"), status=1).stderr
+    assert "foreign.json" in foreign
+
+
+def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> None:
+    plan = str(folder / "plan.json")
+    short = json.loads(run("explain", plan, "--rank", "1", "--format", "json").stdout)
+    long = json.loads(run("explain", *SMALL, "--plan", plan, "--rank", "1", "--format", "json").stdout)
+    predicted = json.loads((folder / "plan.json").read_text())["predicted"]
+    assert short["total_ms"] == pytest.approx(predicted["total_ms"], rel=1e-4) == long["total_ms"]
+    assert short["memory"] == long["memory"] and {**short, "tables": long["tables"]} == long
+    arguments = (plan, "--search-seconds", "0.2", "--vary", "gpus=4", "--no-worst", "--no-smallest", "--format", "json")
+    varied = json.loads(run("what-if", *arguments).stdout)
+    assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256
+    assert varied["sweeps"]["ranks"][0]["ranks"] == 4
+
+
+def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Path, tmp_path: Path) -> None:
+    counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
+    statistics, plan = str(tmp_path / "counted.json"), str(tmp_path / "plan.json")
+    TableStatistics(counted).to_json(statistics)
+    run("plan", *SMALL, "--statistics", statistics, "--out", plan)
+    for arguments in ((plan,), (*SMALL, "--plan", plan)):
+        assert "--statistics" in run("explain", *arguments, status=1).stderr
+        told = run("explain", *arguments, "--statistics", statistics, "--format", "json")
+        predicted = json.loads(Path(plan).read_text())["predicted"]["total_ms"]
+        assert "note" not in told.stderr
+        assert json.loads(told.stdout)["total_ms"] == pytest.approx(predicted, rel=1e-4)
+        other = run("explain", *arguments, "--statistics", str(folder / "monday.json"))
+        assert "note: plan.json was made with other statistics" in other.stderr
+    assert "--statistics" in run("what-if", plan, status=1).stderr
+    changed = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "512", "--plan", plan)
+    told = run("explain", *changed, "--statistics", statistics).stderr
+    assert "note: plan.json was made from other inputs: batch size 256 -> 512" in told
+
+
+def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -> None:
+    tables, statistics = tmp_path / "tables.json", tmp_path / "statistics.json"
+    entries = [("odd", 1e3, 63), ("swapped", 64, 100_000), ("fine", 100, 64)]
+    listed = [{"name": name, "num_embeddings": rows, "embedding_dim": dim} for name, rows, dim in entries]
+    tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
+    TableStatistics({"fine": FeatureStatistics(4.0, ids=IdSketch.even(5000), batch_size=256)}).to_json(statistics)
+    job = ("--tables", str(tables), "--batch-size", "1e2", "--search-seconds", "0.1", "--statistics", str(statistics))
+    done = run("plan", *job, "--gpus", "2", "--gpu", "h100", "--format", "json")
+    told = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert len(told) == 3 and "'pooled.odd' has dim 63" in done.stderr and "multiple of 4" in done.stderr
+    assert "'pooled.swapped' has 64 rows of dim 100,000: perhaps these have changed places" in done.stderr
+    assert "'pooled.fine' has 100 rows, and statistics of its feature 'fine' count ids up to 4,999" in done.stderr
+    document = json.loads(done.stdout)
+    assert document["batch_size"] == 100 and "Warning" not in done.stderr
+    assert "dim 63" in " ".join(note["text"] for note in document["report"]["notes"])
+    on_cpu = run("plan", *job, "--ranks", "2", "--device", "cpu", "--memory", "64G", "--format", "json").stderr
+    assert "dim 63" not in on_cpu and "dim 100,000" in on_cpu
+
+
+def test_rules_of_the_command_line_are_kept() -> None:
+    rules = ("--together", "user_id,item_id,city", "--apart", "brand,category", "--on-ranks", "country=1")
+    report = json.loads(run("plan", *SMALL, *rules, "--on-ranks", "city=0-0", "--format", "json").stdout)["report"]
+    ranks = {table["name"].partition(".")[2]: table["ranks"] for table in report["tables"]}
+    assert ranks["user_id"] == ranks["item_id"] == ranks["city"] == [0] and ranks["country"] == [1]
+    assert not set(ranks["brand"]) & set(ranks["category"])
+    arguments = ("what-if", *SMALL, *rules, "--vary", "gpus=1,4", "--no-worst", "--no-smallest", "--format", "json")
+    fewer, more = json.loads(run(*arguments).stdout)["sweeps"]["ranks"]
+    assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
+
+
+def test_what_if_varies_what_is_asked(folder: Path) -> None:
+    arguments = ("what-if", *SMALL, "--host-memory", "1GB", "--vary", "hbm=1GB", "--no-worst", "--no-smallest")
+    document = json.loads(run(*arguments, "--vary", "gpus=1,4", "--format", "json").stdout)
+    assert [point["ranks"] for point in document["sweeps"]["ranks"]] == [1, 4]
+    (tight,) = document["sweeps"]["memory_bytes"]
+    assert tight["total_ms"] is None and "do not fit" in tight["reason"]
+    shown = run(*arguments, "--vary", "gpu=h200")
+    assert "does not fit" in shown.stdout and "hbm 1.0 GB" in shown.stdout and "gpu h200" in shown.stdout
+    wrong = run("what-if", *SMALL, "--vary", "gpu=h20", status=1).stderr
+    assert "unknown GPU 'h20' (did you mean 'h200'?)" in wrong
+    small = ("--hbm", "8GB", "--reserve", "0", "--vary", "gpus=1", "--no-worst")
+    told = run("what-if", *SMALL, *small).stdout
+    assert "smallest that fits" in told and "smallest without host memory" in told and "in host memory" in told
+
+
+def test_drift_and_what_planning_again_gains(folder: Path) -> None:
+    files = (str(folder / "monday.json"), str(folder / "tuesday.json"))
+    shown = run("stats", "diff", *files).stdout
+    assert "1 of 3 features drifted" in shown and "user_id" in shown and "item_id" not in shown
+    job = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--search-seconds", "0.2", "--format", "json")
+    document = json.loads(run("stats", "diff", *files, *job).stdout)
+    assert document["replanning"]["again_ms"] <= document["replanning"]["keep_ms"] * 1.001
+    plan = str(folder / "of_monday.json")
+    run("plan", *SMALL, "--statistics", files[0], "--search-seconds", "0.2", "--out", plan)
+    told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1").stdout
+    assert "Verdict: keep the plan. By tuesday.json, " in told and "1 of 3 features drifted" in told
+    again = json.loads(
+        run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
+    )
+    assert again["verdict"] == "plan again" and again["replanning"]["again_ms"] <= again["replanning"]["keep_ms"]
+    assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
+    assert "leave out --gpu" in run("stats", "diff", "--plan", plan, files[1], "--gpu", "h100", status=2).stderr
+    merged = str(folder / "merged.json")
+    run("stats", "merge", *files, "--out", merged)
+    assert TableStatistics.from_json(merged)["user_id"].pooling_factor == 6.0
+
+
+def test_errors_of_the_shell_are_one_line_too() -> None:
+    """In a process of its own, as users run it."""
+    command = [sys.executable, "-c", "from dreamshard_planner.cli import main; main()"]
+    job = ("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8")
+    result = subprocess.run([*command, *job], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "error: unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80, h100, h200, b200, l4\n"
+    )
+
+
+def test_stdout_is_for_data_whatever_libraries_print() -> None:
+    """In a process of its own, as users run it."""
+    code = (
+        "import ctypes; from dreamshard_planner import cli\nlibrary = ctypes.CDLL(None)\n"
+        "cli.app = lambda: (library.puts(b'solver says'), library.fflush(None), print('data'))\ncli.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("data\n", "solver says\n")

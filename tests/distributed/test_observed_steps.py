@@ -1,0 +1,146 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Training steps that are observed on real ranks: as they are without it, with all times, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
+from ranks import Rank, run_on_ranks
+from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, make_planner, shard, train
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torchrec.optim import SGD
+
+from dreamshard_planner import DistributedModelParallel, Observation, ObservationError, observe
+from dreamshard_planner.observing.comparison import compare
+from dreamshard_planner.observing.hooks import COLLECTIVES, kernels_in, lookups_of
+from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.trace import Trace
+
+STEPS = 6
+KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    """All that listens to a model, or to collectives."""
+    found: list[Any] = [getattr(dist, name) for name in COLLECTIVES]
+    modules = [model, *(kernel.emb_module for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup))]
+    for module in (*modules, *(module for _, module, *_ in lookups_of(model))):
+        found += [len(module._forward_hooks), len(module._forward_pre_hooks), "input_dist" in vars(module)]
+    return found
+
+
+def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
+    planner = make_planner("dreamshard", rank)
+    model = shard(planner, rank)
+    before = _hooks(model)
+    with observe(model, planner, Path(folder) / "observation.json", every=2):
+        assert _hooks(model) != before
+        losses = train(model, rank, STEPS, 2 * LOCAL_BATCH)
+    assert _hooks(model) == before
+    with pytest.raises(RuntimeError, match="on purpose"), observe(model):
+        raise RuntimeError("on purpose")
+    assert _hooks(model) == before
+    with pytest.raises(ObservationError, match="one at a time"), observe(model), observe(model):
+        pass
+    assert _hooks(model) == before
+    with pytest.raises(ObservationError, match="no training step was seen in 0 calls"), observe(model) as seen:
+        seen.observation()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        train(model, rank, 3, 2 * LOCAL_BATCH)
+    profiler.export_chrome_trace(str(Path(folder) / f"trace{rank.rank}.json"))
+    return losses, train(shard(make_planner("dreamshard", rank), rank), rank, STEPS, 2 * LOCAL_BATCH)
+
+
+def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
+    launch: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    for observed, plain in launch(_observed, str(tmp_path), world_size=2):
+        assert observed == pytest.approx(plain)
+    for rank in range(2):
+        trace = Trace.load(tmp_path / f"trace{rank}.json")
+        assert trace.steps == 3 and min(trace.host_ms.values()) > 0
+        assert {"embedding forward", "embedding backward", "input exchange"} <= trace.host_ms.keys()
+    assert {file.name for file in tmp_path.glob("observation*")} == {"observation.0.json", "observation.1.json"}
+    observation = Observation.load_all([tmp_path / "observation.json"])
+    (run,) = observation.runs
+    assert run.steps == STEPS - 1 and [rank.rank for rank in run.ranks] == [0, 1]
+    assert run.plan is not None and run.planned_lookups == dict(zip(FEATURES, map(float, POOLING_FACTORS), strict=True))
+
+    # What kernels are is what the plan says, and what they read is what all ranks' batches have.
+    tables = {table.name: (rank.rank, table.size) for rank in run.ranks for k in rank.kernels for table in k.tables}
+    planned = {name: (of.shards[0].rank, of.shards[0].size) for name, of in run.plan.tables()}
+    assert tables == planned and len(tables) == len(SHAPES)
+    for name, lookups in zip(FEATURES, POOLING_FACTORS, strict=True):
+        assert run.statistics[name].pooling_factor == lookups and run.statistics[name].batches == 6
+    for rank in run.ranks:
+        for index, kernel in enumerate(rank.kernels):
+            assert kernel.samples == 2 * LOCAL_BATCH and kernel.optimizer == "rowwise_adagrad"
+            asked = sum(workload.lookups for workload in kernel.workloads(run.statistics))
+            assert asked == pytest.approx(rank.median(f"kernel {index} lookups"))
+        inside = rank.median("forward") + rank.median("backward")
+        assert 0 < rank.kernel_ms("forward") + rank.kernel_ms("backward") < inside < rank.median("step")
+
+    # Of each rank's outputs, the other rank's samples leave it; gradients come back.
+    sent = {
+        rank.rank: sum(table.dim * len(table.features) * LOCAL_BATCH * 4 for k in rank.kernels for table in k.tables)
+        for rank in run.ranks
+    }
+    assert run.collectives["outputs all_to_all forward"].bytes == (sent[0], sent[1])
+    assert run.collectives["outputs all_to_all backward"].bytes == (sent[1], sent[0])
+    assert set(run.collectives) == {"outputs all_to_all forward", "outputs all_to_all backward", "lookups all_to_all"}
+    for one in run.collectives.values():
+        assert 0 < one.ms <= min(one.span_ms) * (1 + 1e-9) and all(map(float.__le__, one.waited_ms, one.span_ms))
+    compared = compare(run)
+    assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.forward_ms
+
+
+CASE = Case(
+    {
+        "bags": {kind: TableSpec(60, 16, (kind,), 4 if kind == "column_wise" else None) for kind in KINDS},
+        "sequence": {"sequence_rows": TableSpec(50, 8, ("row_wise",))},
+    },
+    SGD,
+    stock=False,
+)
+
+
+def _of_every_type(rank: Rank) -> Observation:
+    planner = planner_of(CASE, rank.world_size, rank.world_size)
+    model = DistributedModelParallel(MixedModel(CASE), device=rank.device, sharders=sharders(CASE), planner=planner)
+    with observe(model, planner, every=1) as seen:
+        _steps(CASE, model, rank, [])
+    return seen.observation()
+
+
+def test_every_sharding_type_is_observed() -> None:
+    (run,) = Observation.merge(
+        {str(rank): one for rank, one in enumerate(run_on_ranks(_of_every_type, world_size=2))}
+    ).runs
+    assert {name for name in run.collectives if not name.startswith("lookups")} == {
+        f"outputs {operation} {way}"
+        for operation, way in (
+            ("all_to_all", "forward"),
+            ("all_to_all", "backward"),
+            ("reduce_scatter", "forward"),
+            ("all_gather", "backward"),
+        )
+    }
+    asked, read = Counter(), Counter()
+    for rank in run.ranks:
+        for index, kernel in enumerate(rank.kernels):
+            read[kernel.sharding_type, kernel.pooled] += rank.median(f"kernel {index} lookups")
+            asked[kernel.sharding_type, kernel.pooled] += sum(one.lookups for one in kernel.workloads(run.statistics))
+            assert rank.median(f"kernel {index} forward") > 0 and rank.median(f"kernel {index} backward") > 0
+    assert set(read) == {*((kind, True) for kind in KINDS), ("row_wise", False)}
+    for kind, lookups in asked.items():
+        assert lookups == pytest.approx(read[kind], rel=0.2), kind
+    sets = ObservedSets.of(Observation({}, (run,)))
+    assert sets.kinds and "data_parallel" not in sets.kinds
+    assert "dense kernels take more than their own time" in sets.left_out

@@ -1,0 +1,154 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Measuring on either kind of device: ``pytest -m gpu`` on a machine with one, the same on the CPU everywhere.
+
+What only a GPU does (queues, events, copies that wait) is tested on stand-ins for its events.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec.distributed.planner.types import Topology
+
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.measure import timing
+from dreamshard_planner.measure.collect import BATCH_SIZES, REFERENCE_SETS, collect, draw_sets, set_work
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
+from dreamshard_planner.measure.sets import SetClock
+from dreamshard_planner.planning.cost_sources import links_of
+from dreamshard_planner.policy import tasks
+from dreamshard_planner.training import TrainingConfig, pool_tables, priced_tasks
+from dreamshard_planner.workload.reuse import reuse_histogram
+from tests.measure.test_kernels import GROUPS, LEARNING_RATE, plain_output, workload
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
+def test_kernels_compute_what_plain_torch_computes(group: list, device: str) -> None:
+    kernel = FusedKernel(group, device, seed=3, arena=Arena(device, size_bytes=1 << 20))
+    tables = [t.clone().requires_grad_() for t in kernel.module.split_embedding_weights()]
+    expected_O = plain_output(kernel, group, tables)
+    torch.testing.assert_close(kernel.forward(), expected_O)
+    expected_O.backward(kernel.grad_O)
+    kernel.backward()
+    for table, updated in zip(tables, kernel.module.split_embedding_weights(), strict=True):
+        torch.testing.assert_close(updated, table.detach() - LEARNING_RATE * table.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_moves_that_are_brought_to_the_device_together_are_as_drawn(device: str) -> None:
+    arena = Arena(device, size_bytes=1 << 20)
+    group = [workload(num_features=2, optimizer="rowwise_adagrad"), workload("b", optimizer="rowwise_adagrad")]
+    kernel = FusedKernel(group, device, arena=arena)
+    moves = kernel._windows(kernel._sizes, 10_000, 5)
+    assert [offsets_F.tolist() for _, offsets_F in moves] == [[a, a, b] for (a, b), _ in moves]
+    assert len({a for (a, _), _ in moves}) > 1
+    assert {offsets_F.device.type for _, offsets_F in moves} == {device}
+    places = set()
+    for _ in range(70):  # more than come at once
+        kernel.move()
+        assert kernel.module.weights_offsets.tolist() == [kernel.module.weights_physical_offsets[t] for t in (0, 0, 1)]
+        places.add(kernel.module.weights_offsets[0].item())
+    assert len(places) > 60
+
+
+def test_inputs_are_drawn_on_the_device(device: str) -> None:
+    wanted = workload(rows=10_000, batch_size=512, pooling_factor=8.0, distinct_rows=2048.0)
+    with torch.device("meta"):  # whatever forgets to say where it is made is nowhere
+        indices_L, lengths_FB = draw_inputs(wanted, torch.Generator(device).manual_seed(0))
+    assert (indices_L.device.type, lengths_FB.device.type) == (device, device)
+    assert (len(indices_L), int(lengths_FB.sum())) == (4096, 4096)
+    _, distinct = reuse_histogram(indices_L.cpu())
+    assert distinct == 2048
+
+
+def test_sets_are_measured_on_the_device(device: str, tmp_path: Path) -> None:
+    tables = pool_tables(["merlin_tiny"])[0]
+    sets = draw_sets(tables, 4, seed=0, batch_sizes=(64,), max_tables=4, device=device)
+    arena = Arena(device, size_bytes=1 << 26)
+    data = collect(sets, tmp_path / "journal", device, repeats=2, progress=False, arena=arena)
+    assert data.hardware == describe_hardware(device, 1) and data.samples_ms.shape == data.reference_ms.shape == (
+        4,
+        2,
+        2,
+    )
+    clock = SetClock([w for group in sets[:1] for w in group], device, arena)
+    (samples,) = clock.samples([(0,)], repeats=2)
+    assert 0 <= samples.launch_bound <= 1 and bool((samples.samples_ms > 0).all())
+    arena.release()
+    assert arena.weights(torch.float32).numel() * 4 >= 1 << 26  # made again where it is used again
+
+
+def test_the_reference_set_is_long_enough_on_a_gpu() -> None:
+    work = {device: set_work(workloads) for device, workloads in REFERENCE_SETS.items()}
+    assert work["cuda"] == 128 * work["cpu"]
+    gathered = sum(w.lookups * w.dim * w.weight_bytes for w in REFERENCE_SETS["cuda"])
+    assert gathered > 1e9  # a quarter of a millisecond at 4 TB/s
+    assert sum(w.rows * w.dim * w.weight_bytes for w in REFERENCE_SETS["cuda"]) < 4 << 30  # a quarter of a small card
+
+
+class _Event:
+    """A CUDA event as the host sees it: the device reaches a start in the time of so many flushes."""
+
+    reached_before: int
+    flushes = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.flushed, _Event.flushes = _Event.flushes, 0
+
+    def query(self) -> bool:
+        return self.flushed < _Event.reached_before
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 2.0
+
+
+@pytest.mark.parametrize(("reached_before", "runs", "share"), [(1, 1, 0.0), (4, 3, 0.0), (99, 5, 1.0)])
+def test_launch_bound_runs_get_a_longer_head_start(
+    reached_before: int, runs: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_FLUSH_BYTES", 1)
+    monkeypatch.setattr(_Event, "reached_before", reached_before, raising=False)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda _: setattr(_Event, "flushes", _Event.flushes + 1))
+    moves = []
+    kernel = FusedKernel([workload()], "cpu")
+    monkeypatch.setattr(kernel, "move", lambda: moves.append(1))
+    cuda = timing._CudaRuns(torch.device("cpu"))
+    cuda.warm_up(kernel)  # says nothing of those that follow
+    first = cuda(kernel)
+    assert len(moves) == 1 + runs
+    second = cuda(kernel)  # behind as many flushes at once
+    assert len(moves) == 1 + runs + 1
+    assert cuda.launch_bound([first, second]) == share
+    assert cuda.elapsed_ms([first, second]).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_tasks_and_sets_follow_the_device() -> None:
+    roofline = resolve("auto", "cuda").compute_cost(Topology(world_size=1, compute_device="cuda"))
+    tables = pool_tables(["merlin_tiny"])[0]
+    for kind in ("cpu", "cuda"):
+        drawn = priced_tasks(roofline, tables, 30, TrainingConfig().tasks, seed=0, device=kind)
+        assert {w.batch_size for task in drawn for w in task.workloads} == set(tasks.BATCH_SIZES[kind])
+        assert set(tasks.BATCH_SIZES[kind]) <= set(BATCH_SIZES[kind])  # the cost network knows them
+
+
+def test_a_fit_of_two_hosts_is_for_two_hosts() -> None:
+    shipped = resolve("auto", "cpu")
+    measured = {**shipped.metadata["collectives"], "hosts": 2}
+    two = Checkpoint(shipped.policy, shipped.cost, {**shipped.metadata, "collectives": measured}, "two")
+    for hosts, known in ((1, False), (2, True), (3, False)):
+        links = links_of(Topology(4 * hosts, "cpu", local_world_size=4), two)
+        assert ("measured with gloo on 2 ranks of 2 x" in links.all_to_all.source) == known
+        assert ("measured" in links.all_reduce.source.replace("nothing measured", "")) == known
+        assert "nothing measured" in links.host_reduce_scatter.source  # the ranks of one host are not those two

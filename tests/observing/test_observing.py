@@ -1,0 +1,324 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Observed steps: in bounded memory, in files, merged, beside what was predicted, and learned from."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.cli import app
+from dreamshard_planner.cli.diagnosis import diagnose
+from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.errors import CalibrationRefused
+from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.observing.comparison import compare
+from dreamshard_planner.observing.learning import ObservedSets, learn
+from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps
+from dreamshard_planner.observing.recorder import MOST_STEPS, Clock, StepRecorder
+from dreamshard_planner.workload.tables import FeatureStatistics
+from tests.planning.test_context import model
+from tests.torchrec_components.test_plugin import SHARDERS, topology
+
+LOCAL_BATCH, WORLD_SIZE = 64, 2
+MEMORY = 50e6
+"""Bytes per millisecond."""
+
+
+def kernel(run: int, rank: int, optimizer: str = "adagrad") -> ObservedKernel:
+    """Some tables, others for each run and rank."""
+    sizes = [(1000 * (2 + run), 16), (300 * (1 + rank), 64), (10_000 * (1 + run + rank), 32)]
+    tables = [
+        ObservedTable(f"ebc.t{run}{rank}{i}", (f"f{i}",), rows, dim, (0, 0), (rows, dim))
+        for i, (rows, dim) in enumerate(sizes[: 1 + (run + rank) % 3])
+    ]
+    samples = LOCAL_BATCH * WORLD_SIZE
+    return ObservedKernel("table_wise", "fused", optimizer, "device", True, False, 4, samples, tuple(tables))
+
+
+STATISTICS = {f"f{i}": FeatureStatistics(2.0 + 3 * i, batch_size=LOCAL_BATCH, batches=4) for i in range(3)}
+
+
+def truth(workloads: list, optimizer_ms_per_row: float = 2e-4) -> list[float]:
+    """Forward and backward milliseconds as on hardware that is ten times slower than its memory, and takes its time for
+    each row's state."""
+    sets = LabelledSets.of([workloads], torch.ones(1, 2))
+    forward, backward = predict_ms(RooflineCost.of_bandwidths("cpu", MEMORY, MEMORY), sets)[0].tolist()
+    return [10 * forward, backward + optimizer_ms_per_row * sum(one.distinct_rows for one in workloads)]
+
+
+def rank_steps(run: int, rank: int, statistics: dict = STATISTICS, steps: int = 8, **columns: tuple) -> RankSteps:
+    of_rank = kernel(run, rank)
+    workloads = of_rank.workloads(STATISTICS)
+    forward, backward = truth(workloads)
+    lookups = sum(one.lookups for one in workloads)
+    every = {"step": 100.0, "forward": 30.0, "backward": 60.0, "kernels": forward + backward}
+    every |= {"kernel 0 forward": forward, "kernel 0 backward": backward, "kernel 0 lookups": lookups}
+    filled = {name: (value,) * steps for name, value in every.items()} | columns
+    return RankSteps(rank, steps, tuple(range(steps)), filled, (of_rank,), statistics)
+
+
+def observed_run(name: str, *ranks: RankSteps) -> ObservedRun:
+    return ObservedRun(name, "2026-11-23", 2, 1, "gloo", None, {}, ranks)
+
+
+def observation(runs: int = 3, **hardware: str | int) -> Observation:
+    described = describe_hardware("cpu", torch.get_num_threads()) | hardware
+    made = [observed_run(f"run{run}", *(rank_steps(run, rank) for rank in range(2))) for run in range(runs)]
+    return Observation(described, tuple(made))
+
+
+def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
+    recorders = [StepRecorder(Clock(torch.device("cpu"))) for _ in range(2)]
+    for recorder in recorders:
+        for _ in range(3 * MOST_STEPS):
+            recorder.next_step()
+            if recorder.current is not None:
+                mark = recorder.clock.mark()
+                for name in ("forward", "backward"):
+                    recorder.current.add(name, mark, recorder.clock.mark())
+                recorder.current.count("lookups", 2)
+    (kept, columns), (others, _) = (recorder.columns() for recorder in recorders)
+    assert kept == others and MOST_STEPS / 4 < len(kept) <= MOST_STEPS
+    assert all(index % 4 == 0 for index in kept) and recorders[0].steps == 3 * MOST_STEPS - 1
+    assert set(columns["lookups"]) == {2.0} and all(0 <= ms for ms in columns["step"])
+
+
+def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
+    recorder = StepRecorder(Clock(torch.device("cpu")))
+    for _ in range(3):
+        recorder.next_step()
+        recorder.current.add("forward", recorder.clock.mark(), recorder.clock.mark())
+    assert recorder.columns() == ((), {}) and recorder.steps == 2
+
+
+def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
+    whole = observation(2)
+    for rank in range(2):
+        part = replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs))
+        part.save(tmp_path / f"seen.{rank}.json")
+    assert Observation.load_all([tmp_path / "seen.json"]) == whole
+    assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
+    assert whole.title == "2 runs, 16 steps"
+
+
+def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Path) -> None:
+    good, file = tmp_path / "good.json", tmp_path / "other.json"
+    observation(1).save(good)
+    document = json.loads(good.read_text())
+    short = json.loads(good.read_text())
+    short["runs"][0]["ranks"][0]["columns"]["step"] = [1.0]
+    for content, reason in (
+        ({"format": "another"}, "no observation of training steps"),
+        ({**document, "version": 2}, "version 2, this package reads 1: observe again"),
+        ({**document, "extra": 1}, "unknown key 'extra'"),
+        ({**document, "runs": []}, "holds no run"),
+        (short, "'step' has 1 values of 8 steps"),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ObservationError, match=f"other.json: .*{reason}"):
+            Observation.load_all([good, file])
+    file.write_text(good.read_text()[:-9])
+    with pytest.raises(ObservationError, match=r"other.json: not a JSON file, or a truncated one"):
+        Observation.load(file)
+    observation(1, name="another processor").save(file)
+    with pytest.raises(ObservationError, match=r"other.json: observed on .*another processor.*, and .*good.json on"):
+        Observation.load_all([good, file])
+    with pytest.raises(ObservationError, match="nowhere.json: no such file"):
+        Observation.load_all([tmp_path / "nowhere.json"])
+
+
+def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
+    name, steps = "outputs all_to_all forward", 5
+    spans = {0: (9.0, 9.0, 9.0, 5.0, 2.0), 1: (9.0, 9.0, 9.0, 1.0, 3.0)}
+    ranks = [
+        rank_steps(0, rank, steps=steps, **{f"{name} span": spans[rank], f"{name} waited": (0.5,) * steps})
+        for rank in range(2)
+    ]
+    one = observed_run("a", *ranks).collectives[name]  # the first three steps are not counted
+    assert (one.ms, one.span_ms, one.waited_ms) == (1.5, (3.5, 2.0), (0.5, 0.5))
+    late = replace(ranks[1], kept=(0, 1, 2, 4, 5))
+    assert observed_run("a", ranks[0], late).collectives[name].ms == 1.0  # step 4 alone is of both
+
+
+def test_learning_corrects_what_was_observed_and_names_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    seen, other = observation(2), observation(5)
+    for file, one in (("a.json", seen), ("b.json", replace(other, runs=other.runs[2:]))):
+        one.save(tmp_path / file)
+    prior = resolve("roofline", "cpu")
+    result = CliRunner().invoke(app, ["learn", str(tmp_path / "a.json"), "--checkpoint", "roofline"])
+    assert result.exit_code == 0, result.output
+    made = resolve("auto", "cpu")
+    assert made.name.endswith("-learned.safetensors") and made.metadata["learned"]["steps"] == 16
+    sets = ObservedSets.of(Observation.load(tmp_path / "b.json")).sets
+    cpu = topology(2)
+    before, after = (
+        mape_2(predict_ms(one.compute_cost(cpu), sets), sets.labels_ms_X2).tolist() for one in (prior, made)
+    )
+    assert min(before) > 0.4 and max(after) < 0.1
+
+    said = "learned from 2 runs, 16 steps on"
+    assert (
+        said in result.output and "never observed, and as before: SGD, row-wise Adagrad, column_wise" in result.output
+    )
+    assert said in CliRunner().invoke(app, ["info", "auto"]).output.replace("\n", " ")
+    (finding,) = (one for one in diagnose() if one.subject == "costs on cpu")
+    assert f"bandwidths, {said}" in finding.found
+    planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH)
+    planner.plan(model(), SHARDERS)
+    report = planner.report()
+    assert f"roofline (topology's {MEMORY * 1e3 / 1e9:.0f}" not in report.cost_source
+    assert said[:26] in report.cost_source and any(said in note.text for note in report.notes)
+    assert not any("nothing was measured" in note.text for note in report.notes)
+
+
+def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -> None:
+    out = tmp_path / "learned.safetensors"
+    learn(resolve("roofline", "cpu"), observation(3), out)
+    content = out.read_bytes()
+    with pytest.raises(CalibrationRefused, match=r"3 runs, 24 steps \(6 kernels\): no correction made .* better on"):
+        learn(Checkpoint.load(out), observation(3), out)
+    one = observation(1)
+    one = replace(one, runs=(replace(one.runs[0], ranks=one.runs[0].ranks[:1]),))
+    with pytest.raises(CalibrationRefused, match=r"\(1 kernels\)"):
+        learn(resolve("roofline", "cpu"), one, out)
+    assert out.read_bytes() == content
+    unread = replace(one.runs[0].ranks[0], columns={})
+    with pytest.raises(ObservationError, match="looked nothing up, or was not trained"):
+        learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(unread,)),)), out)
+    other = replace(one.runs[0].ranks[0], statistics={name: FeatureStatistics(9.0) for name in STATISTICS})
+    with pytest.raises(ObservationError, match="reads 256 ids a step, and the batches have 1,152 for it"):
+        learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(other,)),)), out)
+    file = tmp_path / "one.json"
+    one.save(file)
+    result = CliRunner().invoke(app, ["learn", str(file), "--checkpoint", "roofline", "--out", str(out)])
+    assert result.exit_code == 1 and "stays as it was" in result.stderr and out.read_bytes() == content
+
+
+def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
+    def of(run: int, rank: int) -> RankSteps:
+        sent, ms = (1e6, 2e6)[rank] * (run + 1), 0.02 + 2e6 * (run + 1) / 4e5
+        names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
+        every = {"span": ms + rank, "bytes": sent, "calls": 1.0}
+        columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in every.items()}
+        return rank_steps(run, rank, **columns)
+
+    runs = [observed_run(f"run{run}", *(of(run, rank) for rank in range(2))) for run in range(2)]
+    seen = Observation(describe_hardware("cpu", 1), tuple(runs))
+    made = learn(resolve("roofline", "cpu"), seen, tmp_path / "learned.safetensors")
+    fits = made.metadata["collectives"]["fits"]
+    assert fits["all_to_all"]["bytes_per_ms"] == pytest.approx(4e5, rel=1e-3)
+    assert fits["all_reduce"] == fits["all_to_all"]
+    (said,) = made.metadata["learned"]["exchanges"]
+    assert said == "outputs by all_to_all: were 100 % off, are now 0 % off"
+    planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
+    planner.plan(model(), SHARDERS)
+    assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
+    one_alone = replace(seen, runs=tuple(replace(run, ranks=run.ranks[:1]) for run in runs))
+    alone = learn(resolve("roofline", "cpu"), one_alone, tmp_path / "alone.safetensors", force=True)
+    assert alone.metadata["collectives"] is None  # nobody knows how long it waited
+
+
+def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> ObservedRun:
+    """Two ranks whose kernels take so many times what is predicted, and outputs likewise."""
+    planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH)
+    planner.plan(model(), SHARDERS)
+    plan = planner.saved_plan()
+    predicted = plan.predicted
+    ranks = []
+    for rank in range(2):
+        ways = {"forward": predicted.forward_ms[rank], "backward": predicted.backward_ms[rank]}
+        columns = {f"kernel 0 {way}": (ms * factor,) * 8 for way, ms in ways.items()}
+        columns["outputs all_to_all forward span"] = (predicted.collectives_ms * exchange,) * 8
+        columns["outputs all_to_all forward bytes"] = (1e6,) * 8
+        ranks.append(rank_steps(0, rank, **columns))
+    return replace(observed_run("a", *ranks), plan=plan, planned_lookups={"f0": lookups})
+
+
+@pytest.mark.parametrize(
+    ("factor", "exchange", "lookups", "meaning", "verdict"),
+    [
+        (1.1, 1.2, 2.0, "", "the prediction may be trusted on this hardware"),
+        (3.0, 1.0, 2.0, "kernels take 3.00 times what was predicted, on all ranks alike", "dreamshard learn"),
+        (1.0, 4.0, 2.0, "slow link, or ranks that share cores: outputs take 4.00 times", "trust kernels"),
+        (
+            1.0,
+            1.0,
+            8.0,
+            r"wrong statistics: .* f0 \(8 lookups a sample, now 2\)",
+            "may be",
+        ),
+    ],
+)
+def test_a_difference_has_a_meaning_and_a_verdict(
+    factor: float, exchange: float, lookups: float, meaning: str, verdict: str
+) -> None:
+    found = compare(planned_run(factor, exchange, lookups))
+    assert verdict in found.verdict and found.trusted == ("may be trusted" in found.verdict)
+    assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
+
+
+def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
+    run, hardware = planned_run(1.1, 1.0), describe_hardware("cpu", 1)
+    Observation(hardware, (run,)).save(tmp_path / "seen.json")
+    result = CliRunner().invoke(
+        app, ["observed", str(tmp_path / "seen.json"), "--statistics", str(tmp_path / "s.json")]
+    )
+    assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
+    forward = run.plan.predicted.forward_ms[1]
+    assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
+    assert "may be trusted" in result.stdout.replace("\n", " ")
+    told = json.loads(CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json"), "--format", "json"]).stdout)
+    assert told[0]["trusted"] is True and math.isclose(told[0]["kinds"][0]["predicted_ms"][1], forward)
+    Observation(hardware, (replace(run, plan=None),)).save(tmp_path / "bare.json")
+    assert "no prediction was kept" in CliRunner().invoke(app, ["observed", str(tmp_path / "bare.json")]).stdout
+    info = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
+    assert json.loads(info.stdout)["kind"] == "observation"
+
+
+def span(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict:
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid}
+
+
+def test_a_trace_tells_kinds_of_work_by_names(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    events = [
+        span("ProfilerStep#1", 0, 100_000, "user_annotation"),
+        span("ProfilerStep#2", 100_000, 100_000, "user_annotation"),
+        span("fbgemm::split_embedding_codegen_lookup", 0, 10_000),
+        span("aten::empty", 1_000, 2_000),  # inside of it
+        span("aten::mm", 10_000, 30_000),
+        span("## All2All_Pooled_fwd ##", 150_000, 8_000, "user_annotation"),
+        span("gloo:all_to_all", 0, 90_000, tid=2),
+        span("split_embedding_backward_codegen_adagrad_unweighted_kernel_warp_per_row_1", 0, 4_000, "kernel", 7),
+        span("void split_embedding_codegen_forward_unweighted_kernel<float>", 0, 2_000, "kernel", 7),
+        span("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 6_000, "kernel", 8),
+        {"ph": "M", "name": "process_name"},
+    ]
+    file.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 3, "world_size": 8}}))
+    told = json.loads(CliRunner().invoke(app, ["observed", str(file), "--format", "json"]).stdout)[0]
+    assert (told["rank"], told["steps"]) == (3, 2)
+    assert told["host_ms"] == {"dense layers": 91.0, "embedding forward": 5.0, "output exchange, forward": 4.0}
+    assert told["gpu_ms"] == {"all-to-all": 3.0, "embedding backward": 2.0, "embedding forward": 1.0}
+    shown = CliRunner().invoke(app, ["observed", str(file)]).stdout
+    assert "rank 3, 2 steps" in shown and "A trace does not tell which tables" in shown
+    for events, reason in (
+        (None, "no list of 'traceEvents'"),
+        ([span("aten::mm", 0, 1)], "no training step is marked"),
+        ([span("ProfilerStep#1", 0, 9), span("aten::mm", 0, 1)], "nothing of TorchRec or FBGEMM runs in it"),
+    ):
+        file.write_text(json.dumps({"traceEvents": events}))
+        result = CliRunner().invoke(app, ["observed", str(file)])
+        assert result.exit_code == 1 and "trace.json: " in result.stderr and reason in result.stderr

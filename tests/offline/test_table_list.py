@@ -1,0 +1,123 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Lists of tables in JSON: read, made into models, and refused by file, table and mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from dreamshard_planner import TaskError
+from dreamshard_planner.offline.jobs import OfflineModel, read_model
+from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
+from dreamshard_planner.workload.pools import merlin, save_tables
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
+
+
+def written(path: Path, *tables: Any, **document: Any) -> Path:
+    path = path / "tables.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "tables": list(tables), **document}))
+    return path
+
+
+def test_the_example_becomes_collections_with_statistics_constraints_and_optimizers() -> None:
+    model = read_model(str(EXAMPLE))
+    kinds = {name: type(child) for name, child in model.module.named_children()}
+    assert kinds == {
+        "pooled": EmbeddingBagCollection,
+        "sequences_64": EmbeddingCollection,
+        "weighted": EmbeddingBagCollection,
+    }
+    assert model.module.weighted.is_weighted() and not model.module.pooled.is_weighted()
+    (item,) = [config for config in model.module.pooled.embedding_bag_configs() if config.name == "item_id"]
+    assert (item.num_embeddings, item.embedding_dim, item.feature_names) == (5_000_000, 64, ["item_id", "last_items"])
+    assert model.statistics["last_items"].pooling_factor == 40 and model.statistics["user_id"].pooling_factor == 1
+    assert list(model.constraints) == ["country"]
+    weights = {name: parameter for name, parameter in model.module.named_parameters()}
+    assert {parameter.device.type for parameter in weights.values()} == {"meta"}
+    classes = {name.split(".")[-2]: p._optimizer_classes[0].__name__ for name, p in weights.items()}
+    assert (classes["history"], classes["user_id"]) == ("Adam", "RowWiseAdagrad")
+    assert str(weights["pooled.embedding_bags.city.weight"].dtype) == "torch.float16"
+
+
+def test_pools_in_files_are_lists_of_tables_too(tmp_path: Path) -> None:
+    tables = merlin("tiny")
+    save_tables(tmp_path / "pool.json", tables)
+    model = read_model(str(tmp_path / "pool.json"))
+    assert len(model.module.pooled.embedding_bag_configs()) == len(tables) == 55
+    shared = [spec for spec in model.specs if len(spec.features) == 2]
+    assert shared and list(shared[0].features) == [f"{shared[0].name}_0", f"{shared[0].name}_1"]
+
+
+def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:
+    from dreamshard_planner import FeatureStatistics, TableStatistics
+
+    model = OfflineModel.of_specs(read_table_list(EXAMPLE))
+    counted = model.with_statistics(TableStatistics({"brand": FeatureStatistics(7.0)}))
+    assert counted.statistics["brand"].pooling_factor == 7 and counted.statistics["category"].pooling_factor == 4
+
+
+GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("entry", "mistake"),
+    [
+        (
+            {**GOOD, "num_embedings": 3},
+            r"tables\[1\] 'a': unknown key 'num_embedings' .did you mean 'num_embeddings'",
+        ),
+        ({"name": "a", "embedding_dim": 8}, r"tables\[1\] 'a': lacks 'num_embeddings'"),
+        ({**GOOD, "embedding_dim": "8"}, r"tables\[1\] 'a': embedding_dim: .* got '8'"),
+        ({**GOOD, "num_embeddings": 0}, r"tables\[1\] 'a': num_embeddings: .* 1, got 0"),
+        ({**GOOD, "num_embeddings": True}, r"num_embeddings: .* got True"),
+        ({**GOOD, "name": ""}, r"tables\[1\].*name: .* got ''"),
+        ({**GOOD, "pooling": "max"}, r"pooling: .*'sum', 'mean' or 'none', got 'max'"),
+        ({**GOOD, "data_type": "int3"}, r"data_type: .*'fp32', 'fp16' or 'bf16', got 'int3'"),
+        ({**GOOD, "optimizer": "sdg"}, r"optimizer: .*rowwise_adagrad.*, got 'sdg'"),
+        ({**GOOD, "weighted": 1}, r"weighted: .* got 1"),
+        ({**GOOD, "pooling_factor": "many"}, r"pooling_factor: .* got 'many'"),
+        ({**GOOD, "pooling_factor": -1}, r"pooling_factor: pooling factor must be a finite number >= 0, got -1"),
+        ({**GOOD, "pooling_factor": [1, 2]}, r"has 1 feature_names and 2 pooling factors"),
+        ({**GOOD, "feature_names": ["f", "f"]}, r"feature_names must differ"),
+        ({**GOOD, "feature_names": "f"}, r"feature_names: .* got 'f'"),
+        ({**GOOD, "sharding_types": ["rowwise"]}, r"sharding_types.0: .*table_wise, .*'rowwise'"),
+        ({**GOOD, "weighted": True, "pooling": "none"}, r"sequence tables \(pooling 'none'\) take no weights"),
+        ({**GOOD, "name": "first"}, r"tables\[1\] 'first': has the name of tables\[0\]"),
+        ("a", r"tables.1: .* got 'a'"),
+    ],
+)
+def test_one_mistake_is_named_with_its_place(tmp_path: Path, entry: Any, mistake: str) -> None:
+    path = written(tmp_path, {**GOOD, "name": "first"}, entry)
+    with pytest.raises(TaskError, match=f"tables.json: .*{mistake}") as raised:
+        read_table_list(path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ('{"schema": "dreamshard_planner.table_list/1",\n "tables": [}', "line 2 column 13"),
+        ('{"tables": []}', "no list of tables"),
+        ("[]", "no list of tables"),
+        ('{"schema": "dreamshard_planner.table_list/1", "tables": []}', "tables: .*at least 1 item"),
+        ('{"schema": "dreamshard_planner.table_list/1", "table": []}', "unknown key 'table' .did you mean 'tables'"),
+        ('{"schema": "dreamshard_planner.table_list/1", "tables": 1, "tables": 2}', "the key 'tables' twice"),
+        ('{"schema": "dreamshard_planner.table_list/1", "defaults": {"name": "x"}, "tables": [{}]}', "key 'name'"),
+        (
+            '{"schema": "dreamshard_planner.table_list/1", "defaults": 3, "tables": [{}]}',
+            "defaults: .*object, got 3",
+        ),
+    ],
+)
+def test_a_list_that_is_none_says_why(tmp_path: Path, text: str, mistake: str) -> None:
+    path = tmp_path / "tables.json"
+    path.write_text(text)
+    with pytest.raises(TaskError, match=f"tables.json: .*{mistake}"):
+        read_table_list(path)
+    with pytest.raises(TaskError, match=r"gone.json: no such file"):
+        read_table_list(tmp_path / "gone.json")

@@ -1,0 +1,195 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""A stored plan is loaded for what it was made for, and for nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+
+import pytest
+import torch
+from small_models import SHARDERS, collection, ranks_of, table, topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader, PlannerError, ShardingOption
+
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.support.fingerprint import canonical
+from dreamshard_planner.torchrec_components import RulePartitioner
+from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def statistics(factor: float = 3.0, first_bin: float = 0.5, batch_size: int = 64) -> TableStatistics:
+    bins = (first_bin, 1 - first_bin) + (0.0,) * (NUM_REUSE_BINS - 2)
+    return TableStatistics({f"t{i}_f0": FeatureStatistics(factor, bins, batch_size) for i in range(4)})
+
+
+def model(rows: int = 1000, dim: int = 16, **arguments):
+    return collection(*(table(f"t{i}", rows * (i + 1), dim, **arguments) for i in range(4)))
+
+
+def made(**changes) -> tuple[DreamShardPlanner, object]:
+    """A planner that has planned, and its plan."""
+    given = changes.pop("model", None) or model()
+    arguments = {"topology": topology(), "batch_size": 64, "statistics": statistics(), "stats": [], "debug": False}
+    planner = DreamShardPlanner(**(arguments | changes))
+    return planner, planner.plan(given, SHARDERS)
+
+
+def checkpoint_with(**metadata):
+    ours = resolve("auto", "cpu")
+    return replace(ours, metadata={**ours.metadata, **metadata})
+
+
+def other_weights():
+    ours = resolve("auto", "cpu")
+    cost = type(ours.cost)(ours.cost.config)
+    cost.load_state_dict({name: tensor.clone() for name, tensor in ours.cost.state_dict().items()})
+    with torch.no_grad():
+        cost.log_floor_E2.flatten()[0] += 1e-3
+    return replace(ours, cost=cost)
+
+
+CHANGES: dict[str, Callable[[], dict]] = {
+    "rows": lambda: {"model": model(rows=1001)},
+    "dim": lambda: {"model": model(dim=32)},
+    "weighted": lambda: {"model": collection(*(table(f"t{i}", 1000 * (i + 1)) for i in range(4)), weighted=True)},
+    "ranks": lambda: {"topology": topology(3)},
+    "memory": lambda: {"topology": topology(memory=2**34 + 1)},
+    "device": lambda: {"topology": topology(device="cuda")},
+    "batch size": lambda: {"batch_size": 65},
+    "reservation": lambda: {"storage_reservation": FixedPercentageStorageReservation(0.2)},
+    "pooling factors": lambda: {"statistics": statistics(factor=3.5)},
+    "histograms": lambda: {"statistics": statistics(first_bin=0.6)},
+    "their batch size": lambda: {"statistics": statistics(batch_size=128)},
+    "no statistics": lambda: {"statistics": None},
+    "constraints": lambda: {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
+    "checkpoint's metadata": lambda: {"checkpoint": checkpoint_with(collectives=None)},
+    "checkpoint's weights": lambda: {"checkpoint": other_weights()},
+    "recipe": lambda: {"recipe": "paper"},
+    "seed": lambda: {"seed": 1},
+    "cost source": lambda: {"cost_source": "torchrec"},
+    "search time": lambda: {"search_seconds": 5.0},
+    "time": lambda: {"timeout_seconds": 100},
+    "refinement": lambda: {"refine": "measure", "refine_seconds": 0.2},
+    "partitioner": lambda: {"partitioner": RulePartitioner("dim_greedy")},
+}
+
+
+class Stored(PlanLoader):
+    """A plan as it was made, by the hash of what it was made from."""
+
+    def __init__(self, planner: DreamShardPlanner) -> None:
+        self.options = {option.storage_hash(): option for option in planner.options}
+        self.context = planner.hash_planner_context_inputs_str()
+
+    def load(self) -> dict[int, ShardingOption]:
+        return self.options
+
+    def plan_context_hash(self) -> str:
+        return self.context
+
+    def get_plan_id(self) -> str:
+        return "a plan"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_made_from_anything_else_is_not_loaded(change: str) -> None:
+    stored = Stored(made()[0])
+    with pytest.raises(PlannerError, match="Planner input context mismatch"):
+        made(plan_loader=stored, **CHANGES[change]())
+
+
+def test_a_plan_made_from_the_same_is_loaded() -> None:
+    planner, plan = made()
+    assert {rank for ranks in ranks_of(plan).values() for rank in ranks} == {0, 1}
+    for option in planner.options:  # a plan that nobody would make again
+        option.shards[0].rank = 0
+    again, loaded = made(plan_loader=Stored(planner))
+    assert {rank for ranks in ranks_of(loaded).values() for rank in ranks} == {0}
+    assert again.hash_planner_context_inputs_str() == planner.hash_planner_context_inputs_str()
+    assert again.hash_planner_context_inputs() == int(planner.hash_planner_context_inputs_str(), 16)
+    with pytest.raises(DreamShardError, match="no report"):
+        again.report()
+
+
+def test_the_order_of_constraints_and_statistics_does_not_count() -> None:
+    constraints = {f"t{i}": ParameterConstraints(num_poolings=[2.0]) for i in range(4)}
+    turned = dict(reversed(constraints.items()))
+    features = TableStatistics(dict(reversed(dict(statistics()).items())))
+    one, other = made(constraints=constraints)[0], made(constraints=turned, statistics=features)[0]
+    assert one.hash_planner_context_inputs_str() == other.hash_planner_context_inputs_str()
+
+
+def test_there_is_no_context_before_a_plan() -> None:
+    with pytest.raises(DreamShardError, match="no context to hash: plan first"):
+        DreamShardPlanner(topology=topology()).hash_planner_context_inputs()
+
+
+def test_an_enumerator_that_has_enumerated_brings_a_context() -> None:
+    devices, reservation = topology(), FixedPercentageStorageReservation(0.1)
+    enumerator = EmbeddingEnumerator(topology=devices, batch_size=64)
+    enumerator.enumerate(model(), SHARDERS)
+    reservation.reserve(topology=devices, batch_size=64, module=model(), sharders=SHARDERS)
+
+    def context(**changes) -> int:
+        given = {"topology": devices, "enumerator": enumerator, "storage_reservation": reservation, "batch_size": 64}
+        return DreamShardPlanner(**(given | changes)).hash_planner_context_inputs()
+
+    assert context() == context() != context(batch_size=128)
+
+
+PRINT_HASHES = """
+import warnings
+warnings.simplefilter("ignore")
+from tests.planning.test_context import made, topology
+on_cpus, on_gpus = made()[0], made(topology=topology(device="cuda"))[0]
+print(on_cpus.hash_planner_context_inputs_str(), on_gpus.hash_planner_context_inputs())
+"""
+
+
+def test_the_same_in_every_process() -> None:
+    outputs = set()
+    for hash_seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [os.path.dirname(os.path.dirname(__file__)), environment["PYTHONPATH"]]
+        )
+        command = [sys.executable, "-c", PRINT_HASHES]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        outputs.add(result.stdout)
+    assert len(outputs) == 1 and len(outputs.pop().split()[0]) == 64
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+def test_canonical_texts() -> None:
+    class Thing:
+        def __init__(self, value: object) -> None:
+            self.value = value
+
+    for same, other in (
+        ({"b": 1, "a": 2}, {"a": 2, "b": 1}),
+        ({"b", "a"}, {"a", "b"}),
+        (Thing(torch.ones(2)), Thing(torch.ones(2))),
+        ([object()], [object()]),
+    ):
+        assert canonical(same) == canonical(other)
+    texts = [1, 1.0, "1", True, None, [1], [[1]], {1}, {1: 1}, Colour.RED, "red", Thing(1), Thing(2), Thing]
+    texts += [torch.ones(1), torch.ones(2), torch.ones(1, 1), torch.ones(1).double(), torch.zeros(1), torch.float32]
+    assert len({canonical(text) for text in texts}) == len(texts)
+    assert canonical(Colour.RED).endswith("Colour.RED") and canonical(torch.tensor(1.0)) != canonical(torch.tensor(2.0))
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="hold themselves: list"):
+        canonical(endless)

@@ -1,0 +1,159 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Why a rank is slow: the figures are those of whole plans, and the words are right."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from small_models import SHARDERS, collection, table, topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
+    statistics = TableStatistics({f"t{i}_f0": FeatureStatistics(hot if i == 2 else 5.0) for i in range(8)})
+    arguments = {"topology": topology(), "batch_size": 512, "statistics": statistics, "search_seconds": 0.2}
+    return DreamShardPlanner(stats=[], debug=False, **(arguments | changes))
+
+
+def model(dim: int = 32):
+    return collection(*(table(f"t{i}", 5000 + i, dim) for i in range(8)))
+
+
+def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
+    one = planner(hot=20.0, exact_training=False)
+    one.plan(model(), SHARDERS)
+    found = one.explain()
+    now_ms = one.report().chosen.total_ms
+    assert found.rank == max(range(2), key=lambda rank: found.rank_ms[rank]) and found.total_ms == pytest.approx(now_ms)
+    assert found.tables
+    for entry in found.tables:
+        options = copy.deepcopy(one.options)
+        option = next(option for option in options if option.name == entry.table)
+        if entry.leaving is None or option.sharding_type != "table_wise":
+            continue
+        option.shards[0].rank = 1 - found.rank
+        moved_ms = one.predict(options).total_ms
+        assert entry.leaving.total_ms == pytest.approx(moved_ms, rel=1e-6)
+        assert entry.leaving.gain_ms == pytest.approx(now_ms - moved_ms, abs=1e-6)
+        assert entry.leaving.how == f"table_wise on rank {1 - found.rank}"
+        assert 0 < entry.marginal_ms <= found.rank_ms[found.rank] and entry.bytes == option.shards[0].storage.ddr
+    on_rank = sum(group.forward_ms + group.backward_ms for group in found.groups)
+    assert on_rank == pytest.approx(found.rank_ms[found.rank])
+    assert json.loads(json.dumps(found.to_dict()))["rank"] == found.rank
+
+
+def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains() -> None:
+    whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
+    split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=128)}
+    one = planner(hot=900.0, constraints=split, cost_source="roofline")
+    one.plan(model(256), SHARDERS)
+    theirs = planner(hot=900.0, constraints=whole, cost_source="roofline")
+    plan = theirs.plan(model(256), SHARDERS)
+    found = one.explain(plan=plan)
+    assert found.bottleneck == "t2" and found.tables[0].table == "t2"
+    assert str(found).startswith("One table is the bottleneck: table 't2' takes ")
+    best = found.tables[0].splitting
+    assert best is not None and best.how.startswith("column_wise on ranks 0-1") and best.gain_ms > 0
+    assert best.total_ms >= one.report().chosen.total_ms * (1 - 1e-5)
+    assert f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms." in found.headline
+    other = one.explain(1 - found.rank, plan)
+    assert other.headline.startswith(f"Rank {1 - found.rank} is not the slowest") and other.bottleneck is None
+    assert other.waiting_ms == pytest.approx(found.rank_ms[found.rank] - other.rank_ms[other.rank])
+
+
+def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottleneck() -> None:
+    module = model(256)
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    types = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
+    one = planner(hot=900.0, cost_source="roofline", sharding_types=("table_wise", "column_wise"))
+    one.plan(module, SHARDERS)
+    found = one.explain()
+    assert found.bottleneck == "t2" and "With exact_training=False column_wise on ranks 0-1" in found.headline
+    gain_ms = float(found.headline.rpartition(" would gain ")[2].removesuffix(" ms."))
+    assert 0 < gain_ms <= one.beyond_exact_training().exact_ms - one.beyond_exact_training().total_ms + 1e-3
+    fixed = planner(hot=900.0, cost_source="roofline", constraints=types)
+    fixed.plan(module, SHARDERS)
+    told = str(fixed.explain())
+    assert "exact_training=False" not in told
+    assert "split further: not possible, its sharding_types, those of its sharder or TorchRec's defects" in told
+
+
+def test_collectives_come_first_where_they_dominate_and_assumptions_are_told() -> None:
+    one = planner(statistics=None, topology=Topology(4, "cuda", local_world_size=1, inter_host_bw=1e3))
+    one.plan(model(), SHARDERS)
+    found = one.explain()
+    assert found.headline.startswith(one.report().verdict) and found.headline.startswith("Bottleneck: collectives, ")
+    assumed = [note.text for note in one.report().notes if note.code == "assumption"]
+    assert list(found.assumptions) == assumed != [] and assumed[0] in str(found)
+
+
+def test_plans_are_explained_without_planning() -> None:
+    one, other = planner(), planner()
+    plan = one.plan(model(), SHARDERS)
+    other.read(model(), SHARDERS)
+    assert other.explain(plan=plan) == one.explain(plan=plan)
+    assert other.predict(plan).total_ms == one.predict(plan).total_ms
+    with pytest.raises(DreamShardError, match="the last module was read, and not planned"):
+        other.report()
+
+
+def test_no_bottleneck_where_tables_are_alike_and_memory_is_told() -> None:
+    one = planner()
+    one.plan(model(), SHARDERS)
+    found = one.explain(0)
+    assert found.bottleneck is None
+    (memory,) = found.memory
+    assert (memory.kind, memory.limit + memory.reserved) == ("DDR", 2**34) and 0 < memory.used < memory.limit
+    assert memory.used == one.report().memory[0].used_bytes[0]
+
+
+def test_caching_is_rated_where_it_is_allowed() -> None:
+    kernels = {f"t{i}": ParameterConstraints(compute_kernels=["fused", "fused_uvm_caching"]) for i in range(8)}
+    one = planner(hot=300.0, topology=Topology(2, "cuda"), constraints=kernels, sharding_types=("table_wise",))
+    one.plan(model(), SHARDERS)
+    cached = one.explain().tables[0].caching
+    assert cached is not None and cached.how.startswith("table_wise fused_uvm_caching on rank ")
+
+
+def test_ranks_and_plans_that_there_are_not() -> None:
+    one = planner()
+    with pytest.raises(DreamShardError, match="plan first"):
+        one.explain()
+    one.plan(model(), SHARDERS)
+    with pytest.raises(PlannerError, match="there is no rank 2: the plan has ranks 0 to 1"):
+        one.explain(2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "types", "remedy"),
+    [
+        (torch.optim.Adagrad, ["table_wise", "column_wise"], "min_partition=16) would gain"),
+        (RowWiseAdagrad, ["table_wise"], "leave only whole tables. A smaller table"),
+    ],
+)
+def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimizer, types, remedy: str) -> None:
+    tables = [table("hot", 100_000, 64), *(table(f"t{i}", 10_000, 32) for i in range(4))]
+    module = collection(*tables)
+    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
+    pooling = {config.feature_names[0]: FeatureStatistics(300.0 if config.name == "hot" else 2.0) for config in tables}
+    constraints = {"hot": ParameterConstraints(sharding_types=types)}
+    arguments = {"topology": topology(4), "statistics": TableStatistics(pooling), "constraints": constraints}
+    one = planner(**arguments)
+    one.plan(module, SHARDERS)
+    found = one.explain()
+    assert found.bottleneck == "hot" and remedy in found.headline
+    if "min_partition=16" in remedy:
+        gain_ms = max(entry.splitting.gain_ms for entry in found.tables if entry.table == "hot")
+        narrow = {"hot": ParameterConstraints(sharding_types=["column_wise"], min_partition=16)}
+        other = planner(**(arguments | {"constraints": narrow}))
+        other.plan(module, SHARDERS)
+        assert other.report().chosen.total_ms <= found.total_ms - gain_ms + 1e-6

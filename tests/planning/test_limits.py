@@ -1,0 +1,120 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Numbers that do not fit are refused by name; memory that never limits is taken."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_models import SHARDERS, collection, planner, ranks_of, small_model, table, topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Storage
+
+from dreamshard_planner import FeatureStatistics, TableStatistics
+from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
+from dreamshard_planner.cost.problem import Problem
+from dreamshard_planner.planning.infeasible import shortage
+from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
+from dreamshard_planner.torchrec_components import DreamShardPartitioner, DreamShardPerfModel
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("memory", [sys.maxsize, 2**63, 10**20, 1.5e19, 10**100], ids="{:.3g}".format)
+def test_memory_without_end_is_planned(device: str, memory: float) -> None:
+    expected = ranks_of(planner(topology=topology(2, 2**40, device)).plan(small_model(), SHARDERS))
+    assert ranks_of(planner(topology=topology(2, memory, device)).plan(small_model(), SHARDERS)) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("memory", [math.inf, math.nan, "80GB", 10**400], ids=lambda size: f"{size!r:.5}")
+def test_memory_that_is_no_number_is_refused(device: str, memory: object) -> None:
+    kind = "DDR" if device == "cpu" else "HBM"
+    with pytest.raises(
+        PlannerError, match=f"rank 0 of the topology has {memory!r} bytes of {kind}: give a whole number"
+    ):
+        planner(topology=topology(2, memory, device)).plan(small_model(), SHARDERS)
+
+
+@pytest.mark.parametrize("factor", [2.0 * MAX_PER_SAMPLE, 1e18, 1e300, 1e308])
+def test_pooling_factors_that_cannot_be_meant_are_refused(factor: float) -> None:
+    where = f"must be numbers from 0 to .*, got {re.escape(repr(factor))}; they count per sample"
+    with pytest.raises(PlannerError, match=r"table 't0': pooling factors of \['t0_f0'\] " + where):
+        planner(statistics=TableStatistics({"t0_f0": FeatureStatistics(factor)})).plan(small_model(), SHARDERS)
+    for what in ("pooling_factors", "num_poolings", "batch_sizes"):
+        constraints = {"t1": ParameterConstraints(**{what: [1, factor]})}
+        with pytest.raises(PlannerError, match=f"table 't1': {what} {where}"):
+            planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, "many", None])
+def test_constraints_that_are_no_numbers_are_refused(value: object) -> None:
+    constraints = {"t0": ParameterConstraints(pooling_factors=[value])}
+    with pytest.raises(PlannerError, match=f"table 't0': pooling_factors must be numbers from 0 .* got {value!r}"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+def test_what_is_short_comes_before_torchrecs_advice() -> None:
+    with pytest.raises(
+        PlannerError, match=r"(?s)^Tables do not fit: .*GiB.*\nTorchRec: Unable to find a plan"
+    ) as caught:
+        planner(topology=topology(memory=2**30)).plan(collection(table("t0", 2**25, 64)), SHARDERS)
+    assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def test_tables_that_fit_no_machine_are_refused_by_name() -> None:
+    made = planner(
+        topology=topology(memory=10**30),
+        statistics=TableStatistics({"t0_f0": FeatureStatistics(float(MAX_PER_SAMPLE))}),
+        constraints={"t0": ParameterConstraints(num_poolings=[float(MAX_PER_SAMPLE)])},
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    with pytest.raises(PlannerError, match="'sparse.t0' alone needs .*pooling factors .* lookups per sample"):
+        made.plan(small_model(), SHARDERS)
+
+
+def test_the_largest_pooling_factor_is_planned_where_memory_never_ends() -> None:
+    made = planner(
+        topology=topology(memory=10**30),
+        statistics=TableStatistics({"t0_f0": FeatureStatistics(float(MAX_PER_SAMPLE))}),
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    made.plan(small_model(), SHARDERS)
+    assert math.isfinite(made.report().chosen.total_ms)
+
+
+def test_the_largest_numbers_leave_room_for_sums() -> None:
+    devices = [SimpleNamespace(storage=Storage(10**30, -(10**30), 5)) for _ in range(3)]
+    capacity_DM = available_bytes(SimpleNamespace(devices=devices))
+    assert capacity_DM.tolist() == [[MAX_BYTES, -MAX_BYTES, 5]] * 3
+    problem = Problem(
+        num_ranks=3,
+        features_PF=torch.zeros(2, 1),
+        group_P=torch.zeros(2, dtype=torch.int64),
+        num_groups=1,
+        bytes_PC=torch.zeros(2, 1),
+        collectives=Collectives.all_to_all(CollectiveModel(3, 1e6)),
+        storage_PM=torch.tensor([[MAX_BYTES // 2] * 3] * 2),
+        capacity_DM=capacity_DM,
+        names=("a", "b"),
+    )
+    told = shortage(problem)
+    assert f"table 'a' needs {2**29:,}.00 GiB of DDR" in told and f"{3 * 2**29:,}.00 GiB are" in told
+    assert "-" not in told.replace("-wise", "")
+    assert needed_bytes([]).shape == (0, 3)
+
+
+def test_seams_alone_refuse_as_well() -> None:
+    options = []
+    made = planner(callbacks=[lambda plan: options.extend(plan) or plan])
+    made.plan(small_model(), SHARDERS)
+    endless = topology(memory=math.inf)
+    with pytest.raises(PlannerError, match="rank 0 of the topology has inf bytes of DDR"):
+        DreamShardPartitioner().partition(options, endless)
+    with pytest.raises(PlannerError, match="rank 0 of the topology has inf bytes of DDR"):
+        DreamShardPerfModel(endless).rate(options)

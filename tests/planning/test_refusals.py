@@ -1,0 +1,115 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What cannot be planned or is not meant: errors that name it, and what would help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import SHARDERS, collection, planner, scarce_planner, small_model, table, topology
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from dreamshard_planner import (
+    CheckpointError,
+    DistributedModelParallel,
+    DreamShardError,
+    DreamShardPlanner,
+    FeatureStatistics,
+    StatisticsError,
+    TableStatistics,
+)
+from dreamshard_planner.torchrec_components import DreamShardPartitioner
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def test_modules_that_cannot_be_sharded_here_are_refused() -> None:
+    model = nn.Module()
+    managed = MCHManagedCollisionModule(1000, torch.device("meta"), DistanceLFU_EvictionPolicy(), eviction_interval=2)
+    plain = collection(table("t0"))
+    collisions = ManagedCollisionCollection({"t0": managed}, plain.embedding_bag_configs())
+    model.sparse = ManagedCollisionEmbeddingBagCollection(plain, collisions)
+    with pytest.raises(PlannerError, match=r"'sparse.t0' cannot be sharded: Managed\w+ offers no sharding type on cpu"):
+        planner().plan(model, get_default_sharders())
+    plan = planner(topology=topology(1, device="cuda")).plan(model, get_default_sharders())
+    assert plan.plan["sparse"]["t0"].sharding_type == "row_wise"  # nothing else is offered
+
+
+def test_kernels_that_the_sharder_does_not_offer_are_left_alone() -> None:
+    constraints = {name: ParameterConstraints(compute_kernels=["fused", "quant"]) for name in "zabc"}
+    made, model = scarce_planner(constraints=constraints)
+    with pytest.raises(PlannerError, match="Tables do not fit"):
+        made.plan(model, SHARDERS)
+    constraints["z"] = ParameterConstraints(compute_kernels=["quant"])
+    made, model = scarce_planner(constraints=constraints)
+    with pytest.raises(PlannerError, match="'z' may only use compute kernels .'quant'., and Embedding.* offers"):
+        made.plan(model, SHARDERS)
+
+
+def test_tables_without_a_sharding_type_are_an_error() -> None:
+    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise"])}
+    with pytest.raises(PlannerError, match=r"no sharding type is left for table 'sparse.t1' .row_wise: the sharder"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+    constraints = {"t1": ParameterConstraints(sharding_types=["column_wise"])}
+    with pytest.raises(PlannerError, match=r"'sparse.t1' .column_wise: the planner's sharding_types leave it out"):
+        planner(constraints=constraints, sharding_types=("table_wise",)).plan(small_model(), SHARDERS)
+
+
+def test_lengths_that_do_not_match_the_features_are_an_error() -> None:
+    constraints = {"t1": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
+    with pytest.raises(PlannerError, match="'t1' serves 2 features, .* 3 pooling_factors"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_room_names_table_and_missing_bytes(device: str) -> None:
+    model = nn.Module()
+    model.sparse = collection(table("small"), table("huge", 10_000_000, 128))
+    with pytest.raises(PlannerError, match=r"'sparse.huge' needs [\d,.]+ GiB of (HBM|DDR).*[\d,.]+ GiB are missing"):
+        planner(topology=topology(memory=2**28, device=device)).plan(model, SHARDERS)
+
+
+def test_statistics_of_no_feature_are_an_error() -> None:
+    statistics = TableStatistics({"t9_f0": FeatureStatistics(2.0)})
+    with pytest.raises(StatisticsError, match="'t9_f0'"):
+        planner(statistics=statistics).plan(small_model(), SHARDERS)
+
+
+def test_wrong_arguments_are_errors(tmp_path) -> None:
+    with pytest.raises(ValueError, match="recipe must be one of default, paper"):
+        planner(recipe="papper")
+    with pytest.raises(ValueError, match="search_seconds"):
+        planner(search_seconds=0)
+    for kinds in ((), "table_wise", ("table_wise", "diagonal")):
+        with pytest.raises(ValueError, match="sharding_types must be some of table_wise, column_wise"):
+            planner(sharding_types=kinds)
+    with pytest.raises(ValueError, match="cost_source must be one of auto, roofline, torchrec, got 'guess'"):
+        planner(cost_source="guess")
+    with pytest.raises(CheckpointError, match="gone.safetensors"):
+        planner(checkpoint=tmp_path / "gone.safetensors")
+    with pytest.raises(TypeError, match="TableStatistics, got dict"):
+        planner(statistics={"t0_f0": 1.0})
+    with pytest.raises(DreamShardError, match="no process group"):
+        DreamShardPlanner()
+    with pytest.raises(DreamShardError, match="needs a process group"):
+        planner().collective_plan(small_model(), SHARDERS)
+    with pytest.raises(DreamShardError, match="plan first"):
+        planner().report()
+    with pytest.raises(ValueError, match="either plan= or planner="):
+        DistributedModelParallel(small_model(), plan=object(), planner=planner())
+
+
+@pytest.mark.parametrize("part", [planner, DreamShardPartitioner])
+@pytest.mark.parametrize("seed", [None, "7", 1.5, True])
+def test_seeds_are_whole_numbers(part, seed) -> None:
+    with pytest.raises(TypeError, match=f"seed must be a whole number, .* got {seed!r}"):
+        part(seed=seed)
+    with pytest.raises(ValueError, match="seed must be from"):
+        part(seed=2**64)

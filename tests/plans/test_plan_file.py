@@ -1,0 +1,406 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Plan files: read back without loss, loaded instead of planning, refused where damaged or stale; plans compared and
+rated, whoever made them.
+
+``pytest tests/plans/test_plan_file.py --models 1000`` saves and loads plans of a hundred random models.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import SHARDERS, collection, ranks_of, table, topology
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+
+from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
+from dreamshard_planner.devices import Machine
+from tests.mixed_models import EveryTypeSharder, mixed_case
+from tests.planning.test_context import model, statistics
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
+
+
+def planner(**changes: Any) -> DreamShardPlanner:
+    arguments = {"topology": topology(), "batch_size": 64, "statistics": statistics(), "stats": [], "debug": False}
+    return DreamShardPlanner(**(arguments | changes))
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[DreamShardPlanner, Any]:
+    """A planner that has planned, and its plan."""
+    one = planner()
+    return one, one.plan(model(), SHARDERS)
+
+
+@pytest.fixture
+def file(made: tuple[DreamShardPlanner, Any], tmp_path: Path) -> Path:
+    made[0].save_plan(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("models") // 10))
+
+
+def test_saved_plans_of_random_models_load_to_the_same_plan(seed: int, tmp_path: Path) -> None:
+    case = mixed_case(seed)
+    one = case.planner(search_seconds=0.1)
+    try:
+        plan = one.plan(case.model, case.sharders)
+    except PlannerError:
+        return  # nothing to save
+    one.save_plan(tmp_path / "plan.json")
+    assert SavedPlan.load(tmp_path / "plan.json") == one.saved_plan(name="plan.json")
+    other = case.planner(search_seconds=0.1, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+    assert other.plan(case.model, case.sharders).plan == plan.plan
+    report = other.report()
+    assert report.chosen.total_ms == pytest.approx(one.report().chosen.total_ms, rel=1e-6)
+    fresh = one.report()
+    assert report.memory == fresh.memory and any("loaded from plan.json" in note.text for note in report.notes)
+    assert [rival.name for rival in report.rivals] == [rival.name for rival in fresh.rivals]
+    saved = SavedPlan.load(tmp_path / "plan.json").report()
+    for was, now in zip(fresh.rivals, saved.rivals, strict=True):
+        assert (was.name, was.feasible) == (now.name, now.feasible)
+        assert was.total_ms == pytest.approx(now.total_ms, abs=1e-5)
+        assert was.rank_ms == pytest.approx(now.rank_ms, abs=1e-5)
+    alone_ms = {table.name: table.alone_ms for table in saved.tables}
+    assert alone_ms == pytest.approx({table.name: table.alone_ms for table in fresh.tables}, abs=1e-6)
+    assert one.predict(plan).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
+
+
+def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) -> None:
+    _all_on_rank_0(file)  # a plan that nobody would make
+    again = planner(plan_loader=JsonPlanLoader(file), seed=7)
+    assert {rank for ranks in ranks_of(again.plan(model(), SHARDERS)).values() for rank in ranks} == {0}
+    report = again.report()
+    assert report.chosen.rank_ms[1] == 0 < report.chosen.rank_ms[0]
+    assert "since the plan was made: setting, seed: 0 -> 7" in [note.text for note in report.notes]
+    again.save_plan(file)
+    assert SavedPlan.load(file).predicted.total_ms == pytest.approx(report.chosen.total_ms, abs=1e-6)
+
+
+def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, file: Path) -> None:
+    fresh, saved = made[0].report(), SavedPlan.load(file)
+    assert str(saved.report()).splitlines()[:8] == str(fresh).splitlines()[:8] and len(fresh.rivals) > 5
+    assert [name for name, _ in saved.report().collectives] == [name for name, _ in fresh.collectives]
+    text = str(compare(saved, saved)).splitlines()
+    (line,) = [line for line in text if line.startswith("torchrec")]
+    assert line.split() == ["torchrec", *[f"{fresh.rival('torchrec').total_ms:.3f}"] * 2]
+    dearer = planner(plan_loader=JsonPlanLoader(file), cost_source="torchrec")
+    dearer.plan(model(), SHARDERS)
+    assert dearer.report().rivals == () and any("by the costs of then" in note.text for note in dearer.report().notes)
+    given = made[0].saved_plan(saved)
+    assert given.predicted.rivals == () and given.predicted.alone_ms == saved.predicted.alone_ms
+
+
+def test_files_of_version_1_are_read(file: Path) -> None:
+    document = json.loads(file.read_text())
+    known = ("total_ms", "collectives_ms", "forward_ms", "backward_ms", "cost_source", "collectives_source", "memory")
+    document |= {"version": 1, "predicted": {name: document["predicted"][name] for name in known}}
+    file.write_text(json.dumps(document))
+    old = SavedPlan.load(file)
+    assert old.predicted.rivals == () and old.report().rivals == () and "table_wise" in str(old.report())
+    again = planner(plan_loader=JsonPlanLoader(file))
+    again.plan(model(), SHARDERS)
+    assert again.report().chosen.total_ms == pytest.approx(old.predicted.total_ms, rel=1e-6)
+
+
+def test_a_file_reads_well_in_a_diff(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    places = [line for line in lines if '"rank"' in line]
+    assert len(places) == 4 and all(line.count('"rank"') == 1 for line in places)
+    assert max(len(line) for line in lines if '"text"' not in line) < 200
+
+
+STALE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "rows": (lambda: {"model": model(rows=1001)}, "rows of table 't0' 1,000 -> 1,001"),
+    "a table": (lambda: {"model": collection(*(table(f"t{i}", 1000 * (i + 1)) for i in range(5)))}, "'t4' is new"),
+    "no table": (
+        lambda: {"model": collection(*(table(f"t{i}", 1000 * (i + 1)) for i in (0, 1, 3))), "statistics": None},
+        "'t2' is gone",
+    ),
+    "weighted": (
+        lambda: {"model": collection(*(table(f"t{i}", 1000 * (i + 1)) for i in range(4)), weighted=True)},
+        "weighted of table 't0' False -> True",
+    ),
+    "ranks": (lambda: {"topology": topology(3)}, "number of ranks 2 -> 3"),
+    "hosts": (lambda: {"topology": Topology(2, "cpu", ddr_cap=2**34, local_world_size=1)}, "ranks of a host 2 -> 1"),
+    "device": (lambda: {"topology": topology(device="cuda")}, "device cpu -> cuda"),
+    "memory": (
+        lambda: {"topology": topology(memory=2**33)},
+        "DDR of rank 0 and 1 more 16.00 GiB -> 8.00 GiB",
+    ),
+    "batch size": (lambda: {"batch_size": 65}, "batch size 64 -> 65"),
+    "constraints": (
+        lambda: {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
+        r"constraint of table 't1', num_poolings: None -> \[2.0\]",
+    ),
+    "sharding types": (lambda: {"sharding_types": ("row_wise",)}, "may be sharded here"),
+}
+
+
+@pytest.mark.parametrize("change", STALE)
+def test_a_stale_plan_is_refused_with_the_difference_named(file: Path, change: str) -> None:
+    changed, words = STALE[change]
+    arguments = changed()
+    given = arguments.pop("model", None) or model()
+    with pytest.raises(PlannerError, match=words):
+        planner(plan_loader=JsonPlanLoader(file), **arguments).plan(given, [EveryTypeSharder()])
+
+
+def test_a_plan_without_room_is_refused_with_rank_and_bytes(tmp_path: Path) -> None:
+    small = topology(memory=500_000)
+    one = planner(topology=small)
+    one.plan(model(), SHARDERS)
+    one.save_plan(tmp_path / "plan.json")
+    _all_on_rank_0(tmp_path / "plan.json")
+    size = r"[\d.]+ [KM]iB"
+    words = rf"plan.json puts {size} of DDR on rank 0, the storage reservation leaves {size}: {size} are missing"
+    with pytest.raises(PlannerError, match=words):
+        planner(topology=small, plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(model(), SHARDERS)
+
+
+def _all_on_rank_0(file: Path) -> None:
+    document = json.loads(file.read_text())
+    for sharding in document["sharding"][""].values():
+        for shard in sharding["shards"]:
+            shard["rank"] = 0
+    file.write_text(json.dumps(document))
+
+
+def test_memory_may_differ_by_what_machines_differ(file: Path) -> None:
+    again = planner(plan_loader=JsonPlanLoader(file), topology=topology(memory=2**34 - 14_000_000), statistics=None)
+    again.plan(model(), SHARDERS)
+    assert any("since the plan was made: statistics" in note.text for note in again.report().notes)
+
+
+def _without(*path: str) -> Callable[[dict], None]:
+    def damage(document: dict) -> None:
+        *above, last = path
+        for key in above:
+            document = document[key]
+        del document[last]
+
+    return damage
+
+
+def _with(value: Any, *path: Any) -> Callable[[dict], None]:
+    def damage(document: dict) -> None:
+        *above, last = path
+        for key in above:
+            document = document[key]
+        document[last] = value
+
+    return damage
+
+
+def _old_notes(document: dict) -> None:
+    document["version"], document["predicted"]["notes"] = 2, 7
+
+
+SHARD = ("sharding", "", "t1", "shards", 0)
+DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
+    "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
+    "no version": (_without("version"), "unreadable version None"),
+    "newer": (_with(99, "version"), r"version 99 is newer than this package reads"),
+    "no sharding": (_without("sharding"), "lacks 'sharding'"),
+    "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
+    "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: .*integer, got '0'"),
+    "a rank too high": (_with(2, *SHARD, "rank"), "'t1' has a shard on rank 2, and the topology has ranks 0 to 1"),
+    "a rank below 0": (_with(-1, *SHARD, "rank"), "'t1' has a shard on rank -1"),
+    "half a table": (
+        _with([1000, 16], *SHARD, "size"),
+        "'t1': 1 table_wise shard.* do not cover its 2000 rows of dim 16",
+    ),
+    "beside the table": (
+        _with([1, 0], *SHARD, "offset"),
+        r"size \(2000, 16\) at \(1, 0\) leaves its 2000 rows of dim 16",
+    ),
+    "no shards": (_with([], *SHARD[:-1]), "0 table_wise shard.* do not cover"),
+    "notes of the second version that are no list": (_old_notes, "predicted.notes: must be a valid array, got 7"),
+    "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
+    "no dtype": (_with("float31", "inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
+    "a cost of no table": (_with(1.0, "predicted", "alone_ms", "t9"), "costs and sharding name different tables: t9"),
+    "a rival of other ranks": (
+        _with([1.0] * 3, "predicted", "rivals", 0, "cost", "backward_ms"),
+        "costs of 3 ranks are predicted, the topology has 2",
+    ),
+    "ranks less": (_with([1.0], "predicted", "forward_ms"), "costs of 1 ranks are predicted, the topology has 2"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_with_the_entry_named(file: Path, damage: str) -> None:
+    change, words = DAMAGES[damage]
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=rf"^{file}: .*{words}"):
+        SavedPlan.load(file)
+
+
+def test_files_that_are_none(made: tuple, file: Path, tmp_path: Path) -> None:
+    whole = file.read_text()
+    file.write_text(whole[: len(whole) // 2])
+    with pytest.raises(PlanError, match="plan.json: not a JSON file, or a truncated one"):
+        planner(plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match="plan.json: not a JSON file"):
+        SavedPlan.load(file)
+    with pytest.raises(PlanError, match="none.json: no such file"):
+        SavedPlan.load(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="plan.json: cannot be written: there is no folder"):
+        made[0].save_plan(tmp_path / "no" / "plan.json")
+
+
+def test_there_is_nothing_to_save_before_a_plan_and_no_other_planner_loads(file: Path) -> None:
+    with pytest.raises(DreamShardError, match="there is no plan: plan first"):
+        planner().save_plan(file)
+    with pytest.raises(DreamShardError, match="needs DreamShardPlanner"):
+        EmbeddingShardingPlanner(topology(), 64, stats=[], plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
+
+
+def test_predict_takes_any_kind_of_plan(made: tuple, file: Path) -> None:
+    one, plan = made
+    expected = one.report().chosen.total_ms
+    for given in (plan, file, str(file), SavedPlan.load(file), one.options):
+        assert one.predict(given).total_ms == pytest.approx(expected, rel=1e-6)
+    theirs = EmbeddingShardingPlanner(topology(), 64, stats=[], debug=False)
+    split = theirs.plan(model(), SHARDERS)
+    assert one.predict(split).total_ms == pytest.approx(one.predict(theirs._best_plan).total_ms)
+
+
+@pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
+def test_predict_takes_shards_that_were_not_enumerated(cost_source: str) -> None:
+    narrow = {"t": ParameterConstraints(sharding_types=["column_wise"], min_partition=32)}
+    module, common = collection(table("t", 1000, 256)), {"batch_size": 64, "stats": [], "debug": False}
+    theirs = EmbeddingShardingPlanner(topology(), constraints=narrow, **common)
+    split = theirs.plan(module, SHARDERS)
+    one = DreamShardPlanner(topology(), cost_source=cost_source, **common)
+    one.plan(module, SHARDERS)
+    assert one.predict(split).total_ms == pytest.approx(one.predict(theirs._best_plan).total_ms)
+
+
+def _options_with(ranks: list) -> Callable[[DreamShardPlanner, Any], Any]:
+    def plan_of(one: DreamShardPlanner, plan: Any) -> Any:
+        options = copy.deepcopy(one.options)
+        for shard, rank in zip((option.shards[0] for option in options), ranks, strict=True):
+            shard.rank = rank
+        return options
+
+    return plan_of
+
+
+def _plan_with(change: Callable[[dict], None]) -> Callable[[DreamShardPlanner, Any], Any]:
+    def plan_of(one: DreamShardPlanner, plan: Any) -> Any:
+        changed = copy.deepcopy(plan)
+        change(changed.plan[""])
+        return changed
+
+    return plan_of
+
+
+IMPOSSIBLE: dict[str, tuple[Callable, type[Exception], str]] = {
+    "no table": (lambda one, plan: [], PlannerError, "no sharding of 4 tables .* 't0', 't1', 't2', 't3'"),
+    "partial": (lambda one, plan: one.options[:3], PlannerError, "no sharding of a table that"),
+    "partial plan": (_plan_with(lambda tables: tables.pop("t2")), PlannerError, "no sharding of a table.*'t2'"),
+    "unknown": (
+        _plan_with(lambda tables: tables.update(t22=tables["t2"])),
+        PlannerError,
+        r"does not have, .*'t22' \(did you mean 't2'\?\)",
+    ),
+    "twice": (lambda one, plan: one.options + copy.deepcopy(one.options[:1]), PlannerError, "'t0' twice"),
+    "no ranks": (_options_with([0, None, 0, 0]), PlannerError, r"'t1' has 1 shard\(s\) and ranks \[None\]"),
+    "rank 2 of 2": (_options_with([0, 0, 2, 0]), PlannerError, "'t2' has a shard on rank 2, and .* ranks 0 to 1"),
+    "rank of a plan": (
+        _plan_with(lambda tables: setattr(tables["t1"], "ranks", [5])),
+        PlannerError,
+        "'t1' has a shard on rank 5",
+    ),
+    "unknown type": (
+        _plan_with(lambda tables: setattr(tables["t1"], "sharding_type", "diagonal")),
+        PlannerError,
+        "'t1': unknown sharding type 'diagonal'",
+    ),
+    "no plan": (lambda one, plan: 3, TypeError, "a plan is a ShardingPlan, the file of one, or a list"),
+    "no options": (lambda one, plan: ["t0"], TypeError, "holds ShardingOption, got str"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_is_wrong_with_a_plan_is_named(made: tuple, what: str) -> None:
+    given, kind, words = IMPOSSIBLE[what]
+    with pytest.raises(kind, match=words):
+        made[0].predict(given(*made))
+
+
+def test_compare_names_what_changed_and_what_it_moves(made: tuple, file: Path) -> None:
+    one, plan = made
+    before = SavedPlan.load(file)
+    same = compare(file, before)
+    assert (same.changes, same.unchanged, same.total_bytes) == ((), 4, 0)
+    document = json.loads(file.read_text())
+    tables = document["sharding"][""]
+    t1, t3 = tables["t1"]["shards"][0], tables["t3"]
+    t1["rank"] = 1 - t1["rank"]
+    home = t3["shards"][0]["rank"]
+    t3["sharding_type"] = "column_wise"
+    t3["shards"] = [{"rank": rank, "offset": [0, 8 * rank], "size": [4000, 8]} for rank in (0, 1)]
+    other = file.with_name("other.json")
+    other.write_text(json.dumps(document))
+    found = compare(file, other)
+    moved, split = sorted(found.changes, key=lambda change: change.table)
+    assert (moved.table, moved.retyped, moved.bytes_received) == ("t1", False, 2000 * 16 * 4)
+    assert (split.table, split.retyped, split.bytes_received) == ("t3", True, 4000 * 8 * 4)
+    expected = [0, 0]
+    expected[t1["rank"]] += 2000 * 16 * 4
+    expected[1 - home] += 4000 * 8 * 4
+    assert list(found.bytes_received) == expected and found.unchanged == 2
+    text = str(found)
+    assert "2 table(s) change, 1 of them their sharding type or kernel, 2 stay; 250.00 KiB of weights" in text
+    assert f"table_wise on rank {home} -> column_wise on ranks 0-1" in text
+    assert json.loads(json.dumps(found.to_dict()))["total_bytes"] == sum(expected)
+    rated = compare(before, one.saved_plan(SavedPlan.load(other), "split"))
+    assert rated.cost_after.total_ms != before.predicted.total_ms == rated.cost_before.total_ms
+
+
+def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
+    other = planner(cost_source="torchrec", batch_size=128, statistics=None)
+    other.plan(collection(table("t0", 1000), table("t1", 999), table("new")), SHARDERS)
+    found = compare(file, other.saved_plan(name="other"))
+    assert found.only_before == ("t1", "t2", "t3") and found.only_after == ("new", "t1")
+    assert "batch size 64 -> 128" in found.inputs and not found.one_cost_source
+    assert str(found).startswith("Costs of plan.json and other are of different sources, and do not compare.")
+
+
+def test_compare_tells_a_machine_from_a_better_one() -> None:
+    plans = []
+    for gpu in ("h100", "h200"):
+        one = planner(topology=Machine(ranks_per_host=2, gpu=gpu).topology())
+        one.plan(model(), SHARDERS)
+        plans.append(one.saved_plan(name=gpu))
+    found = compare(*plans)
+    assert found.one_cost_source and found.cost_after.total_ms < found.cost_before.total_ms
+    first, machine, *_ = str(found).splitlines()
+    assert first.startswith(f"A step takes {found.cost_after.total_ms:.3f} ms with h200, ")
+    assert machine == "Machine: HBM of rank 0 and 1 more 74.51 GiB -> 131.32 GiB; bandwidth of HBM 3,350 -> 4,800 GB/s."
+    assert found.inputs == ()
+
+
+def test_a_module_in_a_path_and_tables_of_one_name(tmp_path: Path) -> None:
+    outer = nn.Module()
+    outer.a, outer.b = collection(table("t", 100)), collection(table("t", 200))
+    one = planner(statistics=None)
+    plan = one.plan(outer, SHARDERS)
+    one.save_plan(tmp_path / "plan.json")
+    assert sorted(dict(SavedPlan.load(tmp_path / "plan.json").tables())) == ["a.t", "b.t"]
+    again = planner(statistics=None, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+    assert again.plan(outer, SHARDERS).plan == plan.plan

@@ -1,0 +1,95 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a report begins with: what holds the step up, and what it assumes that nobody said."""
+
+from __future__ import annotations
+
+import pytest
+from small_models import SHARDERS, collection, small_model, table, topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
+
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.report import ReportEntry, TableEntry
+from dreamshard_planner.plans.verdict import verdict
+
+
+def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
+    return ReportEntry("dreamshard", True, max(rank_ms) + collectives_ms, rank_ms, rank_ms, rank_ms, collectives_ms)
+
+
+def whole(name: str, rank: int, alone_ms: float) -> TableEntry:
+    return TableEntry(name, "table_wise", "fused", (rank,), alone_ms)
+
+
+@pytest.mark.parametrize(
+    ("rank_ms", "collectives_ms", "tables", "said"),
+    [
+        ((1.0, 1.0), 7.0, [whole("a", 0, 1.0)], "Bottleneck: collectives, 88% of 8.000 ms (all-to-all: 7.000 ms)"),
+        ((9.0, 1.0), 1.0, [whole("a", 0, 8.0), whole("b", 1, 1.0)], "Bottleneck: table 'a' (table_wise), 8.000 of the"),
+        ((2.0, 2.0), 1.0, [whole("a", 0, 2.0), whole("b", 1, 2.0)], "Ranks are level"),
+        ((3.0, 2.0), 1.0, [whole(f"a{i}", 0, 0.5) for i in range(6)], "Bottleneck: rank 0, 20% above the mean"),
+        ((3.0,), 0.0, [whole("a", 0, 3.0)], "One rank computes"),
+        ((0.0, 0.0), 0.0, [], "Nothing to compute"),
+    ],
+    ids=["collectives", "table", "level", "rank", "alone", "nothing"],
+)
+def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said) -> None:
+    text = verdict(entry(rank_ms, collectives_ms), tables, [("all-to-all", collectives_ms)])
+    assert text.startswith(said), text
+
+
+def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
+    planner = DreamShardPlanner(topology=topology(), stats=[], debug=False)
+    planner.plan(small_model(), SHARDERS)
+    report = planner.report()
+    first, second, third, *_ = str(report).splitlines()
+    assert first == f"{report.verdict}."
+    assert "one lookup per sample is assumed for 9 of 9 features (t0_f0, t1_f0, t1_f1, ...)" in second
+    assert "a local batch of 512 samples is assumed" in third
+    lookups = report.notes[0]
+    assert lookups.code == "assumption" and lookups.figures["features"] == 9
+    assert lookups.figures["one_ms"] == pytest.approx(report.chosen.total_ms, rel=1e-6)
+    features = [feature for table in planner.saved_plan().inputs.tables.values() for feature in table.features]
+    many = TableStatistics(dict.fromkeys(features, FeatureStatistics(10.0)))
+    told = DreamShardPlanner(topology=topology(), batch_size=512, statistics=many, stats=[], debug=False)
+    told.plan(small_model(), SHARDERS)
+    assert told.predict(planner.options).total_ms == pytest.approx(lookups.figures["ten_ms"], rel=1e-6)
+    assert [note for note in told.report().notes if note.code == "assumption"] == []
+
+
+def test_only_what_nobody_said_is_assumed() -> None:
+    statistics = TableStatistics({"t0_f0": FeatureStatistics(3.0)})
+    constraints = {"t1": ParameterConstraints(pooling_factors=[1.5])}
+    planner = DreamShardPlanner(
+        topology=topology(), batch_size=64, statistics=statistics, constraints=constraints, stats=[], debug=False
+    )
+    planner.plan(small_model(), SHARDERS)
+    (note,) = [note for note in planner.report().notes if note.code == "assumption"]
+    assert "6 of 9 features (t2_f0," in note.text
+
+
+def test_more_memory_than_there_is_is_an_assumption() -> None:
+    """128 GiB for each of many ranks of one host, which no machine that runs this has for its CPUs."""
+    planner = DreamShardPlanner(
+        topology=Topology(512, "cpu", local_world_size=512),
+        batch_size=64,
+        stats=[],
+        debug=False,
+        sharding_types=("table_wise",),
+    )
+    planner.plan(collection(table("t0", 100)), SHARDERS)
+    assert any("128.00 GiB of host memory are assumed for every rank" in note.text for note in planner.report().notes)
+
+
+def test_host_memory_of_gpus_is_an_assumption_where_tables_lie_there() -> None:
+    told = []
+    for rows in (10_000, 100_000_000):
+        planner = DreamShardPlanner(topology=Topology(2, "cuda", hbm_cap=10**10, local_world_size=2), batch_size=64)
+        planner.plan(collection(table("t0", rows, 64)), SHARDERS)
+        told.append([note.text for note in planner.report().notes if "host memory are assumed" in note.text])
+    assert told[0] == [] and "256.00 GiB on a host; 1 table(s) lie there (t0)" in told[1][0]
+
+
+def test_codes_are_known() -> None:
+    with pytest.raises(ValueError, match="got 'whatever'"):
+        Note("whatever", "text")

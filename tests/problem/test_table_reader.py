@@ -1,0 +1,203 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How TorchRec's options and modules become tables, workloads and fused groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import SHARDERS, TABLE_WISE, collection, planner, table, topology
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+
+from dreamshard_planner import FeatureStatistics, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.constraints import planning_constraints
+from dreamshard_planner.workload.features import FEATURE_INDEX
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -> None:
+    model = nn.Module()
+    model.sparse = collection(table("a", features=3), table("b", features=2), table("c"))
+    given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
+    statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
+    expanded = planning_constraints(model, SHARDERS, given, statistics, "cpu", ("table_wise",))
+    assert expanded["a"].pooling_factors == [2.0, 30.0, 4.0]
+    assert expanded["b"].pooling_factors == [1.0, 1.0]
+    assert expanded["c"].pooling_factors == [0.0]
+    assert all(constraint.sharding_types == ["table_wise"] for constraint in expanded.values())
+    assert given["a"].pooling_factors == [2.0, 3.0, 4.0] and given["a"].sharding_types is None  # copies
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([2.0, 3.0, 4.0], {"a.t": [2.0, 3.0, 4.0], "b.t": [7.0]}), ([5.0], {"a.t": [5.0, 5.0, 5.0], "b.t": [7.0]})],
+)
+def test_tables_of_one_name_may_have_other_features(given: list[float], expected: dict) -> None:
+    model = nn.Module()
+    model.a = collection(table("t", features=3))
+    other = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])
+    model.b = collection(other)
+    options: list = []
+    made = planner(
+        constraints={"t": ParameterConstraints(pooling_factors=given)},
+        statistics=TableStatistics({"x": FeatureStatistics(7.0)}),
+        callbacks=[lambda plan: options.extend(plan) or plan],
+    )
+    made.plan(model, SHARDERS)
+    assert {option.fqn: option.input_lengths for option in options} == expected
+    for what, values in (("pooling_factors", [1.0, 2.0]), ("num_poolings", [2.0]), ("batch_sizes", [8, 8, 8])):
+        constraints = {"t": ParameterConstraints(**{what: values})}
+        with pytest.raises(PlannerError, match=r"tables \['a.t', 'b.t'\] have one name and \[1, 3\] features.*" + what):
+            planner(constraints=constraints).plan(model, SHARDERS)
+
+
+def test_tables_of_one_name_have_statistics_of_their_own() -> None:
+    model = nn.Module()
+    for module, feature in (("a", "x"), ("b", "y"), ("c", "z")):
+        config = EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=[feature])
+        setattr(model, module, collection(config))
+    options: list = []
+    made = planner(
+        constraints={"t": ParameterConstraints(pooling_factors=[3.0], num_poolings=[2.0])},
+        statistics=TableStatistics({"x": FeatureStatistics(5.0), "z": FeatureStatistics(7.0)}),
+        callbacks=[lambda plan: options.extend(plan) or plan],
+    )
+    made.plan(model, SHARDERS)
+    assert {option.fqn: option.input_lengths for option in options} == {"a.t": [5.0], "b.t": [3.0], "c.t": [7.0]}
+
+
+def test_tables_of_one_name_in_two_modules() -> None:
+    model = nn.Module()
+    model.one, model.two = collection(table("t", features=1)), collection(table("t", features=3))
+    plan = planner().plan(model, SHARDERS)
+    assert set(plan.plan) == {"one", "two"}
+
+
+def test_options_become_workloads() -> None:
+    model = nn.Module()
+    model.plain = collection(
+        table("a", features=2), table("b", data_type=DataType.FP16), table("c", pooling=PoolingType.MEAN)
+    )
+    model.weighted = collection(table("d", dim=32), weighted=True)
+    constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
+    expanded = planning_constraints(model, SHARDERS, constraints, None, "cpu", ("table_wise",))
+    options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
+    reader = OptionReader(expanded, None, SHARDERS)
+    by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
+    shared = by_name["plain.a"]
+    assert shared.batch_size == 4 * 64 and shared.num_features == 2
+    # The second feature has a quarter of the batch and three poolings per sample.
+    assert shared.lookups == pytest.approx(4 * 64 * (2.0 + 0.75 * 3.0))
+    assert shared.output_elements == pytest.approx(4 * 64 * 1.75 * 16)
+    assert by_name["plain.b"].weight_bytes == 2 and by_name["plain.a"].weight_bytes == 4
+    assert by_name["weighted.d"].weighted and not shared.weighted
+    problem = PlanningContext(topology(4), reader, resolve("auto", "cpu")).read(options).problem
+    group = dict(zip(problem.names, problem.group_P.tolist(), strict=True))
+    # Precision, pooling and weightedness each make a kernel of their own.
+    assert problem.num_groups == 4 and len(set(group.values())) == 4
+    row = problem.features_PF[problem.names.index("weighted.d")]
+    assert row[FEATURE_INDEX["dim"]] == 32 and row[FEATURE_INDEX["weighted"]] == 1
+    # One rank's batch of pooled vectors of 16 floats.
+    assert problem.bytes_PC[problem.names.index("plain.a")].sum() == 64 * 1.75 * 16 * 4
+    # An all-to-all for each module.
+    assert [c.name for c in problem.collectives.collectives] == [
+        "weighted table_wise all-to-all",
+        "plain table_wise all-to-all",
+    ]
+
+
+def workloads_and_problem(model: nn.Module, sharders, constraints=None):
+    expanded = planning_constraints(model, sharders, constraints, None, "cpu", ("table_wise",))
+    options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
+    context = PlanningContext(topology(), OptionReader(expanded, None, sharders), resolve("auto", "cpu"))
+    return context.reader.workloads(options, topology()), context.read(options).problem
+
+
+def test_feature_processors_make_lookups_weighted() -> None:
+    from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+    from torchrec.modules.feature_processor_ import PositionWeightedModule
+    from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+    model = nn.Module()
+    processors = {"t0_f0": PositionWeightedModule(max_feature_length=8)}
+    model.sparse = FeatureProcessedEmbeddingBagCollection(collection(table("t0"), weighted=True), processors)
+    workloads, _ = workloads_and_problem(model, [FeatureProcessedEmbeddingBagCollectionSharder()])
+    assert [workload.weighted for workload in workloads] == [True]
+
+
+def test_bytes_on_the_wire_are_what_is_sent() -> None:
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+
+    model = nn.Module()
+    model.sparse = collection(table("t0"))
+
+    def output_bytes(sharders, **constraint) -> float:
+        _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
+        return float(problem.bytes_PC)
+
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+    quantized = EmbeddingBagCollectionSharder(
+        qcomm_codecs_registry=get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    )
+    assert output_bytes(SHARDERS) == 64 * 16 * 4
+    assert output_bytes(SHARDERS, output_dtype=DataType.FP16) == 64 * 16 * 2
+    assert output_bytes([quantized]) == 64 * 16 * 2
+
+
+def test_optimizer_is_read_from_parameters_and_sharders() -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    def optimizer(model: nn.Module, sharders) -> str:
+        options = EmbeddingEnumerator(topology(), 64, {"t0": ParameterConstraints(**TABLE_WISE)}).enumerate(
+            model, sharders
+        )
+        return OptionReader(None, None, sharders).workloads(options, topology())[0].optimizer
+
+    plain = nn.Module()
+    plain.sparse = collection(table("t0"))
+    assert optimizer(plain, SHARDERS) == "sgd"
+    fused = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})]
+    assert optimizer(plain, fused) == "rowwise_adagrad"
+    _apply_optimizer_in_backward(RowWiseAdagrad, plain.sparse.parameters(), {"lr": 0.1})
+    assert optimizer(plain, SHARDERS) == "rowwise_adagrad"
+
+
+def test_tables_that_torchrec_does_not_fuse_are_apart() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = nn.Module()
+    model.sparse = collection(table("t0"), table("t1"), table("t2", data_type=DataType.FP32))
+    assert workloads_and_problem(model, SHARDERS)[1].num_groups == 1
+    rounded = {"t0": ParameterConstraints(stochastic_rounding=False)}
+    assert workloads_and_problem(model, SHARDERS, rounded)[1].num_groups == 2
+    alone = [EmbeddingBagCollectionSharder(fused_params={"use_one_tbe_per_table": True})]
+    assert workloads_and_problem(model, alone)[1].num_groups == 3
+    for name, parameter in model.sparse.named_parameters():
+        _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1 if "t0" in name else 0.2})
+    assert workloads_and_problem(model, SHARDERS)[1].num_groups == 2
+
+
+def test_kernels_of_several_memories_are_fused_together() -> None:
+    constraints = {"t1": ParameterConstraints(compute_kernels=["fused_uvm"])}
+    made = planner(topology=topology(device="cuda"), constraints=constraints)
+    options: list = []
+    made._callbacks.append(lambda plan: options.extend(plan) or plan)
+    made.plan(collection(table("t0"), table("t1")), SHARDERS)
+    assert {option.compute_kernel for option in options} == {"fused", "fused_uvm"}
+    assert PlanningContext.of(topology(device="cuda"), constraints).read(options).problem.num_groups == 1
+
+
+def test_statistics_of_no_feature_are_as_none() -> None:
+    constraints = {"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}
+    made = planner(topology=topology(device="cuda"), constraints=constraints, statistics=TableStatistics({}))
+    assert "t0" in made.plan(collection(table("t0")), SHARDERS).plan[""]
+    assert any("popularity" in note.text for note in made.report().notes)

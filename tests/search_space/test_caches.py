@@ -1,0 +1,236 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Tables in host memory, cached on the device: load factors are kept, read and said, and nothing rests on a guess."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import MB, SHARDERS, TABLE_WISE, collection, table
+from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.distributed.types import CacheParams, CacheStatistics
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dreamshard_planner import (
+    DreamShardPlanner,
+    FeatureStatistics,
+    JsonPlanLoader,
+    PlanError,
+    SavedPlan,
+    TableStatistics,
+    compare,
+)
+from dreamshard_planner.workload.reuse import default_reuse
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
+
+CACHED = "fused_uvm_caching"
+
+
+class Cacheability(CacheStatistics):
+    """Of a table whose misses fall as its cache grows."""
+
+    def __init__(self, lookups: int) -> None:
+        self._lookups = lookups
+
+    @property
+    def expected_lookups(self) -> int:
+        return self._lookups
+
+    def expected_miss_rate(self, clf: float) -> float:
+        return (1 - clf) ** 2
+
+    @property
+    def cacheability(self) -> float:
+        return 0.5
+
+
+def model(rows: int = 400_000) -> EmbeddingBagCollection:
+    return collection(*(table(f"t{i}", rows * (i + 1), 64) for i in range(4)))
+
+
+def constraints(load_factor: float | None = 0.05) -> dict[str, ParameterConstraints]:
+    return {
+        f"t{i}": ParameterConstraints(
+            sharding_types=["table_wise"],
+            compute_kernels=[CACHED],
+            cache_params=CacheParams(load_factor=load_factor, stats=Cacheability(1000 * (4 - i))),
+        )
+        for i in range(4)
+    }
+
+
+def planner(hbm_mb: int = 700, **changes: Any) -> DreamShardPlanner:
+    arguments = {
+        "topology": Topology(2, "cuda", hbm_cap=hbm_mb * MB, ddr_cap=2**36),
+        "batch_size": 64,
+        "constraints": constraints(),
+        "storage_reservation": FixedPercentageStorageReservation(0.0),
+        "stats": [],
+        "debug": False,
+    }
+    return DreamShardPlanner(**(arguments | changes))
+
+
+def factors(plan) -> dict[str, tuple[str, float | None]]:
+    return {
+        name: (sharding.compute_kernel, sharding.cache_params and sharding.cache_params.load_factor)
+        for name, sharding in plan.plan[""].items()
+    }
+
+
+@pytest.mark.parametrize(("hbm_mb", "kernels"), [(60, {CACHED}), (300, {CACHED, "fused"})])
+def test_a_loaded_plan_has_the_caches_and_promotions_that_a_proposer_chose(
+    hbm_mb: int, kernels: set[str], tmp_path: Path
+) -> None:
+    made = planner(hbm_mb, proposer=EmbeddingOffloadScaleupProposer())
+    plan, fresh = made.plan(model(), SHARDERS), made.report()
+    chosen = factors(plan)
+    assert {kernel for kernel, _ in chosen.values()} == kernels and len(set(chosen.values())) > 2
+    made.save_plan(tmp_path / "plan.json")
+    saved = SavedPlan.load(tmp_path / "plan.json")
+    again = planner(hbm_mb, plan_loader=JsonPlanLoader(tmp_path / "plan.json"), stats=None)
+    assert factors(again.plan(model(), SHARDERS)) == chosen
+    report = again.report()
+    assert report.chosen.total_ms == pytest.approx(fresh.chosen.total_ms, rel=1e-6) and report.memory == fresh.memory
+    for given in (plan, saved):
+        assert made.predict(given).total_ms == pytest.approx(fresh.chosen.total_ms, rel=1e-6)
+    uncached = {name: ParameterConstraints(**TABLE_WISE, compute_kernels=["fused_uvm"]) for name in chosen}
+    other = planner(hbm_mb, constraints=uncached)
+    other.plan(model(), SHARDERS)
+    (change,) = [change for change in compare(saved, other.saved_plan()).changes if change.table == "t3"]
+    assert f"{CACHED} of load factor {chosen['t3'][1]:.3g} on rank" in change.before
+
+
+def test_a_file_of_a_kernel_that_is_not_offered_names_it(tmp_path: Path) -> None:
+    made = planner()
+    made.plan(model(), SHARDERS)
+    made.save_plan(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace(f'"kernel": "{CACHED}"', '"kernel": "fused_uvm"', 1))
+    loaded = planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+    with pytest.raises(PlannerError, match=r"'t0' .* compute kernel 'fused_uvm' .*\(table_wise fused_uvm_caching\)"):
+        loaded.plan(model(), SHARDERS)
+    (tmp_path / "plan.json").write_text(text.replace('"cache_load_factor": 0.05', '"cache_load_factor": -0.05', 1))
+    with pytest.raises(PlanError, match="a cache cannot hold -0.05 of a table's rows"):
+        SavedPlan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("cost_source", ["torchrec", "roofline"])
+@pytest.mark.parametrize("given", ["options", "sharding plan"])
+def test_a_prediction_reads_the_load_factors_of_a_plan(cost_source: str, given: str) -> None:
+    made = planner(cost_source=cost_source)
+    plan, predicted_ms = made.plan(model(), SHARDERS), []
+    for factor in (0.05, 0.3, 0.9):
+        for sharding in plan.plan[""].values():
+            sharding.cache_params = replace(sharding.cache_params, load_factor=factor)
+        options = copy.deepcopy(made.options)
+        for option in options:
+            option.cache_params = replace(option.cache_params, load_factor=factor)
+        predicted_ms.append(made.predict(options if given == "options" else plan).total_ms)
+        wanted = planner(cost_source=cost_source, constraints=constraints(factor))
+        wanted.plan(model(), SHARDERS)
+        assert predicted_ms[-1] == pytest.approx(wanted.predict(plan).total_ms)
+    assert predicted_ms[0] > predicted_ms[1] > predicted_ms[2]
+
+
+GIB = 2**30
+
+
+def large(count: int, gib: float, ddr_gib: int = 128, **changes: Any) -> DreamShardPlanner:
+    """Tables of so many GiB on 8 GPUs of 80, planned by bandwidths; the planner after planning."""
+    tables = collection(*(table(f"t{i}", int(gib * GIB) // 256, 64) for i in range(count)))
+    topology = Topology(8, "cuda", hbm_cap=80 * GIB, ddr_cap=ddr_gib * GIB, local_world_size=8)
+    made = DreamShardPlanner(topology=topology, batch_size=2048, stats=[], debug=False, **changes)
+    made.plan(tables, SHARDERS)
+    return made
+
+
+def kernels(made: DreamShardPlanner) -> Counter[str]:
+    return Counter(entry.kernel for entry in made.report().tables)
+
+
+def told(made: DreamShardPlanner) -> bool:
+    """Whether the report says that a popularity is assumed."""
+    notes = [note for note in made.report().notes if note.code == "assumption"]
+    return any("popularity of rows is assumed to fall as rank to the power 1.05" in str(note) for note in notes)
+
+
+def counted(count: int, gib: float) -> TableStatistics:
+    """Statistics that find what is assumed without them."""
+    bins_TK, distinct_T = default_reuse([int(gib * GIB) // 256], [2048])
+    feature = FeatureStatistics(1.0, tuple(bins_TK[0].tolist()), batch_size=2048, distinct_rows=float(distinct_T[0]))
+    return TableStatistics({f"t{i}_f0": feature for i in range(count)})
+
+
+def test_what_fits_into_device_memory_stays_there_unless_somebody_knows_better() -> None:
+    """Twelve tables of 36 GiB level out over eight ranks only where four of them are cached in host memory."""
+    whole = {f"t{i}": ParameterConstraints(min_partition=64) for i in range(12)}
+    made = large(12, 36, constraints=whole)
+    assert kernels(made) == {"fused": 12} and not told(made)
+    allowed = {name: ParameterConstraints(compute_kernels=["fused", CACHED], min_partition=64) for name in whole}
+    asked = large(12, 36, constraints=allowed)
+    assert kernels(asked)[CACHED] > 0 and told(asked)
+    assert asked.report().chosen.total_ms < made.report().chosen.total_ms
+    known = large(12, 36, constraints=whole, statistics=counted(12, 36))
+    assert kernels(known)[CACHED] > 0 and not told(known)
+
+
+def test_what_does_not_fit_is_cached_and_the_report_says_what_that_assumes() -> None:
+    made = large(12, 60)
+    assert kernels(made)[CACHED] > 0 and told(made)
+    (note,) = [note for note in made.report().notes if "popularity" in str(note)]
+    assert note.figures == {"tables": kernels(made)[CACHED], "exponent": 1.05}
+
+
+@pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
+def test_where_host_memory_is_the_limit_the_error_says_so(cost_source: str) -> None:
+    with pytest.raises(
+        PlannerError, match=r"need 3,120.\d\d GiB of DDR, the 8 ranks have 1,600.00 GiB: 1,520.\d\d GiB"
+    ):
+        large(40, 104, ddr_gib=200, cost_source=cost_source)
+    only = {f"t{i}": ParameterConstraints(compute_kernels=["fused_uvm"]) for i in range(12)}
+    with pytest.raises(PlannerError, match="DDR") as caught:
+        large(12, 104, constraints=only, cost_source=cost_source)
+    assert "GiB of HBM" not in str(caught.value)
+
+
+def read_unevenly(count: int, gib: float) -> TableStatistics:
+    """Of tables whose rows are read the less evenly the later they come."""
+    rows, features = int(gib * GIB) // 256, {}
+    for index in range(count):
+        bins_TK, distinct_T = default_reuse([rows], [10 * 16_384], 0.601 + 0.8 * index / count)
+        features[f"t{index}_f0"] = FeatureStatistics(
+            10.0, tuple(bins_TK[0].tolist()), batch_size=16_384, distinct_rows=float(distinct_T)
+        )
+    return TableStatistics(features)
+
+
+def sizes_of(made: DreamShardPlanner) -> set[float | None]:
+    tables = made.saved_plan().sharding[""].values()
+    return {table.cache_load_factor for table in tables if table.kernel == CACHED}
+
+
+def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() -> None:
+    """Where caches of a fifth of all rows do not fit, smaller ones do."""
+    known = read_unevenly(8, 400)
+    only = {f"t{i}": ParameterConstraints(compute_kernels=[CACHED]) for i in range(8)}
+    chosen = large(8, 400, ddr_gib=1024, statistics=known, constraints=only)
+    assert len(sizes_of(chosen)) > 1 and None not in sizes_of(chosen)
+    assert all(max(memory.used_bytes) <= min(memory.limit_bytes) for memory in chosen.report().memory)
+
+    def with_factor(factor: float) -> DreamShardPlanner:
+        asked = ParameterConstraints(compute_kernels=[CACHED], cache_params=CacheParams(load_factor=factor))
+        return large(8, 400, ddr_gib=1024, statistics=known, constraints=dict.fromkeys(only, asked))
+
+    given = with_factor(0.05)
+    assert sizes_of(given) == {0.05}
+    assert chosen.report().chosen.total_ms < given.report().chosen.total_ms
+    with pytest.raises(PlannerError, match="HBM"):
+        with_factor(0.2)

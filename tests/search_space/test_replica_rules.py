@@ -1,0 +1,188 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Rules of replicas against FBGEMM's fused kernels, for ten steps, and what is refused; which plans they open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from small_models import collection, planner, table
+from torch import Tensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.optim import SGD, Adagrad, Adam
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from dreamshard_planner.search_space.replica_rules import (
+    FUSED_DEFAULTS,
+    REPLICA_RULES,
+    in_backward_arguments,
+    why_not_replicas,
+)
+
+ROWS, DIM, LOOKUPS, SAMPLES, STEPS = 30, 8, 3, 12, 10
+Update = Callable[[Tensor, Tensor, Tensor | None], None]
+
+
+def fused(arguments: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Weights before and after each step of a fused kernel, the gradients of the whole table, and the last weights."""
+    given = {name: value for name, value in arguments.items() if name != "weights_precision"}
+    precision = arguments.get("weights_precision", SparseType.FP32)
+    specs = [(ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(specs, weights_precision=precision, **given)
+    (weight_RC,) = kernel.split_embedding_weights()
+    weight_RC.copy_(torch.empty(ROWS, DIM).uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(1)))
+    weights, gradients = [weight_RC.float().clone()], []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step % 3)
+        index_BL = torch.randint(ROWS // 2, (SAMPLES, LOOKUPS), generator=generator)  # half of the rows are never read
+        factor_BC = torch.randn(SAMPLES, DIM, generator=generator)
+        output_BC = kernel(index_BL.flatten(), torch.arange(SAMPLES + 1) * LOOKUPS)
+        (output_BC * factor_BC).sum().backward()
+        gradient_RC = torch.zeros(ROWS, DIM)
+        gradient_RC.index_add_(0, index_BL.flatten(), factor_BC.repeat_interleave(LOOKUPS, 0))
+        gradients.append(gradient_RC)
+        weights.append(weight_RC.float().clone())
+    return weights, gradients, weights[-1]
+
+
+def replica(start: Tensor, gradients: list[Tensor], update: Update, state: Tensor | None) -> Tensor:
+    """The weights after as many steps of a rule."""
+    weight = start.clone()
+    for gradient in gradients:
+        update(weight, gradient, state)
+    return weight
+
+
+def by_rule(name: str, lr: float, eps: float, decay: float = 0.0, dtype: torch.dtype = torch.float32) -> Callable:
+    """What a rule makes of weights and gradients; with decay of all rows, where that is asked for."""
+    rule = REPLICA_RULES[name]
+
+    def trained(start: Tensor, gradients: list[Tensor]) -> Tensor:
+        start = start.to(dtype)
+        state = None if rule.state is None else rule.state(start)
+
+        def update(weight: Tensor, gradient: Tensor, state: Tensor | None) -> None:
+            rule.update(weight, gradient.to(dtype) + decay * weight, state, lr, eps)
+
+        return replica(start, gradients, update, state).float()
+
+    return trained
+
+
+OPTIMIZERS = {
+    "exact_sgd": EmbOptimType.EXACT_SGD,
+    "exact_adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "exact_rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rules_equal_fused_kernels(name: str, eps: float | None) -> None:
+    given = {"optimizer": OPTIMIZERS[name], "learning_rate": 0.3} | ({} if eps is None else {"eps": eps})
+    assert why_not_replicas(given, torch.float32) is None
+    weights, gradients, last = fused(given)
+    assert (last - weights[0]).abs().max() > 0.3  # it learns, so that equal weights mean something
+    trained = by_rule(name, 0.3, FUSED_DEFAULTS["eps"] if eps is None else eps)(weights[0], gradients)
+    torch.testing.assert_close(trained, last, rtol=1e-5, atol=1e-6)
+
+
+DECAY = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3, "weight_decay": 0.1}
+HALF = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.003, "weights_precision": SparseType.FP16}
+CLIPPED = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.3, "gradient_clipping": True, "max_gradient": 0.5}
+
+
+REFUSED = {
+    "weight decay": (DECAY, torch.float32, by_rule("exact_rowwise_adagrad", 0.3, 1e-8, decay=0.1), "weight_decay"),
+    "half precision": (HALF, torch.float16, by_rule("exact_sgd", 0.003, 0.0, dtype=torch.float16), "float16"),
+    "clipping": (CLIPPED, torch.float32, by_rule("exact_sgd", 0.3, 0.0), "gradient_clipping, max_gradient"),
+}
+"""Arguments of a kernel, its weights' type, what a dense optimizer of that kind makes of them, and the reason."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_differs(name: str) -> None:
+    arguments, dtype, dense, reason = REFUSED[name]
+    named = {key: value for key, value in arguments.items() if key != "weights_precision"}
+    assert reason in str(why_not_replicas(named, dtype))
+    weights, gradients, last = fused(arguments)
+    assert (dense(weights[0], gradients) - last).abs().max() > 1e-4
+
+
+def test_neighbouring_rules_differ() -> None:
+    """Why each optimizer has a rule of its own, with FBGEMM's eps and not PyTorch's."""
+    weights, gradients, last = fused({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3})
+    for rule in (by_rule("exact_adagrad", 0.3, 1e-8), by_rule("exact_rowwise_adagrad", 0.3, 1e-2)):
+        assert (rule(weights[0], gradients) - last).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "reason"),
+    [
+        (SGD, {"lr": 0.1}, None),
+        (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.0}, None),
+        (RowWiseAdagrad, {"lr": 0.1, "eps": 0.0}, "not a number"),
+        (RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.1}, "weight_decay"),
+        (Adam, {"lr": 0.1}, "adam"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}, "momentum"),
+    ],
+)
+def test_reasons_name_what_stands_in_the_way(optimizer: type, arguments: dict[str, Any], reason: str | None) -> None:
+    model = collection(table("t", 100, 8))
+    apply_optimizer_in_backward(optimizer, model.parameters(), arguments)
+    (parameter,) = model.parameters()
+    found = why_not_replicas(in_backward_arguments(parameter, None), parameter.dtype, model)
+    assert found is None if reason is None else reason in found
+
+
+def test_modules_without_collections_and_tables_without_optimizers_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 4))
+    assert "no in-backward" in why_not_replicas(in_backward_arguments(parameter, None), torch.float32)
+    given = in_backward_arguments(parameter, {"optimizer": EmbOptimType.EXACT_SGD})
+    assert why_not_replicas(given, torch.float32) is None
+    assert "EmbeddingBag is no" in why_not_replicas(given, torch.float32, torch.nn.EmbeddingBag(2, 4))
+
+
+def replicated(optimizer: type, **settings: Any) -> Any:
+    """A planner of many small tables on two hosts, where replicas pay by TorchRec's estimates, and its plan."""
+    model = collection(*(table(f"t{index}", 200, 64) for index in range(30)))
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    made = planner(topology=Topology(16, "cuda", local_world_size=8), cost_source="torchrec", **settings)
+    plan = made.plan(model, [EmbeddingBagCollectionSharder()]).plan[""]
+    return made, {sharding.sharding_type for sharding in plan.values()}
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adagrad, RowWiseAdagrad])
+def test_attached_optimizers_open_data_parallel(optimizer: type) -> None:
+    closed, kinds = replicated(optimizer)
+    assert "data_parallel" not in kinds
+    beyond = closed.beyond_exact_training()
+    assert beyond.opened_by == "optimizers_attached=True" and beyond.opened == (("data_parallel", 30),)
+    assert "optimizers_attached=True would allow" in str(beyond) and any(
+        "optimizers_attached=True would gain" in str(note) for note in closed.report().notes
+    )
+    attached, kinds = replicated(optimizer, optimizers_attached=True)
+    assert "data_parallel" in kinds and not any("trains differently" in str(note) for note in attached.report().notes)
+    assert attached.report().chosen.total_ms <= beyond.total_ms * (1 + 1e-6) < closed.report().chosen.total_ms
+
+
+def test_optimizers_that_replicas_cannot_follow_keep_it_closed() -> None:
+    made, kinds = replicated(Adam, optimizers_attached=True)
+    assert "data_parallel" not in kinds and made.beyond_exact_training().opened_by == "exact_training=False"
+    named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
+    with pytest.warns(UserWarning, match="takes the in-backward optimizer away"):
+        made, kinds = replicated(Adam, optimizers_attached=True, constraints=named)
+    notes = [str(note) for note in made.report().notes]
+    assert kinds == {"data_parallel"} and any("no optimizer of its replicas" in note for note in notes)
+    with pytest.raises(PlannerError, match="no optimizer of its replicas does"):
+        replicated(Adam, optimizers_attached=True, sharding_types=["data_parallel"])

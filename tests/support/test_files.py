@@ -1,0 +1,183 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Files are whole, have one writer at a time, and fail before the work rather than after it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dreamshard_planner import Checkpoint, DatasetError, FileError, StatisticsError
+from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.cost.journal import Journal
+from dreamshard_planner.support.files import (
+    MAX_NESTING,
+    check_writable,
+    open_locked,
+    parse_json,
+    read_json,
+    write_whole,
+)
+from tests.cost.test_dataset import HARDWARE, SETS
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows further, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def at_once(*functions: Callable[[], object]) -> list[object]:
+    """What each returns or raises, in threads that start together; locks are of files, not of processes."""
+    barrier, results = threading.Barrier(len(functions)), [None] * len(functions)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        try:
+            results[index] = functions[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_one_of_two_gets_a_new_journal_and_loses_nothing(tmp_path: Path) -> None:
+    def measure(path: Path) -> Journal:
+        journal = Journal.open(path, HARDWARE)
+        journal.append(SETS[0], torch.ones(2, 2))
+        return journal
+
+    for attempt in range(100):
+        path = tmp_path / f"{attempt}.journal"
+        results = at_once(*(lambda path=path: measure(path) for _ in range(3)))
+        (journal,) = (result for result in results if isinstance(result, Journal))
+        for other in results:
+            assert other is journal or isinstance(other, DatasetError) and "another process" in str(other)
+        journal.close()
+        with Journal.open(path, HARDWARE) as again:
+            assert again.sets == [SETS[0]]
+
+
+def test_a_lock_is_on_the_file_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for _ in range(100):  # one removes what it has, while the others wait for it
+        held = open_locked(path)
+
+        def remove(held=held) -> None:
+            path.unlink()
+            held.close()
+
+        _, second, third = at_once(remove, lambda: open_locked(path), lambda: open_locked(path))
+        got = [file for file in (second, third) if not isinstance(file, FileError)]
+        assert len(got) <= 1
+        for file in got:
+            assert os.path.samestat(os.fstat(file.fileno()), path.stat())
+            file.close()
+
+
+def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    path, contents = tmp_path / "result", [bytes([65 + i]) * 100_000 for i in range(3)]
+    for _ in range(30):
+        assert at_once(*(lambda content=content: write_whole(path, content) for content in contents)) == [None] * 3
+        assert path.read_bytes() in contents and os.listdir(tmp_path) == ["result"]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("real")
+    write_whole(tmp_path / "link", "text ü")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text(encoding="utf-8") == "text ü"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("", "cannot be written: it is a folder"),
+        ("nowhere/x", "cannot be written: there is no folder"),
+        ("/proc/x", "cannot be written: No such file"),
+        ("/dev/full", "cannot be written: it is no regular file"),
+        ("n" * 300, "cannot be written: File name too long"),
+    ],
+)
+@pytest.mark.parametrize("write", [check_writable, lambda path: write_whole(path, b"x"), open_locked])
+def test_what_cannot_be_written_is_named(write: Callable, path: str, reason: str, tmp_path: Path) -> None:
+    if write is open_locked:  # says it in the system's words
+        reason = "is no regular file|cannot be opened for writing: [A-Z]"
+    with pytest.raises(FileError, match=reason) as caught:
+        write(tmp_path / path)
+    assert str(tmp_path / path) in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path) -> None:
+    with files_up_to(10_000), pytest.raises(FileError, match="result: cannot be written: File too large"):
+        check_writable(tmp_path / "result")
+    check_writable(tmp_path / "result")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_no_longer_fits_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "full").mkdir()
+    path, checkpoint = tmp_path / "full" / "a.safetensors", resolve("auto", "cpu")
+    path.write_text("before")
+    written = Path.write_bytes
+    with monkeypatch.context() as patched, files_up_to(10_000):
+
+        def with_room(path: Path, content: bytes) -> int:
+            with files_up_to(resource.RLIM_INFINITY):
+                return written(path, content)
+
+        patched.setattr(Path, "write_bytes", with_room)  # the other disk
+        with pytest.raises(FileError, match="a.safetensors: cannot be written: .* the content is kept in ") as caught:
+            checkpoint.save(path)
+    assert path.read_text() == "before" and os.listdir(path.parent) == [path.name]
+    kept = Path(str(caught.value).rpartition(" ")[2])
+    assert Checkpoint.load(kept).digest() == checkpoint.digest()
+
+
+def test_a_journal_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal.open(path, HARDWARE) as journal:
+        journal.append(SETS[0], torch.ones(2, 2))
+        whole = path.read_bytes()
+        for room in (0, 50):
+            with files_up_to(len(whole) + room), pytest.raises(DatasetError, match="could not write a whole record"):
+                journal.append(SETS[1], torch.ones(2, 2))
+            assert path.read_bytes() == whole
+        journal.append(SETS[1], torch.ones(2, 2))
+        assert journal.sets == SETS[:2]
+    with Journal.open(path, HARDWARE) as journal:
+        assert journal.sets == SETS[:2]
+    with files_up_to(10), pytest.raises(DatasetError, match="new: could not write"):
+        Journal.open(tmp_path / "new", HARDWARE)
+    Journal.open(tmp_path / "new", HARDWARE).close()
+
+
+def test_json_of_any_form_is_read_in_bounds(tmp_path: Path) -> None:
+    deepest = "[" * (MAX_NESTING - 1) + "1" + "]" * (MAX_NESTING - 1)
+    assert parse_json(deepest) and parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
+    path = tmp_path / "some.json"
+    for text in (f"[[{deepest}]]", "[" * 100_000, "9" * 5_000, '{"a":' * 100_000, "{", "\0", ""):
+        path.write_text(text)
+        with pytest.raises(StatisticsError, match="some.json: not a JSON file") as caught:
+            read_json(path, StatisticsError)
+        assert len(str(caught.value)) < 600
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(StatisticsError, match=f"{special}: cannot be read: no regular file"):
+            read_json(special, StatisticsError)
