@@ -19,9 +19,11 @@ from torchrec.distributed.planner.planners import (
     validate_rank_assignment,
 )
 from torchrec.distributed.planner.types import PlannerError, Topology
+from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner, ShardingGroups
+from dreamshard_planner.search_space.kernels import CACHING
 from dreamshard_planner.search_space.legality import Situation, broken, inexact, optimizer_name
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.search_space.sharding_types import (
@@ -190,7 +192,10 @@ def check_constraints(case: MixedCase, planner: DreamShardPlanner, options, seed
         assert case.settings["sharding_types"] is None or kind in case.settings["sharding_types"], where
         if given is not None:
             assert given.compute_kernels is None or option.compute_kernel in given.compute_kernels, where
-            assert (option.enforce_hbm, option.cache_params) == (given.enforce_hbm, given.cache_params), where
+            assert option.enforce_hbm == given.enforce_hbm, where
+            sized = option.compute_kernel == CACHING and option.cache_load_factor and given.cache_params is None
+            asked = CacheParams(load_factor=option.cache_load_factor) if sized else given.cache_params
+            assert option.cache_params == asked, where
         config = table_configs(module)[option.name]
         situation = Situation(
             module, config, case.topology.compute_device, optimizer_name(option.tensor, sharder.fused_params)

@@ -88,11 +88,11 @@ def joint_plan(
             if theirs is not None:
                 plans["torchrec"] = theirs.options
         else:
-            plans = {} if known.result is None else {"fewer_options": known.proposal}
+            plans = {} if known.result is None else {"known": copy.deepcopy(known.proposal)}
             rivals, theirs = known.rivals, known.torchrec
         rated: dict[str, Contender] = {}
         best: tuple[ReadProblem, JointResult] | None = None
-        for pinned in pinned_options(options, topology, plans.get("torchrec")):
+        for pinned in pinned_options(options, topology, plans.get("torchrec", plans.get("known"))):
             read = context.read(pinned, topology)
             cost = context.cost(read)
             starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}

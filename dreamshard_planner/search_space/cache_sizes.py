@@ -28,14 +28,18 @@ class OwnCacheSize(OwnOption):
 def coarse_sizes(
     options: Iterable[ShardingOption], given: Callable[[ShardingOption], float | None]
 ) -> list[OwnCacheSize]:
-    """Each option of a cache whose size nobody gave, at other sizes; without estimates.
+    """Each option of a cache whose size nobody gave, at other sizes; without estimates. Towers stay as they are.
 
     Args:
         options: of an enumerator.
         given: the load factor that a constraint or the module's ``fused_params`` ask for.
     """
-    cached = [option for option in options if option.compute_kernel == CACHING and given(option) is None]
-    return [_sized(option, share) for option in cached for share in COARSE]
+    return [
+        _sized(option, share)
+        for option in options
+        if option.compute_kernel == CACHING and not option.dependency and given(option) is None
+        for share in COARSE
+    ]
 
 
 def finer_sizes(options: Iterable[ShardingOption], plan: Sequence[ShardingOption]) -> list[OwnCacheSize]:
