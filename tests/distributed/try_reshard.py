@@ -50,9 +50,7 @@ def resharded(rank: ranks.Rank, before: Moving, after: Moving) -> Result:
 
 def tried(one: str, other: str, optimizer: str) -> str:
     """In a word or two."""
-    before, after = (
-        Moving(TABLES, {"bag0": WAYS[way], **STAYING}, optimizer) for way in (one, other)
-    )
+    before, after = (Moving(TABLES, {"bag0": WAYS[way], **STAYING}, optimizer) for way in (one, other))
     try:
         result = ranks.run_on_ranks(resharded, before, after, world_size=2)[0]
     except TimeoutError:
