@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ones = (1.0,) + (0.0,) * 16
     names = ("user_id", "item_id", "brand")
     monday = {name: FeatureStatistics(4.0, ones, 256, 1024.0) for name in names}
-    TableStatistics(monday).to_json(folder / "monday.json")
+    for name in ("monday", "today"):
+        TableStatistics(monday).to_json(folder / f"{name}.json")
     tuesday = TableStatistics({**monday, "user_id": FeatureStatistics(8.0, ones, 256, 2048.0)})
     tuesday.to_json(folder / "tuesday.json")
     tuesday.to_json(folder / "statistics.json")
