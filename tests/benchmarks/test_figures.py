@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from math import log
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -113,6 +114,21 @@ def network_errors() -> str:
     return f"errs by {forward * 100:.0f} % forward and {backward * 100:.0f} % backward"
 
 
+def gain_of_few_bytes() -> str:
+    rows = read("2026-11-23-drift.jsonl")[1:]
+    assert len(rows) == 60
+    afresh, few = (sum(log(row["stay_ms"] / ms(row)) for row in rows)
+                   for ms in (lambda row: row["afresh_ms"], lambda row: row["share_ms"]["20%"]))  # fmt: skip
+    return f"{few / afresh * 100:.1f} % of its gain over staying"
+
+
+def alarms() -> str:
+    result = read("2026-11-23-drift-watch.json")
+    assert result["false_alarms"] == 0 and result["runs_without_drift"] == 20
+    assert result["alarms_within_two_windows"] == result["of_those_worth"] == result["worth_5_percent"]
+    return f"in the {result['of_those_worth']} where"
+
+
 FIGURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("README.md", default_plans),
     ("README.md", on_torchrecs_terms),
@@ -125,6 +141,8 @@ FIGURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("README.md", hot_step),
     ("README.md", plain_steps),
     ("README.md", network_errors),
+    ("docs/replanning.md", gain_of_few_bytes),
+    ("docs/replanning.md", alarms),
 )
 """Page, and what it says by the results."""
 

@@ -17,7 +17,15 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from typer.testing import CliRunner
 
-from dreamshard_planner import FeatureStatistics, JsonPlanLoader, PlacementRules, PlanError, SavedPlan, TableStatistics, compare
+from dreamshard_planner import (
+    FeatureStatistics,
+    JsonPlanLoader,
+    PlacementRules,
+    PlanError,
+    SavedPlan,
+    TableStatistics,
+    compare,
+)
 from dreamshard_planner.cli import app
 from dreamshard_planner.planning.replanning import Held, _Ways
 from dreamshard_planner.plans.replan import Move, Moving, best

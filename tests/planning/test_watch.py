@@ -41,6 +41,12 @@ def watched(seed: int, **settings):
     return made, DriftWatch(made, steps=10**9, every=16, sample_every=1, **settings)
 
 
+def onto_rank_0(made) -> tuple[int, ...]:
+    """Pooling factors by which the tables of one rank become hot."""
+    plan = made.saved_plan().sharding["sparse"]
+    return tuple(60 if plan[name].shards[0].rank == 0 else 2 for name in "abcdefgh")
+
+
 def test_data_that_does_not_drift_is_no_alarm() -> None:
     _, watch = watched(0)
     for batch in batches(32, 100):
@@ -57,11 +63,11 @@ def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(logging.getLogger("dreamshard_planner.watch"), "handlers", [handler])
     made, watch = watched(0, told=told.append, path=tmp_path / "watch.jsonl")
     saved = made.saved_plan()
-    for batch in [*batches(16, 7), *batches(16, 8, POOLING[::-1])]:
+    for batch in [*batches(16, 7), *batches(16, 8, onto_rank_0(made))]:
         watch(batch)
     calm, alarm = watch.judgements
     assert not calm.pays and alarm.pays and told == [alarm]
-    assert set(alarm.drifted) == set(NAMES) and alarm.batches == 16
+    assert set(alarm.drifted) <= set(NAMES) and len(alarm.drifted) > 4 and alarm.batches == 16
     assert alarm.new_ms < alarm.now_ms and 0 < alarm.sure_seconds <= alarm.gain_seconds
     assert alarm.found.steps == 10**9 - 32 and not alarm.found.stays and made.saved_plan() == saved
     assert [(record.levelname, record.getMessage()) for record in logged] == [("WARNING", str(alarm))]
