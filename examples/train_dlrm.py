@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,21 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics, observe
 
 ROWS, LOOKUPS = [100_000, 50_000, 20_000, 5_000, 1_000, 100], [20, 1, 5, 50, 10, 1]
-FEATURES = [f"f{index}" for index in range(len(ROWS))]
-DIM, BATCH_SIZE, STEPS = 32, 128, 10
+FEATURES, DIM, BATCH_SIZE, STEPS = [f"f{index}" for index in range(len(ROWS))], 32, 128, 10
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--observe", metavar="FILE", help="what steps took, for dreamshard observed and learn")
+    observation = parser.parse_args().observe
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("torchrun has to start this: torchrun --nproc_per_node=2 examples/train_dlrm.py")
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     cuda = torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(local_rank if cuda else -1)  # negative: none
     dist.init_process_group("nccl" if cuda else "gloo")
-    data = RandomRecDataset(FEATURES, BATCH_SIZE, hash_sizes=ROWS, ids_per_features=LOOKUPS, num_dense=13)
+    data = iter(RandomRecDataset(FEATURES, BATCH_SIZE, hash_sizes=ROWS, ids_per_features=LOOKUPS, num_dense=13))
     tables = [EmbeddingBagConfig(ROWS[i], DIM, name=f"t_{f}", feature_names=[f]) for i, f in enumerate(FEATURES)]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, embeddings.parameters(), {"lr": 0.02})
@@ -46,9 +47,8 @@ def main() -> None:
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.02))
     pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense_optimizer]), device)
-    batches = iter(data)
-    with observe(model, planner, *sys.argv[2:]):  # --observe observation.json: for dreamshard observed and learn
-        losses = [pipeline.progress(batches)[0].item() for _ in range(STEPS)]
+    with observe(model, planner, observation):
+        losses = [pipeline.progress(data)[0].item() for _ in range(STEPS)]
     if dist.get_rank() == 0:
         print(planner.report())
         print(f"trained {STEPS} steps on {dist.get_world_size()} rank(s); loss {losses[0]:.4f} -> {losses[-1]:.4f}")
