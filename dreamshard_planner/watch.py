@@ -68,7 +68,8 @@ class Judgement:
     def __str__(self) -> str:
         if self.found is None:
             return f"step {self.step:,}: no feature drifted in {self.batches} sampled batches"
-        drifted = f"{len(self.drifted)} feature(s) drifted ({', '.join(self.drifted[:3])}, ...)" if self.drifted else ""
+        named = ", ".join(self.drifted[:3]) + ", ..." * (len(self.drifted) > 3)
+        drifted = f"{len(self.drifted)} feature(s) drifted ({named})" if self.drifted else ""
         verdict = "another plan pays" if self.pays else "the plan may stay"
         return (
             f"step {self.step:,}: {verdict}; {drifted or 'the plan was made without statistics'}; {self.new_ms:.3f} ms "
