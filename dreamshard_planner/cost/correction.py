@@ -146,10 +146,11 @@ class StageCheck:
 
     def to_dict(self, seconds: float | None = None) -> dict[str, Any]:
         """For JSON; ``said`` is all of it in words, after so many seconds of measuring; None: of observed kernels."""
-        verdict = "good"
-        if not self.good and seconds is None:
+        if self.good:
+            verdict = "good"
+        elif seconds is None:
             verdict = "observe other plans as well"
-        elif not self.good and seconds is not None:
+        else:
             missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
             longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
             verdict = longer if missing > 0 else "dreamshard train would learn it"

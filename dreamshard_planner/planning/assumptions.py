@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.search_space.kernels import memory_of
+from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
@@ -128,7 +128,7 @@ def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[No
         return ()
     assumed = f"{size_in_words(rank_bytes)} of host memory are assumed for every rank, TorchRec's default (ddr_cap)"
     if topology.compute_device != "cpu":
-        outside = [fqn_of(option) for option in plan if memory_of(option.compute_kernel).startswith("uvm")]
+        outside = [fqn_of(option) for option in plan if in_host_memory(option.compute_kernel)]
         named = ", ".join(outside[:NAMED]) + (", ..." if len(outside) > NAMED else "")
         text = f"{assumed}: {size_in_words(host_bytes)} on a host; {len(outside)} table(s) lie there ({named})"
         return (Note("assumption", text, figures),) if outside else ()

@@ -19,7 +19,7 @@ from torchrec.types import DataType
 
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, TableInputs
 from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.kernels import CACHING, memory_of, serves
+from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.search_space.modules import (
     Quantized,
@@ -227,8 +227,8 @@ class TableReader:
         """Whether the table is in host memory and no statistics tell how often its rows are read again."""
         statistics: Mapping[str, FeatureStatistics] = self._statistics or {}
         known = [statistics.get(name) for name in self._feature_names(option)]
-        in_host = memory_of(option.compute_kernel) in ("uvm", "uvm_caching")
-        return in_host and any(feature is None or feature.reuse_histogram is None for feature in known)
+        uncounted = any(feature is None or feature.reuse_histogram is None for feature in known)
+        return in_host_memory(option.compute_kernel) and uncounted
 
     def notes(self, plan: Iterable[ShardingOption]) -> tuple[str, ...]:
         """Assumptions behind the cost of the tables that a plan splits by rows."""

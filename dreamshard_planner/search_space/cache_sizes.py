@@ -10,7 +10,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner.search_space.enumeration import OwnOption
-from dreamshard_planner.search_space.kernels import CACHING, memory_of
+from dreamshard_planner.search_space.kernels import CACHING, in_host_memory
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
@@ -62,7 +62,7 @@ def finer_sizes(options: Iterable[ShardingOption], plan: Sequence[ShardingOption
 
 def uses_host_memory(plan: Iterable[ShardingOption]) -> bool:
     """Whether some table lies there, cached or not."""
-    return any(memory_of(option.compute_kernel) in ("uvm", "uvm_caching") for option in plan)
+    return any(in_host_memory(option.compute_kernel) for option in plan)
 
 
 def _share(option: ShardingOption) -> float:

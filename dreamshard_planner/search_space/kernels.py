@@ -53,6 +53,11 @@ def memory_of(name: str) -> str:
     return KERNELS[name].memory if name in KERNELS else "device"
 
 
+def in_host_memory(name: str) -> bool:
+    """Whether a GPU reads a kernel's weights over its link to the host, cached or not."""
+    return memory_of(name) in ("uvm", "uvm_caching")
+
+
 def fuses_as(name: str) -> str:
     """What TorchRec groups tables by: wherever their weights live, fused kernels are one, and those that serve."""
     kernel = KERNELS[name]
