@@ -14,7 +14,7 @@ import torch
 
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.policy.network import greedy_plan
-from dreamshard_planner.policy.place import place
+from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.training import QUICK, TrainingConfig, pool_tables, priced_tasks, rated_ms, train
@@ -31,14 +31,20 @@ def main(folder: Path) -> None:
 
 @torch.no_grad()
 def place_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
-    """Rules, policy and search on three tasks of tables that nothing was learned from."""
+    """Rules, policy and search on three tasks of tables that nothing was learned from.
+
+    Which tables a task has depends on what kernels cost here, so no placement may fit into the memory drawn: inf.
+    """
     _, held_out = pool_tables(config.pools)
     for task in priced_tasks(checkpoint.cost, held_out, 3, config.tasks, seed=7):
         problem = task.cost.problem
         print(f"\n{problem.num_parts} unseen tables on {problem.num_ranks} devices, predicted ms")
         plans = {rule: place_by_heuristic(problem, rule) for rule in HEURISTICS}
         plans["policy, one roll-out"] = greedy_plan(checkpoint.policy, task.cost)
-        plans["policy and search"] = place(task.cost, checkpoint.policy, DEFAULT_SEARCH).chosen.assignment_S
+        try:
+            plans["policy and search"] = place(task.cost, checkpoint.policy, DEFAULT_SEARCH).chosen.assignment_S
+        except InfeasibleError:
+            plans["policy and search"] = None
         for name, assignment_S in plans.items():
             print(f"  {name:22} {rated_ms(task.cost, assignment_S):8.3f}")
 
