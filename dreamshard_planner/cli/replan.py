@@ -30,14 +30,19 @@ def replan(
         Path | None, typer.Option(help="Of the data as it is now; default: those that the plan's file holds.")
     ] = None,
     max_bytes_moved: Annotated[
-        int | None, typer.Option(parser=size_bytes, metavar="SIZE", help="Of weights, all ranks together, as 20GB.")
+        int | None,
+        typer.Option(
+            parser=size_bytes, metavar="SIZE", help="Of weights and optimizer states, all ranks together, as 20GB."
+        ),
     ] = None,
     restart_seconds: Annotated[
         float, typer.Option(min=0, help="From the last step before to the first one after, without moving.")
     ] = 60.0,
     bandwidth: Annotated[
         float | None,
-        typer.Option(parser=bytes_per_s, metavar="RATE", help="Of weights to one rank; default: its slowest link."),
+        typer.Option(
+            parser=bytes_per_s, metavar="RATE", help="At which they come to one rank; default: its slowest link."
+        ),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node now.")

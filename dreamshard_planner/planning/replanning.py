@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
 from dreamshard_planner.planning.result import PlannedModel
-from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.replan import Move, Moving, Replan, best
 from dreamshard_planner.problem.units import positions_of
@@ -84,8 +84,10 @@ class Held:
     """What the ranks that are left hold of the tables that there are."""
 
     name: str
+    tables: Mapping[str, TableInputs]
+    """As the model declares them, by fully qualified name."""
     shards: Mapping[str, tuple[ShardPlace, ...]]
-    """Of tables that are in the plan with the same shape and data type, by fully qualified name."""
+    """Of tables that are in the plan with the same shape and data type."""
     whole: Mapping[str, TableSharding]
     """Of these, the tables of which no shard is lost, as they are sharded."""
     same_ranks: bool
@@ -112,15 +114,16 @@ class Held:
                 whole[fqn] = replace(table, shards=tuple(left))
         forced = [f"new: {some_of(new, ())}"] * bool(new) + [f"{ranks_in_words(gone)} lost"] * bool(gone)
         if not isinstance(current, SavedPlan):
-            return cls("the plan", shards, whole, not gone, tuple(forced))
+            return cls("the plan", model.inputs.tables, shards, whole, not gone, tuple(forced))
         was, now = current.inputs.topology, model.inputs.topology
         same = (was.world_size, was.local_world_size) == (now.world_size, now.local_world_size)
         if not same and not gone:
             forced.append(f"{was.world_size} -> {now.world_size} ranks")
-        return cls(current.name, shards, whole, same and not gone, tuple(forced))
+        return cls(current.name, model.inputs.tables, shards, whole, same and not gone, tuple(forced))
 
     def received_SD(self, option: ShardingOption, ranks: int) -> np.ndarray:
-        """Bytes of each shard of an option that each rank does not hold, were the shard there; none of new tables."""
+        """Bytes of each shard of an option, optimizer states with them, that each rank does not hold, were the shard
+        there; none of new tables."""
         new_SD = np.zeros((len(option.shards), ranks), dtype=np.int64)
         if fqn_of(option) in self.shards:
             for index, shard in enumerate(option.shards):
@@ -128,7 +131,8 @@ class Held:
                 new_SD[index] = place.common(place)
                 for held in self.shards[fqn_of(option)]:
                     new_SD[index, held.rank] -= place.common(held)
-        return new_SD * option.tensor.element_size()
+                new_SD[index] = self.tables[fqn_of(option)].trained_bytes(new_SD[index], place.size[1])
+        return new_SD
 
 
 class _Ways:

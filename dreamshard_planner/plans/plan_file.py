@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from dreamshard_planner.errors import FileError, PlanError
@@ -95,6 +96,22 @@ class TableSharding:
 
 
 NO_OPTIMIZER = "none"
+STATE_BYTES = 4
+"""FBGEMM keeps states in fp32, also of tables in fp16."""
+STATES = {
+    NO_OPTIMIZER: (0, 0),
+    "sgd": (0, 0),
+    "exact_sgd": (0, 0),
+    "exact_rowwise_adagrad": (0, 1),
+    "rowwise_adagrad": (0, 1),
+    "emainplace_rowwise_adagrad": (0, 1),
+    "adam": (2, 0),
+    "lamb": (2, 0),
+    "partial_rowwise_adam": (1, 1),
+    "partial_rowwise_lamb": (1, 1),
+}
+"""States per weight, and per row of a shard, by FBGEMM's name of the optimizer; one per weight (Adagrad, momentum) of
+others."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,12 @@ class TableInputs:
     def weight_bytes(self) -> int:
         """Of one weight."""
         return getattr(torch, self.data_type).itemsize
+
+    def trained_bytes(self, weights: np.ndarray, width: int) -> np.ndarray:
+        """Of so many weights, in a shard so many columns wide, and of their part of the optimizer's states."""
+        per_weight, per_row = STATES.get(self.optimizer, (1, 0))
+        states = weights * per_weight - (-weights * per_row // max(1, width))
+        return weights * self.weight_bytes + states * STATE_BYTES
 
     def table(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> Table:
         """As workloads are made of it; features that the statistics lack are read once per sample."""

@@ -25,7 +25,7 @@ class Moving:
     """
 
     bytes_per_s: float
-    """Of weights to one rank: its link, or its share of a disk."""
+    """Of weights and optimizer states to one rank: its link, or its share of a disk."""
     restart_seconds: float = 60.0
     """From the last step before to the first one after, without moving anything."""
 
@@ -48,7 +48,7 @@ class Move:
     tables: int
     """That the current plan has and that change; 0 where all stay."""
     bytes_moved: int
-    """Weights that ranks hold after and did not hold before, all ranks together, without optimizer states."""
+    """Weights, and their optimizer states, that ranks hold after and did not hold before, all ranks together."""
     bytes_to_one_rank: int
     """Of these, to the rank that gets most."""
     step_ms: float

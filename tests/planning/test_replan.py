@@ -68,7 +68,8 @@ def check(found, current: SavedPlan) -> None:
             continue
         for shard in after.shards:
             known = sum(shard.common(other) for other in held[name].shards if other.rank == shard.rank)
-            received[shard.rank] += (shard.size[0] * shard.size[1] - known) * sizes[name].weight_bytes
+            new = shard.size[0] * shard.size[1] - known
+            received[shard.rank] += new * sizes[name].weight_bytes + -(-new // shard.size[1]) * 4  # row-wise Adagrad's
     assert (sum(received), max(received)) == (found.chosen.bytes_moved, found.chosen.bytes_to_one_rank)
 
 
@@ -151,7 +152,9 @@ def test_few_moves_find_what_trying_all_finds() -> None:
             name: replace(tables[name], shards=(replace(tables[name].shards[0], rank=rank),))
             for name, rank in zip(names, ranks, strict=True)
         }
-        moved = sum(sharding.shards[0].size[0] * 256 for name, sharding in plan.items() if sharding != tables[name])
+        moved = sum(
+            sharding.shards[0].size[0] * (256 + 4) for name, sharding in plan.items() if sharding != tables[name]
+        )
         cost = after.predict(replace(saved, sharding={"sparse": plan})).total_ms
         least[moved] = min(cost, least.get(moved, cost))
     assert found.curve[-1].step_ms == pytest.approx(min(least.values()), rel=1e-6)
@@ -232,7 +235,7 @@ def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], l
     for name, sharding in current.sharding["sparse"].items():
         (shard,), (after_shard,) = sharding.shards, found.plan.sharding["sparse"][name].shards
         if shard.rank in gone:
-            homeless += shard.size[0] * shard.size[1] * 4
+            homeless += shard.size[0] * (shard.size[1] + 1) * 4
         else:
             assert after_shard.rank == names[shard.rank]
     assert found.chosen.bytes_moved == homeless and not found.stays
@@ -243,12 +246,26 @@ def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], l
     )
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "states"), [(torch.optim.SGD, 0), (torch.optim.Adagrad, 1), (torch.optim.Adam, 2)]
+)
+def test_states_move_with_their_weights(optimizer: type[torch.optim.Optimizer], states: int) -> None:
+    module = nn.Module()
+    module.sparse = collection(table("a", 4000, 64))
+    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
+    current = planned(module=module, sharding_types=["table_wise"]).saved_plan()
+    (shard,) = current.sharding["sparse"]["a"].shards
+    after = planned(module=module, sharding_types=["table_wise"], topology=topology(1))
+    moved = after.replan(current, steps=0, lost=[shard.rank]).chosen.bytes_moved
+    assert moved == 4000 * 64 * 4 * (1 + states)
+
+
 def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_bytes() -> None:
     current, after = (planned(topology=topology(ranks, device="cuda"), sharding_types=["row_wise"]) for ranks in (2, 4))
     current = current.saved_plan()
     found = after.replan(current, steps=0)
     check(found, current)
-    sizes = [table.rows * table.dim * 4 for table in current.inputs.tables.values()]
+    sizes = [table.rows * (table.dim + 1) * 4 for table in current.inputs.tables.values()]
     assert found.chosen.bytes_moved == pytest.approx(0.75 * sum(sizes), rel=0.01)
     assert "2 -> 4 ranks" in found.forced and found.forced[1].startswith("may not be sharded as they are: 'sparse.a'")
 
