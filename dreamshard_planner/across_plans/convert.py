@@ -18,7 +18,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dreamshard_planner.across_plans import reads
-from dreamshard_planner.across_plans.layout import KeyPath, SavedTable, is_named, paths, saved_tables, table_name
+from dreamshard_planner.across_plans.layout import (
+    KeyPath,
+    SavedTable,
+    check_named,
+    is_named,
+    paths,
+    saved_tables,
+    table_name,
+)
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
@@ -26,14 +34,22 @@ from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
 
 
-def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Collection[str] = ()) -> None:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    plan: SavedPlan,
+    dropped: Collection[str] = (),
+    added: Collection[str] = (),
+    fresh: Collection[str] = (),
+) -> None:
     """Write a checkpoint as ranks under a plan would have saved it, a piece in memory at a time. States of a replicated
     table get the names that a fused optimizer gives them.
 
     Args:
         source: folder of a checkpoint.
         target: a folder that does not exist yet.
-        dropped: as for :func:`~dreamshard_planner.across_plans.loading.load_across_plans`.
+        dropped, added, fresh: as for :func:`~dreamshard_planner.across_plans.loading.load_across_plans`; what they let
+            the checkpoint lack is not in the new one either, and is named again when that is loaded.
 
     Raises:
         CheckpointError: no checkpoint, or one that does not go with the plan; names the table.
@@ -41,9 +57,11 @@ def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Co
     """
     reader, writer = BoundedReader(source), WholeWriter(target)
     content = _Content(reader, plan.inputs.topology.world_size)
-    for weight, sharding in _shardings(plan, content.saved, dropped).items():
+    names = {str(table_name(weight)) for weight in content.saved}
+    check_named({*dropped, *added, *fresh}, names | {f"{m}.{t}" for m, found in plan.sharding.items() for t in found})
+    for weight, sharding in _shardings(plan, content.saved, dropped, added).items():
         try:
-            content.add_table(weight, sharding)
+            content.add_table(weight, sharding, is_named(weight, fresh))
         except reads.RefusedError as problem:
             raise CheckpointError(f"table {table_name(weight)}: {problem}") from problem
     content.add_others()
@@ -57,15 +75,20 @@ def convert(source: str | Path, target: str | Path, plan: SavedPlan, dropped: Co
         shutil.rmtree(writer.path, ignore_errors=True)
 
 
-def _shardings(plan: SavedPlan, saved: dict[str, SavedTable], dropped: Collection[str]) -> dict[str, TableSharding]:
+def _shardings(
+    plan: SavedPlan, saved: dict[str, SavedTable], dropped: Collection[str], added: Collection[str]
+) -> dict[str, TableSharding]:
     """Of every table that is written, by its weight."""
     left, result = {weight for weight in saved if not is_named(weight, dropped)}, {}
     for module, tables in plan.sharding.items():
         for name, sharding in tables.items():
             fqn = f"{module}.{name}".removeprefix(".")
             found = [weight for weight in left if weight.startswith(module) and weight.split(".")[-2] == name]
+            if not found and (fqn in added or name in added):
+                continue
             if len(found) != 1:
-                raise CheckpointError(f"table {fqn}: in {plan.name}, not in the checkpoint")
+                help = f"if it is new, name it as added ({fqn})"
+                raise CheckpointError(f"table {fqn}: in {plan.name}, not in the checkpoint; {help}")
             size, planned = (
                 tuple(saved[found[0]].entry.size),
                 (plan.inputs.tables[fqn].rows, plan.inputs.tables[fqn].dim),
@@ -100,31 +123,46 @@ class _Content(DefaultSavePlanner):
         self.paths: dict[str, KeyPath] = {}
         self.of_ranks: list[list[WriteItem]] = [[] for _ in range(world_size)]
 
-    def add_table(self, weight: str, sharding: TableSharding) -> None:
-        table, keys = self.saved[weight], {}
+    def add_table(self, weight: str, sharding: TableSharding, fresh: bool) -> None:
+        table = self.saved[weight]
         shards = sharding.shards[:1] if sharding.sharding_type == "data_parallel" else sharding.shards
         slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards})
         self._declare(table.key, self._where[table.key], table.entry, table.entry.size)
-        for name, key in table.states.items():
+        parts = [
+            (shard, part)
+            for shard in shards
+            for part in reads.pieces(reads.rectangle(shard.offset, shard.size), table.entry)
+        ]
+        states: list[list[tuple[MetadataIndex, ChunkStorageMetadata, list[reads.Read]]]] = [[] for _ in parts]
+        for name, saved_key in table.states.items():
             if JOINS.get(name) is Join.SINGLE:
-                self._kept.add(key)
-            else:
-                entry = table.state_entries[name]
-                path = (*(self._fused or self._where[key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
-                keys[name] = ".".join(map(str, path))
-                size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
-                self._declare(keys[name], path, entry, size)
-        for shard in shards:
-            down = slices.index((shard.offset[1], shard.size[1])) * table.entry.size[0]
-            for part in reads.pieces(reads.rectangle(shard.offset, shard.size), table.entry):
-                index = MetadataIndex(table.key, part.offsets)
-                self._add(shard.rank, index, part, reads.overlaps(table.key, table.entry, part, index))
-                for name, key in keys.items():
-                    per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
-                    place = per_row if len(self.entries[key].size) == 1 else part
-                    index = MetadataIndex(key, place.offsets)
+                self._kept.add(saved_key)
+                continue
+            entry = table.state_entries[name]
+            path = (*(self._fused or self._where[saved_key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
+            key, found = ".".join(map(str, path)), []
+            size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
+            for _, part in parts:
+                down = slices.index((part.offsets[1], part.sizes[1])) * table.entry.size[0]
+                per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
+                place = per_row if len(size) == 1 else part
+                index = MetadataIndex(key, place.offsets)
+                try:
                     made_of = reads.state_reads(table, name, index, tuple(place.sizes), part)
-                    self._add(shard.rank, index, place, made_of)
+                except reads.RefusedError as problem:
+                    if fresh:
+                        break
+                    raise reads.RefusedError(f"state {name}: {problem}; or name the table as fresh") from problem
+                found.append((index, place, made_of))
+            else:
+                self._declare(key, path, entry, size)
+                for of_part, state in zip(states, found, strict=True):
+                    of_part.append(state)
+        for (shard, part), of_part in zip(parts, states, strict=True):
+            index = MetadataIndex(table.key, part.offsets)
+            self._add(shard.rank, index, part, reads.overlaps(table.key, table.entry, part, index))
+            for state in of_part:
+                self._add(shard.rank, *state)
 
     def add_others(self) -> None:
         """What is no table's, as it is."""

@@ -12,13 +12,15 @@ table is a plain tensor with the states of the script's optimizer: ``state`` / `
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dreamshard_planner.across_plans.rules import NAMES
+from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.support.formatting import nearest
 
 KeyPath = tuple[str | int, ...]
 """Where something is in a nested state dict."""
@@ -36,6 +38,13 @@ def is_named(parameter: str, names: Container[str]) -> bool:
     """Whether the table is among names such as ``ebc.t`` or ``t``."""
     name = table_name(parameter) or parameter
     return name in names or name.rpartition(".")[2] in names
+
+
+def check_named(names: Collection[str], tables: Collection[str]) -> None:
+    """Whoever names a table that neither side has, misspelt it."""
+    known = {*tables, *(name.rpartition(".")[2] for name in tables)}
+    for name in sorted(set(names) - known):
+        raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
 
 
 def owner(parameter: object, weights: Container[str]) -> str | None:

@@ -19,13 +19,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from dreamshard_planner.across_plans.layout import KeyPath, is_named, owner, paths, saved_tables, state_of, table_name
+from dreamshard_planner.across_plans.layout import (
+    KeyPath,
+    check_named,
+    is_named,
+    owner,
+    paths,
+    saved_tables,
+    state_of,
+    table_name,
+)
 from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, read_bytes, state_reads
 from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
-from dreamshard_planner.support.formatting import nearest
 
 
 def load_across_plans(
@@ -81,7 +89,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         for path in self.mappings.values():
             if state := state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
-        self._check_consent()
+        tables = {str(table_name(weight)) for weight in (*self._saved, *self._weights)}
+        check_named(self._added | self._dropped | self._fresh, tables)
         self._rates = LearningRates(self.original_state_dict, self.metadata)
         reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []
         for key, value in self.state_dict.items():
@@ -121,12 +130,6 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         *container, last = self.mappings[key]
         state_dict: Any = self.original_state_dict
         functools.reduce(operator.getitem, container, state_dict)[last] = loaded
-
-    def _check_consent(self) -> None:
-        tables = {str(table_name(weight)) for weight in (*self._saved, *self._weights)}
-        known = tables | {name.rpartition(".")[2] for name in tables}
-        for name in sorted((self._added | self._dropped | self._fresh) - known):
-            raise CheckpointError(f"neither model nor checkpoint has a table {name!r}{nearest(name, known)}")
 
     def _reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
         if isinstance(value, Tensor) and (state := state_of(path, self._weights)):

@@ -44,11 +44,13 @@ def convert(
     target: Annotated[Path, typer.Argument(help="New folder: there whole, or not at all.")],
     plan: Annotated[Path, typer.Option(help="Plan, .json, to cut for.")],
     dropped: Annotated[str, typer.Option(help="Tables to leave out, separated by commas.")] = "",
+    added: Annotated[str, typer.Option(help="Tables of the plan that the checkpoint may lack, by commas.")] = "",
+    fresh: Annotated[str, typer.Option(help="Tables whose states may be left out where no rule makes them.")] = "",
 ) -> None:
     """Cut a checkpoint for another plan or number of ranks, with little memory."""
     with quiet():
         from dreamshard_planner.across_plans import convert as converting
         from dreamshard_planner.plans.plan_file import SavedPlan
 
-        converting.convert(source, target, SavedPlan.load(plan), listed(dropped))
+        converting.convert(source, target, SavedPlan.load(plan), listed(dropped), listed(added), listed(fresh))
     typer.echo(f"wrote {target}", err=True)

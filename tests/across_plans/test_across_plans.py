@@ -211,6 +211,30 @@ def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> N
     assert told["others"] == [f"optimizer.state.dense.{WEIGHT}.step"]
 
 
+def test_tables_come_and_states_start_anew_by_consent(tmp_path: Path) -> None:
+    """A state of a value per row for which there is no rule, and a table that the plan alone has."""
+    state = {"model": {WEIGHT: torch.randn(ROWS, DIM)}, "optimizer": {"state": {WEIGHT: {"t.odd": torch.rand(ROWS)}}}}
+    save_across_plans(state, tmp_path / "saved")
+    halves = plan_of(tmp_path / "plan.json", (0, 0, 0, ROWS, 8), (1, 0, 8, ROWS, 8))
+    tables = {**halves.sharding["ebc"], "new": halves.sharding["ebc"]["t"]}
+    inputs = replace(halves.inputs, tables={**halves.inputs.tables, "ebc.new": halves.inputs.tables["ebc.t"]})
+    predicted = replace(halves.predicted, alone_ms={**halves.predicted.alone_ms, "ebc.new": 1.0})
+    plan = replace(halves, inputs=inputs, predicted=predicted, sharding={"ebc": tables})
+    for consent, told in (
+        ({}, "table ebc.new: in .*, not in the checkpoint; if it is new, name it as added"),
+        ({"added": ["new"]}, "table ebc.t: state odd: .*no rule.*; or name the table as fresh"),
+        ({"added": ["new"], "fresh": ["ebc.tt"]}, "'ebc.tt' .did you mean 'ebc.t'"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            convert(tmp_path / "saved", tmp_path / "cut", plan, **consent)
+    convert(tmp_path / "saved", tmp_path / "cut", plan, added=["ebc.new"], fresh=["t"])
+    told = describe(tmp_path / "cut")["tables"]
+    assert list(told) == ["ebc.t"] and told["ebc.t"]["states"] == {} and told["ebc.t"]["column_slices"] == [8, 8]
+    loaded = {"model": zeros_like(state)["model"]}
+    load_across_plans(loaded, tmp_path / "cut")
+    assert torch.equal(loaded["model"][WEIGHT], state["model"][WEIGHT])
+
+
 def test_large_shards_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 300
     state = saved(tmp_path / "plain", rows=rows)
