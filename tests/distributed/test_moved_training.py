@@ -68,10 +68,10 @@ def turned(turn: int, optimizer: str, **settings: Any) -> Moving:
     return Moving(TABLES, plan, optimizer, hosts=2, **settings)
 
 
-def check(result: Result, expected: Result) -> None:
-    """Losses since the move, and the weights in the end."""
-    assert result.losses == pytest.approx(expected.losses[-len(result.losses) :], rel=1e-5)
-    torch.testing.assert_close(result.weights, expected.weights, rtol=1e-4, atol=1e-5)
+def check(result: Result, expected: Result, atol: float = 1e-5) -> None:
+    """Losses since the move, to rounding of a loss of 1, and the weights in the end."""
+    assert result.losses == pytest.approx(expected.losses[-len(result.losses) :], rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(result.weights, expected.weights, rtol=1e-4, atol=atol)
 
 
 def _every_turn(rank: Rank, folder: Path) -> dict[str, list[Result]]:
@@ -181,7 +181,8 @@ def test_random_pairs_of_plans_of_random_models(tmp_path: Path, pytestconfig: py
     for first in range(0, len(pairs), LAUNCH):
         block, folder = pairs[first : first + LAUNCH], tmp_path / str(first)
         for (before, after), result in zip(block, run_on_ranks(_pairs, block, folder, world_size=2)[0], strict=True):
-            check(result, reference(before, after))
+            # Adagrad makes a whole step of a gradient that is but rounding: of single weights whose state is near 0.
+            check(result, reference(before, after), atol=5e-4 if before.optimizer == "adagrad" else 1e-5)
 
 
 def _convert(rank: Rank, pairs: list[tuple[Moving, Moving]], folder: Path) -> list[Result]:
