@@ -353,8 +353,7 @@ def _remedies(planned: PlannedJob, table: str, step: Step) -> Iterator[Remedy]:
         return Remedy(what, total_ms, base_ms - total_ms)
 
     for kind, spec in SHARDING_TYPES.items():
-        splits = (spec.splits_rows or spec.splits_columns) and not (spec.runs_as or spec.only_named)
-        if splits and kind != label and (spec.span != "host" or job.machine.hosts > 1):
+        if spec.splits_unasked and kind != label and (spec.span != "host" or job.machine.hosts > 1):
             yield tried(f"split {kind}", _constrained(job, name, sharding_types=[kind]))
     if job.machine.device == "cuda":
         yield tried("cached in unified memory", _constrained(job, name, compute_kernels=[CACHING]))

@@ -25,6 +25,7 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.slices import own_slices
 from dreamshard_planner.support.formatting import size_in_words
@@ -47,7 +48,7 @@ class PlanningContext:
     reader: OptionReader
     checkpoint: Checkpoint
     cost_source: str = "auto"
-    constraints: dict[str, ParameterConstraints] | None = None
+    constraints: PlanningConstraints | None = None
     """As TorchRec's estimators take them."""
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None
     """Of the model, where options are to be estimated as TorchRec does; None: they are estimated already."""
@@ -69,7 +70,7 @@ class PlanningContext:
             checkpoint = resolve(checkpoint, topology.compute_device)
         return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
 
-    def with_constraints(self, constraints: dict[str, ParameterConstraints]) -> PlanningContext:
+    def with_constraints(self, constraints: PlanningConstraints) -> PlanningContext:
         """The same with other sharding types allowed."""
         return replace(self, constraints=constraints)
 

@@ -7,18 +7,12 @@ Shapes: D ranks, G fused groups, H latent channels, M kinds of memory, Y parts o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.beyond import WiderSpace
@@ -30,6 +24,7 @@ from dreamshard_planner.plans.verdict import collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search_space.constraints import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.input_checks import available_bytes
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
@@ -83,6 +78,7 @@ def explain(
             alone_ms=here.alone_ms[table],
             bytes=int(rated.read.problem.storage_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
             **changes.of(rated.read.problem.names[table]),
+            why_staying=_why_staying(rated, table),
             why_whole=_why_whole(rated.read.problem.names[table], context, wider, rated.options, others),
         )
         for table in costliest[:MAX_TABLES]
@@ -298,6 +294,14 @@ def _remedy(entry: TableCost | None) -> str:
     return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help."
 
 
+def _why_staying(rated: Rated, table: int) -> str:
+    """Why no part of a table can leave its rank, where none can."""
+    sharding = rated.sharding
+    option = rated.read.problem.tables[table][sharding.options[table]]
+    everywhere = len(set(option.ranks(sharding.positions[table]))) == len(rated.costs.device_ms_BD[0])
+    return "it is on every rank" if everywhere else "no other rank that may hold it has room"
+
+
 def _why_whole(
     table: str,
     context: PlanningContext,
@@ -307,23 +311,24 @@ def _why_whole(
 ) -> str:
     """Why a table has no option of more parts that fits."""
     parts = next(option.num_shards for option in plan if fqn_of(option) == table)
-    name = table.rpartition(".")[2]
-
-    def splitting(constraints: Mapping[str, ParameterConstraints] | None) -> set[str]:
-        allowed = (constraints or {}).get(name, ParameterConstraints()).sharding_types or ()
-        return {kind for kind in allowed if SHARDING_TYPES[kind].splits_rows or SHARDING_TYPES[kind].splits_columns}
-
     if any(fqn_of(option) == table and option.num_shards > parts for option in others):
         return "its parts find no room on other ranks"
     if parts > 1:
         return "it has as many parts as it may have"
-    if splitting(context.constraints):
+    left_out = _splitting_left_out(context, table)
+    splitting = {kind for kind, spec in SHARDING_TYPES.items() if spec.splits_unasked}
+    if splitting - left_out.keys():
         return "it has too few rows and columns"
-    opened = set() if wider is None else splitting(wider.context.constraints)
+    opened = splitting - _splitting_left_out(wider.context, table).keys() if wider is not None else set()
     if wider is not None and opened:
         return f"{wider.opened_by} would allow {' or '.join(sorted(opened))}"
-    exact = ", exact training" if wider is not None else ""
-    return f"its sharding_types, those of its sharder{exact} or TorchRec's defects leave only whole tables"
+    return reasons_in_words({kind: why for kind, why in left_out.items() if why != NOT_OFFERED} or left_out)
+
+
+def _splitting_left_out(context: PlanningContext, table: str) -> dict[str, str]:
+    """The types in parts that a table may not take, and why; empty where that is not known."""
+    left_out = context.constraints.left_out.get(table, {}) if context.constraints is not None else {}
+    return {kind: left_out[kind] for kind, spec in SHARDING_TYPES.items() if spec.splits_unasked and kind in left_out}
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:

@@ -34,7 +34,12 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
-from dreamshard_planner.search_space.constraints import doubtful_inputs, planning_constraints, unused_names
+from dreamshard_planner.search_space.constraints import (
+    PlanningConstraints,
+    doubtful_inputs,
+    planning_constraints,
+    unused_names,
+)
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
@@ -274,7 +279,7 @@ def _legal_ranks(request: PlanRequest, module: nn.Module, sharders: Sharders) ->
 
 def _constraints(
     request: PlanRequest, module: nn.Module, sharders: Sharders, legal: LegalRanks | None
-) -> dict[str, ParameterConstraints]:
+) -> PlanningConstraints:
     return planning_constraints(
         module,
         sharders,

@@ -56,6 +56,8 @@ class TableCost:
     """The best way to shard it in more parts; None where none is allowed or fits."""
     caching: Change | None
     """Its rows in unified memory behind a cache; None where that is not allowed, not there, or so already."""
+    why_staying: str = ""
+    """Why none of it can leave the rank, where ``leaving`` is None."""
     why_whole: str = ""
     """Why it is not split further, where nothing splits it."""
 
@@ -128,7 +130,7 @@ class Explanation:
                     f"{table.table:<{width}}{table.marginal_ms:>12.3f}{table.alone_ms:>14.3f}"
                     f"{size_in_words(table.bytes):>12}  {table.sharding}"
                 )
-                lines.append(f"    moved away: {_gain(table.leaving) or 'no other rank has room'}")
+                lines.append(f"    moved away: {_gain(table.leaving) or f'not possible, {table.why_staying}'}")
                 lines.append(f"    split further: {_gain(table.splitting) or f'not possible, {table.why_whole}'}")
                 lines += [f"    cached: {_gain(table.caching)}"] if table.caching else []
         lines += [f"... and {self.other_tables} more tables on this rank"] if self.other_tables else []

@@ -52,6 +52,19 @@ MAX_MEANT_DIM = 8192
 """More columns than embeddings have; rows and dim are taken to have changed places."""
 
 
+NOT_OFFERED = "the sharder does not offer it"
+NO_SUCH_TYPE = "there is no such type"
+
+
+class PlanningConstraints(dict[str, ParameterConstraints]):
+    """TorchRec's constraints by table name, as :func:`planning_constraints` makes them."""
+
+    def __init__(self, constraints: Mapping[str, ParameterConstraints]) -> None:
+        super().__init__(constraints)
+        self.left_out: dict[str, dict[str, str]] = {}
+        """By fully qualified name of a table, the sharding types that it may not take, and why."""
+
+
 def planning_constraints(
     module: nn.Module,
     sharders: Sequence[ModuleSharder[nn.Module]],
@@ -64,7 +77,7 @@ def planning_constraints(
     has_ssd: bool = True,
     legal: LegalRanks | None = None,
     impossible: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, ParameterConstraints]:
+) -> PlanningConstraints:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
 
@@ -88,7 +101,7 @@ def planning_constraints(
         PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
     """
     tables = shardable_tables(module, sharders)
-    expanded: dict[str, ParameterConstraints] = dict(constraints or {})
+    expanded = PlanningConstraints(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
         by_name.setdefault(table.name, []).append(table)
@@ -101,19 +114,14 @@ def planning_constraints(
         _check_min_partition(table, constraint)
         constraint.compute_kernels = _usable_kernels(table, constraint, compute_device, has_ssd)
         # TorchRec looks up one constraint for all tables of a name.
-        types = [
-            allowed_types(
-                one,
-                constraint,
-                compute_device,
-                sharding_types,
-                exact_training,
-                optimizers_attached,
-                {**impossible, **(legal.left_out(one.fqn) if legal else {})},
+        for one in by_name[name]:
+            ruled_out = {**impossible, **(legal.left_out(one.fqn) if legal else {})}
+            expanded.left_out[one.fqn] = types_left_out(
+                one, constraint, compute_device, sharding_types, exact_training, optimizers_attached, ruled_out
             )
-            for one in by_name[name]
-        ]
-        constraint.sharding_types = sorted(set(types[0]).intersection(*types[1:]))
+        constraint.sharding_types = _usable_types(
+            {one.fqn: expanded.left_out[one.fqn] for one in by_name[name]}, constraint.sharding_types
+        )
         features = table.feature_names
         # It holds no table's own statistics then, and the reader adds these.
         namesakes = [other for other in by_name[name] if other.feature_names != features]
@@ -313,7 +321,7 @@ def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTa
             )
 
 
-def allowed_types(
+def types_left_out(
     table: ShardableTable,
     constraint: ParameterConstraints,
     compute_device: str,
@@ -321,26 +329,10 @@ def allowed_types(
     exact_training: bool,
     optimizers_attached: bool,
     ruled_out: Mapping[str, str],
-) -> list[str]:
-    """Sharding types that may be used for a table by the compute kernels of its constraint, sorted.
-
-    Raises:
-        PlannerError: none is left; says why each was left out.
-    """
+) -> dict[str, str]:
+    """The sharding types that may not be used for a table by the compute kernels of its constraint, and why."""
     supported = table.sharder.sharding_types(compute_device)
     named = constraint.sharding_types or None
-    wanted = set(supported) if named is None else set(named) & set(supported)
-    left_out = {
-        kind: "the sharder does not offer it"
-        if kind in SHARDING_TYPES
-        else f"there is no such type{nearest(kind, SHARDING_TYPES)}"
-        for kind in named or ()
-        if kind not in supported
-    }
-    if sharding_types is not None:
-        left_out.update({kind: "the planner's sharding_types leave it out" for kind in wanted - set(sharding_types)})
-    left_out.update({kind: "nobody knows what it does" for kind in wanted - SHARDING_TYPES.keys()})
-    left_out.update({kind: reason for kind, reason in ruled_out.items() if kind in wanted})
     given = fused_params(table.module, table.sharder)
     situation = Situation(
         table.module,
@@ -352,24 +344,67 @@ def allowed_types(
         Quantized.of(table.module, table.sharder, table.parameter, table.config),
     )
     processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
-    for kind in sorted(wanted - left_out.keys()):
+
+    def reason(kind: str) -> str | None:
+        if kind not in SHARDING_TYPES:
+            return "nobody knows what it does" if kind in supported else NO_SUCH_TYPE + nearest(kind, SHARDING_TYPES)
+        if kind not in supported:
+            return NOT_OFFERED
+        if named is not None and kind not in named:
+            return "its constraint's sharding_types leave it out"
+        if sharding_types is not None and kind not in sharding_types:
+            return "the planner's sharding_types leave it out"
+        if why := ruled_out.get(kind) or broken(kind, situation):
+            return why
         kernels = table.sharder.compute_kernels(kind, compute_device)
-        if reason := broken(kind, situation):
-            left_out[kind] = reason
-        elif constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
-            left_out[kind] = f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
-        elif named is None and SHARDING_TYPES[kind].only_named and kind not in (sharding_types or ()):
-            left_out[kind] = "TorchRec wants it named"
-        elif named is None and processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
-            left_out[kind] = "TorchRec wants it named for feature processors"
-        elif named is None and exact_training and (reason := inexact(kind, situation)):
-            left_out[kind] = f"{reason} (name it in the table's constraint, or plan with exact_training=False)"
-    allowed = wanted - left_out.keys()
-    allowed = {kind for kind in allowed if SHARDING_TYPES[kind].runs_as not in allowed}
-    if not allowed:
-        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in sorted(left_out.items()))
-        raise refused(
-            f"no sharding type is left for table {table.fqn!r} ({reasons or 'the sharder offers none'}). Allow another "
-            "one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
-        )
-    return sorted(allowed)
+        if constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
+            return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
+        if named is not None:
+            return None
+        if SHARDING_TYPES[kind].only_named and kind not in (sharding_types or ()):
+            return "TorchRec wants it named"
+        if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
+            return "TorchRec wants it named for feature processors"
+        why = inexact(kind, situation) if exact_training else None
+        return why and f"{why} (name it in the table's constraint, or plan with exact_training=False)"
+
+    kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
+    left_out = {kind: why for kind in kinds if (why := reason(kind))}
+    for kind, spec in SHARDING_TYPES.items():
+        if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
+            left_out[kind] = f"it runs as {spec.runs_as}"
+    return left_out
+
+
+def reasons_in_words(left_out: Mapping[str, str]) -> str:
+    """Types with the reason that they share, as "column_wise, row_wise: the sharder does not offer it"."""
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in sorted(left_out.items()):
+        kinds.setdefault(reason, []).append(kind)
+    return "; ".join(f"{', '.join(of_one)}: {reason}" for reason, of_one in kinds.items())
+
+
+def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:
+    """Those that all tables of one name may use, sorted.
+
+    Args:
+        left_out: by table.
+        named: in their constraint.
+
+    Raises:
+        PlannerError: none is left; says why each was left out.
+    """
+    usable = sorted(kind for kind in SHARDING_TYPES if not any(kind in reasons for reasons in left_out.values()))
+    if usable:
+        return usable
+    tables = " and ".join(repr(fqn) for fqn in left_out)
+    reasons = {
+        kind: reason
+        for of_table in left_out.values()
+        for kind, reason in of_table.items()
+        if kind in (named or SHARDING_TYPES) and (named or reason != NOT_OFFERED)
+    }
+    raise refused(
+        f"no sharding type is left for table {tables} ({reasons_in_words(reasons) or 'the sharder offers none'}). "
+        "Allow another one in its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
+    )

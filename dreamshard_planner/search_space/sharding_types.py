@@ -95,6 +95,11 @@ class ShardingTypeSpec:
         return self.span == "rank" and not (self.splits_rows or self.splits_columns)
 
     @property
+    def splits_unasked(self) -> bool:
+        """Whether it cuts tables into parts that nothing else would cut so, without being named."""
+        return (self.splits_rows or self.splits_columns) and not (self.runs_as or self.only_named)
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole table."""
         return self.batch == "rank"

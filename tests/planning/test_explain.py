@@ -84,7 +84,7 @@ def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottle
     fixed.plan(module, SHARDERS)
     told = str(fixed.explain())
     assert "exact_training=False" not in told
-    assert "split further: not possible, its sharding_types, those of its sharder or TorchRec's defects" in told
+    assert "split further: not possible, column_wise: its constraint's sharding_types leave it out" in told
 
 
 def test_collectives_come_first_where_they_dominate_and_assumptions_are_told() -> None:
@@ -137,7 +137,7 @@ def test_ranks_and_plans_that_there_are_not() -> None:
     ("optimizer", "types", "remedy"),
     [
         (torch.optim.Adagrad, ["table_wise", "column_wise"], "min_partition=16) would gain"),
-        (RowWiseAdagrad, ["table_wise"], "leave only whole tables. A smaller table"),
+        (RowWiseAdagrad, ["table_wise"], "column_wise: its constraint's sharding_types leave it out. A smaller table"),
     ],
 )
 def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimizer, types, remedy: str) -> None:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from small_models import SHARDERS, TABLE_WISE, collection, planner, table, topology
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
@@ -56,6 +58,20 @@ def test_tables_of_one_name_may_have_other_features(given: list[float], expected
         constraints = {"t": ParameterConstraints(**{what: values})}
         with pytest.raises(PlannerError, match=r"tables \['a.t', 'b.t'\] have one name and \[1, 3\] features.*" + what):
             planner(constraints=constraints).plan(model, SHARDERS)
+
+
+def test_tables_of_one_name_share_their_sharding_types() -> None:
+    """TorchRec takes an empty list for no constraint."""
+    model = nn.Module()
+    model.a = collection(table("t"))
+    model.b = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["x"])]
+    )
+    sharders = [*SHARDERS, EmbeddingCollectionSharder()]
+    rules = {"t": ParameterConstraints(sharding_types=["table_column_wise", "row_wise"])}  # one for each
+    with pytest.raises(PlannerError, match="no sharding type is left for table 'a.t' and 'b.t'") as caught:
+        planning_constraints(model, sharders, rules, None, "cpu")
+    assert "row_wise" in str(caught.value) and "table_column_wise" in str(caught.value)
 
 
 def test_tables_of_one_name_have_statistics_of_their_own() -> None:
