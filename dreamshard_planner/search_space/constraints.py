@@ -397,7 +397,7 @@ def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str
     usable = sorted(kind for kind in SHARDING_TYPES if not any(kind in reasons for reasons in left_out.values()))
     if usable:
         return usable
-    tables = " and ".join(repr(fqn) for fqn in left_out)
+    tables = " and ".join(repr(fqn) for fqn in sorted(left_out))
     reasons = {
         kind: reason
         for of_table in left_out.values()
