@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 
 AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "ranks": ("ranks", whole),
     "gpus": ("ranks", whole),
     "nodes": ("hosts", whole),
     "batch-size": ("batch_size", whole),
     "gpu": ("gpu", str),
+    "memory": ("memory_bytes", size_bytes),
     "hbm": ("memory_bytes", size_bytes),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),
     "inter-bandwidth": ("inter_bytes_per_s", bytes_per_s),
     "sharding-group": ("sharding_group", whole),
 }
-"""Axis and reader of its values, by the option that gives one value."""
+"""Axis and reader of its values, by the option that gives one value; results are told by an axis's first option."""
 
 
 @command(
