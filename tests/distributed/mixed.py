@@ -23,6 +23,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from ranks import Rank
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecsDistributedModelParallel
@@ -315,11 +316,19 @@ def local_shards(
     for key, value in model.state_dict().items():
         if not key.endswith(".weight") or key.startswith("top"):
             continue
-        if isinstance(value, ShardedTensor):
-            shards = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in value.local_shards()]
-        else:
-            shards = [([0, 0], value.detach())]
-        yield key.split(".")[-2], tuple(value.size()), shards
+        yield key.split(".")[-2], tuple(value.size()), parts_of(value)
+
+
+def parts_of(value: Tensor | ShardedTensor) -> list[tuple[list[int], Tensor]]:
+    """This rank's shards of a tensor in a state dict, with their offsets."""
+    if isinstance(value, ShardedTensor):
+        return [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in value.local_shards()]
+    if isinstance(value, DTensor):
+        local = value.to_local()  # where it has no shard, it has an offset all the same
+        return [
+            (list(at), part.detach()) for at, part in zip(local.local_offsets(), local.local_shards(), strict=False)
+        ]
+    return [([0] * value.dim(), value.detach())]
 
 
 def untrained(name: str, shape: Sequence[int]) -> Tensor:

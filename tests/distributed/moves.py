@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mixed import LEARNING_RATE, SAMPLES, Case, MixedModel, TableSpec, batches, fill, sharders, untrained, whole_weights
+from mixed import SAMPLES, Case, MixedModel, TableSpec, batches, fill, sharders, untrained, whole_weights
 from ranks import Rank
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
@@ -23,7 +24,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed import comm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -37,9 +38,15 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "row_wise_adagrad": RowWiseAdagrad,
 }
+LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.005, "row_wise_adagrad": 0.005, "top": 0.05}
+"""So small that no sample's probability gets near 0 or 1, where float32 has few digits of its gradient."""
 EPS = 1e-8
-STEPS = 3
-"""Before and after a move."""
+BEFORE, AFTER = 3, 10
+"""Steps before a move, and after it."""
+ROUNDED = 2
+"""Further runs of the reference, which tell what rounding does."""
+MARGIN = 4
+"""How much farther a run may be from the reference than those are from each other."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Moving:
     """Learning rates are in the state dict."""
     attached: bool = False
     """Replicas have the in-backward optimizer of their tables."""
+    dtensors: bool = False
+    """In state dicts, in place of ``ShardedTensor``."""
 
     @property
     def samples(self) -> int:
@@ -98,6 +107,13 @@ class Moving:
     @property
     def case(self) -> Case:
         return Case(modules=self.tables, stock=False)
+
+    @property
+    def states_apart(self) -> dict[str, list[tuple[int, int]]]:
+        """Column slices of tables whose optimizer has a state for each: what training depends on, of a plan."""
+        if self.optimizer != "row_wise_adagrad":
+            return {}
+        return {name: self.plan[name].slices(spec.dim) for _, name, spec in self.case.tables()}
 
 
 def sharding_plan(moving: Moving, world_size: int) -> ShardingPlan:
@@ -129,12 +145,13 @@ class Job:
         comm._INTRA_PG = comm._CROSS_PG = None  # TorchRec keeps the groups of the first number of hosts
         self.case, self.plan, self.rank = moving.case, moving.plan, rank
         optimizer = OPTIMIZERS[moving.optimizer]
-        settings = {"lr": LEARNING_RATE} | ({} if moving.optimizer == "sgd" else {"eps": EPS})
+        settings = {"lr": LEARNING_RATES[moving.optimizer]} | ({} if moving.optimizer == "sgd" else {"eps": EPS})
         model = MixedModel(self.case)
         for module in moving.tables:
             apply_optimizer_in_backward(optimizer, getattr(model, module).parameters(), dict(settings))
         self.model = DistributedModelParallel(
             model,
+            env=ShardingEnv(rank.world_size, rank.rank, dist.group.WORLD, output_dtensor=moving.dtensors),
             device=rank.device,
             plan=sharding_plan(moving, rank.world_size),
             sharders=sharders(self.case),
@@ -148,7 +165,7 @@ class Job:
             tables = KeyedOptimizerWrapper(replicated, lambda params: optimizer(params, **settings))
             tables.init_state()
             parts.append(("replicated", tables))
-        self.top = torch.optim.SGD([p for name, p in dense.items() if name.startswith("top")], lr=LEARNING_RATE)
+        self.top = torch.optim.SGD([p for name, p in dense.items() if name.startswith("top")], lr=LEARNING_RATES["top"])
         self.optimizer = CombinedOptimizer(parts)
         self.optimizer.save_param_groups(moving.groups)
         fill(self.model)
@@ -225,29 +242,37 @@ class Result:
 def train_and_save(rank: Rank, moving: Moving, folder: Path, plain: bool = True, go_on: bool = True) -> Result:
     """Train, save, and go on as if nothing had been."""
     job = Job(moving, rank)
-    losses = job.train(0, STEPS)
+    losses = job.train(0, BEFORE)
     job.save(folder, plain)
-    losses += job.train(STEPS, STEPS) if go_on else []
+    losses += job.train(BEFORE, AFTER) if go_on else []
     return Result(losses, whole_weights(job.model, rank.world_size))
 
 
 def load_and_train(rank: Rank, moving: Moving, folder: Path, **consent: Any) -> Result:
     job = Job(moving, rank)
     job.load(folder, **consent)
-    losses = job.train(STEPS, STEPS)
+    losses = job.train(BEFORE, AFTER)
     return Result(losses, whole_weights(job.model, rank.world_size))
 
 
 class Reference:
-    """The model in plain torch, unsharded, with the states of column slices kept apart as the kernels keep them."""
+    """The model in plain torch, unsharded, with the states of column slices kept apart as the kernels keep them.
 
-    def __init__(self, moving: Moving) -> None:
-        self.case, self.optimizer = moving.case, moving.optimizer
+    Args:
+        rounding: 0, or the number of a run whose sums are in another order, ``2**rounding`` parts of a batch one after
+            the other, and whose weights start off by no more than float32 rounds.
+    """
+
+    def __init__(self, moving: Moving, rounding: int = 0) -> None:
+        self.case, self.optimizer, self._parts = moving.case, moving.optimizer, 2**rounding
         self.model = MixedModel(replace(moving.case, optimizer=None))
+        off = torch.Generator().manual_seed(rounding)
         for module, tables in moving.tables.items():
             for name, spec in tables.items():
-                weight = nn.Parameter(untrained(name, (spec.rows, spec.dim)))
-                self._holder(module, name).weight = weight
+                weight = untrained(name, (spec.rows, spec.dim))
+                if rounding:
+                    weight *= 1 + torch.finfo().eps * torch.randint(-1, 2, weight.shape, generator=off)
+                self._holder(module, name).weight = nn.Parameter(weight)
         self.weights = {name: self._holder(module, name).weight for module, name, _ in self.case.tables()}
         self.states_RD = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
 
@@ -257,49 +282,87 @@ class Reference:
 
     def train(self, moving: Moving, first: int, steps: int) -> list[float]:
         losses = []
-        for name, weight in self.weights.items():  # what a slice starts with is the mean over its columns
-            self._average(name, moving.plan[name].slices(weight.shape[1]))
+        self._average(moving)
         for step in range(first, first + steps):
             self.model.zero_grad()
-            loss = self.model(*batches(self.case, step, 0, moving.samples))
-            loss.backward()
-            losses.append(loss.item())
+            losses.append(self._gradients(step, moving.samples))
             with torch.no_grad():
                 for name, weight in self.weights.items():
-                    self._step(name, weight, moving.plan[name].slices(weight.shape[1]))
+                    self._step(name, weight, moving.states_apart.get(name))
                 for parameter in self.model.top.parameters():
-                    parameter -= LEARNING_RATE * parameter.grad
+                    parameter -= LEARNING_RATES["top"] * parameter.grad
         return losses
 
-    def _average(self, name: str, slices: list[tuple[int, int]]) -> None:
-        if self.optimizer == "row_wise_adagrad":
-            parts = [self.states_RD[name][:, first : first + width] for first, width in slices]
-            self.states_RD[name] = torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in parts], 1)
+    def _gradients(self, step: int, samples: int) -> float:
+        """Of a batch, and its loss."""
+        total, size = 0.0, -(-samples // self._parts)
+        for first in range(0, samples, size):
+            count = min(size, samples - first)
+            loss = self.model(*batches(self.case, step, first, count)) * count / samples
+            loss.backward()
+            total += loss.item()
+        return total
 
-    def _step(self, name: str, weight: nn.Parameter, slices: list[tuple[int, int]]) -> None:
-        gradient_RD = weight.grad
+    def _step(self, name: str, weight: nn.Parameter, slices: list[tuple[int, int]] | None) -> None:
+        gradient_RD, rate = weight.grad, LEARNING_RATES[self.optimizer]
         if self.optimizer == "sgd":
-            weight -= LEARNING_RATE * gradient_RD
+            weight -= rate * gradient_RD
             return
-        squares = [gradient_RD[:, first : first + width].square() for first, width in slices]
-        if self.optimizer == "row_wise_adagrad":
-            squares = [square.mean(1, keepdim=True).expand_as(square) for square in squares]
-        self.states_RD[name] = self.states_RD[name] + torch.cat(squares, 1)
-        weight -= LEARNING_RATE * gradient_RD / (self.states_RD[name].sqrt() + EPS)
+        self.states_RD[name] += _means(gradient_RD.square(), slices) if slices else gradient_RD.square()
+        weight -= rate * gradient_RD / (self.states_RD[name].sqrt() + EPS)
+
+    def _average(self, moving: Moving) -> None:
+        """What a slice starts with is the mean over its columns."""
+        for name, slices in moving.states_apart.items():
+            self.states_RD[name] = _means(self.states_RD[name], slices)
 
 
-def reference(before: Moving, *after: Moving) -> Result:
+def _means(whole_RD: Tensor, slices: list[tuple[int, int]]) -> Tensor:
+    """Over the columns of each slice."""
+    parts = [whole_RD[:, first : first + width] for first, width in slices]
+    return torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in parts], 1)
+
+
+def reference(before: Moving, *after: Moving, rounding: int = 0) -> Result:
     """Losses before and after moves, trained on after the last alone, and the weights in the end."""
-    model = Reference(before)
-    losses = model.train(before, 0, STEPS)
+    model = Reference(before, rounding)
+    losses = model.train(before, 0, BEFORE)
     for number, moving in enumerate(after, start=1):
-        losses += model.train(moving, STEPS, STEPS if number == len(after) else 0)
+        losses += model.train(moving, BEFORE, AFTER if number == len(after) else 0)
     return Result(losses, {name: weight.detach() for name, weight in model.weights.items()})
 
 
-def trains_alike(optimizer: str, before: Moving, after: Moving) -> bool:
-    """Whether the run goes on under the new plan as it would have under the old one, not only by the rules: column
-    slices of row-wise Adagrad have states of their own."""
-    dims = {name: spec.dim for _, name, spec in before.case.tables()}
-    slices = [[moving.plan[name].slices(dim) for name, dim in dims.items()] for moving in (before, after)]
-    return optimizer != "row_wise_adagrad" or slices[0] == slices[1]
+_references: dict[str, Result] = {}
+_rounding: dict[str, Result] = {}
+"""By what they depend on; the second is what float32 leaves open of losses and of each table's weights."""
+
+
+def check(result: Result, *plans: Moving) -> None:
+    """A run's last losses, and its weights in the end, are the reference's under these plans.
+
+    How far float32 may take them apart depends on the model: a gradient that is nearly nothing is the small difference
+    of large numbers. So the reference is run again with its sums in other orders, and that is the measure.
+    """
+    model = repr([(plan.tables, plan.optimizer, plan.samples) for plan in plans])
+    key = model + repr([plan.states_apart for plan in plans])
+    if key not in _references:
+        _references[key] = reference(*plans)
+    expected = _references[key]
+    if model not in _rounding:
+        others = [reference(*plans, rounding=number) for number in range(1, ROUNDED + 1)]
+        _rounding[model] = _spread(expected, others)
+    spread = _rounding[model]
+    losses = expected.losses[-len(result.losses) :]
+    assert result.losses == pytest.approx(losses, rel=0, abs=MARGIN * max(spread.losses))
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(result.weights[name], weight, rtol=0, atol=MARGIN * float(spread.weights[name]))
+
+
+def _spread(expected: Result, others: list[Result]) -> Result:
+    """How far runs are from the first at the most; its last digit, at the least."""
+    eps, losses = torch.finfo().eps, torch.tensor([run.losses for run in (expected, *others)])
+    farthest = {
+        name: torch.stack([weight * eps, *(run.weights[name] - weight for run in others)]).abs().max()
+        for name, weight in expected.weights.items()
+    }
+    return Result([float(losses.max() * eps), float((losses - losses[0]).abs().max())], farthest)

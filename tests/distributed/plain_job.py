@@ -22,13 +22,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 ROWS, DIM, WIDTH = 10, 16, 8
 
 
-def main(rank: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", 2), rank=rank, world_size=2)
+def unsharded() -> torch.nn.Module:
     tables = [EmbeddingBagConfig(ROWS, DIM, name=name, feature_names=[name]) for name in ("cut", "whole")]
     model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables, device=torch.device("meta"))})
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-    sharder = EmbeddingBagCollectionSharder()
+    return model
+
+
+def main(rank: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", 2), rank=rank, world_size=2)
+    model, sharder = unsharded(), EmbeddingBagCollectionSharder()
     shardings = {"cut": column_wise(ranks=[1, 0]), "whole": table_wise(rank=1)}
     plan = construct_module_sharding_plan(
         model["ebc"], shardings, sharder, local_size=2, world_size=2, device_type="cpu"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from mixed import MixedModel, TableSpec, sharders
-from moves import SAMPLES, Moving, Sharding, load_and_train, plan_file, reference, train_and_save
+from moves import SAMPLES, Moving, Sharding, check, load_and_train, plan_file, train_and_save
 from ranks import run_on_ranks
-from test_moved_training import check
 from torchrec.distributed.planner import Topology
 
 from dreamshard_planner import DreamShardPlanner, SavedPlan
@@ -38,7 +37,7 @@ def test_training_goes_on_with_least_movement(ranks: tuple[int, int], lost: tupl
     before = Moving(TABLES, plan, "row_wise_adagrad", ranks=was)
     plan_file(before, tmp_path / "plan.json")
     unmoved = run_on_ranks(train_and_save, before, tmp_path / "saved", world_size=was)[0]
-    check(unmoved, reference(before, before))
+    check(unmoved, before, before)
 
     planner = DreamShardPlanner(
         topology=Topology(now, "cpu"),
@@ -58,6 +57,6 @@ def test_training_goes_on_with_least_movement(ranks: tuple[int, int], lost: tupl
     convert(tmp_path / "saved", tmp_path / "converted", found.plan)
     after = as_moving(found.plan, before)
     moved = run_on_ranks(load_and_train, after, tmp_path / "converted", world_size=now)[0]
-    check(moved, reference(before, after))
+    check(moved, before, after)
     if before.samples == after.samples:
         assert moved.losses == pytest.approx(unmoved.losses[-len(moved.losses) :], rel=1e-5)

@@ -12,14 +12,17 @@ import ast
 import inspect
 import textwrap
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from mixed import parts_of
 from ranks import Rank, run_on_ranks
 from torch import nn
 from torch.distributed.remote_device import _remote_device
+from torch.distributed.tensor import DTensor
 from torchrec.distributed import model_parallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -31,7 +34,13 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm.model import EveryTypeSharder
-from dreamshard_planner import DreamShardError, DreamShardPlanner, ShardingGroups
+from dreamshard_planner import (
+    DreamShardError,
+    DreamShardPlanner,
+    ShardingGroups,
+    load_across_plans,
+    save_across_plans,
+)
 from dreamshard_planner.search_space.sharding_types import CW, RW, TW
 
 TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}
@@ -83,7 +92,31 @@ def _averaging(group: list[dist.ProcessGroup]):
     return all_reduce
 
 
-def _train(rank: Rank, consecutive: bool) -> dict[str, Any]:
+def _moves(sharded: nn.Module, folder: Path) -> bool:
+    """Whether a checkpoint loads where it was saved, and whole, without ranks: weights and states."""
+    state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
+    values = [
+        *state["model"].values(),
+        *(v for of_table in state["optimizer"]["state"].values() for v in of_table.values()),
+    ]
+    assert all(isinstance(value, DTensor) for value in values)
+    parts = [part for value in values for _, part in parts_of(value)]
+    kept = [part.clone() for part in parts]
+    save_across_plans(state, folder)
+    for part in parts:
+        part.zero_()
+    load_across_plans(state, folder)
+    same = all(map(torch.equal, parts, kept))
+    whole = {key: torch.zeros(tuple(value.shape)) for key, value in state["model"].items()}
+    sums = {f"dense.{key}": {"sum": torch.zeros(len(weights), 1)} for key, weights in whole.items()}
+    load_across_plans({"model": whole, "optimizer": {"state": sums}}, folder)
+    for key, value in state["model"].items():
+        for (row, column), part in parts_of(value):
+            same &= torch.equal(whole[key][row : row + len(part), column : column + part.shape[1]], part)
+    return same and all(state["sum"].any() for state in sums.values())
+
+
+def _train(rank: Rank, consecutive: bool, folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     _allow_cpus()
     groups = ShardingGroups(size=2, sync_interval=2, use_inter_host_allreduce=consecutive)
@@ -119,6 +152,7 @@ def _train(rank: Rank, consecutive: bool) -> dict[str, Any]:
         "replicas": dist.get_process_group_ranks(context.replica_pg),
         "before": before,
         "after": after,
+        "moves": _moves(sharded, folder),
         "bytes": sum(weights.nbytes for weights in before)
         + sum(state.nbytes for of_type in context.optimizer_tensors_by_dtype.values() for state in of_type),
         "synced_bytes": planner.report().notes if rank.rank == 0 else (),
@@ -126,8 +160,9 @@ def _train(rank: Rank, consecutive: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
-def test_replicas_of_a_planned_group_are_averaged(consecutive: bool) -> None:
-    ranks = run_on_ranks(_train, consecutive, world_size=4)
+def test_replicas_of_a_planned_group_are_averaged(consecutive: bool, tmp_path: Path) -> None:
+    ranks = run_on_ranks(_train, consecutive, tmp_path / "saved", world_size=4)
+    assert all(one["moves"] for one in ranks)
     assert all(one["kinds"] == TYPES for one in ranks)
     assert [one["replicas"] for one in ranks] == (
         [[0, 2], [1, 3], [0, 2], [1, 3]] if consecutive else [[0, 1], [0, 1], [2, 3], [2, 3]]
