@@ -270,8 +270,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._enumerator = self._given.enumerator or context.enumerator(self._batch_size, self._estimator(context))
         self._perf_model = self._given.perf_model or DreamShardPerfModel(self._topology, context=context)
         if self._given.proposer is None:
-            search = settings.search or DEFAULT_SEARCH
-            joint = JointProposer(context, session.left, search=search, seed=settings.seed, budget=budget)
+            joint = JointProposer(context, session.left, search=settings.search, seed=settings.seed, budget=budget)
             self._proposers = [joint]
         self._partitioner = self._given.partitioner or DreamShardPartitioner(
             search=settings.search,

@@ -15,7 +15,7 @@ from torchrec.distributed.planner.utils import reset_shard_rank
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.placing import SearchBudget, place_proposal
+from dreamshard_planner.planning.placing import Countdown, SearchBudget, place_proposal
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -67,6 +67,7 @@ def joint_plan(
     search: SearchConfig,
     seed: int,
     budget: SearchBudget,
+    clock: Countdown,
     known: JointPlan | None = None,
 ) -> JointPlan:
     """Search all options.
@@ -79,6 +80,7 @@ def joint_plan(
         search: of its moves and swaps.
         seed: of the search.
         budget: of time.
+        clock: of the joint searches.
         known: what a search of fewer options came to, which this one starts from alone.
     """
     with single_thread():
@@ -101,7 +103,7 @@ def joint_plan(
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:
                 rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
-            result = joint_search(cost, fitting.values(), config, search, seed, budget.joint)
+            result = joint_search(cost, fitting.values(), config, search, seed, clock.left())
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
             reset_shard_rank(pinned)
@@ -121,25 +123,36 @@ def with_cache_sizes(
     search: SearchConfig,
     seed: int,
     budget: SearchBudget,
+    clock: Countdown,
 ) -> JointPlan:
     """A plan whose caches may have any size, where some table lies in host memory or nothing fits; never dearer.
 
     Args:
-        context, options, topology, config, search, seed, budget: see :func:`joint_plan`.
+        context, options, topology, config, search, seed, budget, clock: see :func:`joint_plan`.
         found: what it came to, with caches of TorchRec's size; nothing follows where that took all its time.
     """
-    if found.result is not None and (found.result.cut_short or not uses_host_memory(found.proposal)):
+    if found.result is not None and not uses_host_memory(found.proposal):
         return found
     sizes = coarse_sizes(options, context.reader.load_factor)
-    each = replace(budget, joint=None if budget.joint is None else budget.joint / CACHE_ROUNDS)
     for _ in range(CACHE_ROUNDS):
-        if not sizes:
+        if not sizes or (found.result is not None and found.result.cut_short):
             break
         context.complete(sizes)
         options = [*options, *sizes]
-        found = joint_plan(context, options, topology, config, search, seed, each, known=found)
+        found = joint_plan(context, options, topology, config, search, seed, budget, clock, known=found)
         sizes = finer_sizes(options, found.proposal)
     return found
+
+
+def as_found(
+    context: PlanningContext, options: Sequence[ShardingOption], topology: Topology, plan: list[ShardingOption] | None
+) -> JointPlan:
+    """A plan with ranks, of these options, as a search without rivals would have found it; None: nothing fits."""
+    if plan is None:
+        return JointPlan([], (), None, None)
+    read = context.read(options, topology)
+    sharding = read.sharding(plan)
+    return JointPlan(plan, (), JointResult(sharding, context.cost(read).overall_ms(sharding), 0, 0), None)
 
 
 def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:

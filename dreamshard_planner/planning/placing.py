@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class SearchBudget:
     whole_tables: float | None = None
     """For the plan of whole tables, which the joint search starts from."""
     joint: float | None = None
-    """For how tables are split."""
+    """For how tables are split, and the sizes of caches."""
     placing: float | None = None
     """For where the shards go once that is chosen."""
     proposal: float | None = None
@@ -43,6 +44,22 @@ class SearchBudget:
 
 
 NO_CAP = SearchBudget()
+
+
+class Countdown:
+    """Seconds that several searches share, from the first one on; None for no cap."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end: float | None = None
+
+    def left(self) -> float | None:
+        """Seconds, from now on."""
+        if self._seconds is None:
+            return None
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
+        return max(0.0, self._end - time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.joint_plan import JointPlan, fastest_whole, joint_plan, with_cache_sizes
-from dreamshard_planner.planning.placing import NO_CAP, SearchBudget
+from dreamshard_planner.planning.joint_plan import JointPlan, as_found, fastest_whole, joint_plan, with_cache_sizes
+from dreamshard_planner.planning.placing import NO_CAP, Countdown, SearchBudget
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search_space.cache_sizes import uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.slices import without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
@@ -24,13 +26,14 @@ class JointProposer(Proposer):
 
     TorchRec tells a proposer what the storage reservation left only with the feedback on its first proposal. Where that
     is not given beforehand, whole tables are proposed first, and the search follows. Where every table can only be
-    placed whole, this is :class:`~dreamshard_planner.torchrec_components.proposer.TableWiseProposer`.
+    placed whole, :class:`~dreamshard_planner.torchrec_components.proposer.TableWiseProposer` proposes kernels, and the
+    search follows where caches of other sizes may serve better.
 
     Args:
         context: reads and rates options.
         topology: what the storage reservation leaves, where that is known.
         config: of the joint search.
-        search: of its moves and swaps.
+        search: of its moves and swaps; None to leave whole tables as ``TableWiseProposer`` proposes them.
         seed: of the search.
         budget: of time.
 
@@ -43,14 +46,16 @@ class JointProposer(Proposer):
         context: PlanningContext,
         topology: Topology | None = None,
         config: JointConfig = DEFAULT_JOINT,
-        search: SearchConfig = DEFAULT_SEARCH,
+        search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
         budget: SearchBudget = NO_CAP,
     ) -> None:
         self._context = context
         self._topology = topology
-        self._search = config, search, seed, budget
+        self._sizes_caches = search is not None
+        self._search = config, search or DEFAULT_SEARCH, seed, budget
         self._table_wise: TableWiseProposer | None = None
+        self._best: tuple[float, list[ShardingOption]] | None = None
         self._pending: list[ShardingOption] | None = None
         self._options: list[ShardingOption] = []
         self.found: JointPlan | None = None
@@ -61,7 +66,7 @@ class JointProposer(Proposer):
         allowed = as_constrained(search_space, self._context.constraints or {})
         usable = usable_options(allowed, self._context.topology.compute_device)
         self._options = without_idle_halves(usable, self._context.topology.world_size)
-        self.found, self._pending, self._table_wise = None, None, None
+        self.found, self._pending, self._table_wise, self._best = None, None, None, None
         if all(option.sharding_type == TW for option in self._options):
             self._table_wise = TableWiseProposer()
             self._table_wise.load(self._options, enumerator)
@@ -72,7 +77,11 @@ class JointProposer(Proposer):
 
     def propose(self) -> list[ShardingOption] | None:
         """See ``Proposer.propose``; None when done."""
-        return self._pending if self._table_wise is None else self._table_wise.propose()
+        if self._table_wise is not None and (proposal := self._table_wise.propose()) is not None:
+            return proposal
+        if self._table_wise is not None:
+            self._table_wise, self._pending = None, self._with_cache_sizes()
+        return self._pending
 
     def feedback(
         self,
@@ -84,6 +93,9 @@ class JointProposer(Proposer):
         """See ``Proposer.feedback``: the joint search, where it has not been."""
         if self._table_wise is not None:
             self._table_wise.feedback(partitionable, plan, perf_rating, storage_constraint)
+            self._topology = self._topology or storage_constraint
+            if plan is not None and perf_rating is not None and (self._best is None or perf_rating < self._best[0]):
+                self._best = perf_rating, copy.deepcopy(plan)
             return
         self._pending = None
         if self.found is None and storage_constraint is not None:
@@ -91,10 +103,26 @@ class JointProposer(Proposer):
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
-        options = certain_options(self._options, self._context.reader.is_guess)
-        self.found = joint_plan(self._context, options, topology, *self._search)
+        options, clock = certain_options(self._options, self._context.reader.is_guess), self._clock()
+        self.found = joint_plan(self._context, options, topology, *self._search, clock)
         if self.found.result is None and len(options) < len(self._options):
             options = self._options
-            self.found = joint_plan(self._context, options, topology, *self._search)
-        self.found = with_cache_sizes(self._context, options, topology, self.found, *self._search)
+            self.found = joint_plan(self._context, options, topology, *self._search, clock)
+        self.found = with_cache_sizes(self._context, options, topology, self.found, *self._search, clock)
         return self.found.proposal
+
+    def _with_cache_sizes(self) -> list[ShardingOption] | None:
+        """After whole tables with caches of TorchRec's size: the best of them with others; None where that is it."""
+        plan = None if self._best is None else self._best[1]
+        if not self._sizes_caches or self._topology is None or (plan is not None and not uses_host_memory(plan)):
+            return None
+        start = as_found(self._context, self._options, self._topology, plan)
+        found = with_cache_sizes(self._context, self._options, self._topology, start, *self._search, self._clock())
+        if found is start or found.result is None:
+            return None
+        self.found = found
+        return found.proposal
+
+    def _clock(self) -> Countdown:
+        *_, budget = self._search
+        return Countdown(budget.joint)

@@ -27,6 +27,7 @@ from dreamshard_planner import (
     compare,
 )
 from dreamshard_planner.workload.reuse import default_reuse
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
 
@@ -234,3 +235,20 @@ def test_caches_have_the_size_that_serves_the_plan_unless_somebody_gave_one() ->
     assert chosen.report().chosen.total_ms < given.report().chosen.total_ms
     with pytest.raises(PlannerError, match="HBM"):
         with_factor(0.2)
+
+
+def test_whole_tables_have_caches_of_other_sizes_as_well() -> None:
+    """Where tables can only be placed whole: caches of a fifth of all rows do not fit, or leave memory idle."""
+
+    def cached(count: int, gib: float, factor: float | None = None) -> DreamShardPlanner:
+        asked = ParameterConstraints(["table_wise"], [CACHED], cache_params=factor and CacheParams(load_factor=factor))
+        only = {f"t{i}": asked for i in range(count)}
+        made = large(count, gib, ddr_gib=1024, statistics=read_unevenly(count, gib), constraints=only)
+        assert made.report().sharding_types == {f"table_wise {CACHED}": count}
+        return made
+
+    assert max(sizes_of(cached(8, 400))) < CACHE_LOAD_FACTOR
+    sized = cached(12, 60)
+    assert max(sizes_of(sized)) > CACHE_LOAD_FACTOR
+    assert sized.report().chosen.total_ms < cached(12, 60, CACHE_LOAD_FACTOR).report().chosen.total_ms
+    assert all(max(memory.used_bytes) <= min(memory.limit_bytes) for memory in sized.report().memory)
