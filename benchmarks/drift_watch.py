@@ -2,11 +2,13 @@
 """Alarms of ``DriftWatch``: on data that does not drift, and on data that does, and what a call takes.
 
     python benchmarks/drift_watch.py --record benchmarks/results/2026-11-23-drift-watch.json
+    python benchmarks/drift_watch.py --training 400 --record benchmarks/results/2026-11-24-watched-training.json
 
 20 jobs of each kind: 16 tables with power-law ids on 4 CPU ranks, planned by 32 batches of 256 samples, watched for
 three windows of 32 sampled batches each. Where data drifts, the pooling factors of a quarter of the features trade
 places at the start of the first, second or third window; an alarm counts where it comes by the second window from
-there.
+there. ``--training`` trains the model of ``moving.py`` so many steps on two gloo ranks, watched as by default, every
+100th batch sampled, and tells which share of the processor time of a step the calls take.
 """
 
 from __future__ import annotations
@@ -14,18 +16,23 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
+from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import moving
 from common.meta_model import feature_names, meta_collection
 from common.output import write_result
 from common.provenance import provenance
@@ -109,15 +116,55 @@ def call_us() -> float:
     return (time.process_time() - start) * 10
 
 
+def train_watched(rank: int, folder: str, steps: int, told: Any) -> None:
+    """Seconds of processor time in steps and in calls of the watch, and of each sampled batch; by rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=moving.RANKS)
+    names = [f"f{index}" for index in range(len(moving.ROWS))]
+    made = RandomRecDataset(names, 512, hash_sizes=list(moving.ROWS), ids_per_features=[60, 4, 60, 4], num_dense=13,
+                            manual_seed=rank, num_generated_batches=10)  # fmt: skip
+    planner = DreamShardPlanner(batch_size=512)
+    model, _ = moving.job(planner)
+    watch, of_steps, of_calls = DriftWatch(planner, STEPS), 0.0, list[float]()
+    for _, batch in zip(range(steps), made, strict=False):
+        start = time.process_time()
+        watch(batch.sparse_features)
+        called = time.process_time()
+        model(batch)[0].backward()
+        of_steps += time.process_time() - called
+        of_calls.append(called - start)
+    sampled = of_calls[:: watch.sample_every]
+    found = {"steps": of_steps, "calls": sum(of_calls), "sampled": sampled, "share": sum(of_calls) / of_steps}
+    told.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def watched_training(steps: int) -> dict[str, Any]:
+    """Of both ranks; the one that planned comes first, and is the one that samples."""
+    told = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.spawn(train_watched, (folder, steps, told), moving.RANKS, join=False)
+        found = dict(told.get() for _ in range(moving.RANKS))
+        while not ranks.join():
+            pass
+    return {"training_steps": steps, "processor_seconds": [found[rank] for rank in range(moving.RANKS)]}
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--training", type=int, help="so many steps in place of the jobs")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if args.training:
+        print(result := watched_training(args.training))
+        write_result(args.record, provenance(torch.device("cpu")), result)
+        return
     runs = [run(seed, drifts) for drifts in (False, True) for seed in range(args.runs)]
     calm, drifting = runs[: args.runs], runs[args.runs :]
     in_time = [any(0 <= alarm - one["drifts_at"] < 2 for alarm in one["alarms_at"]) for one in drifting]

@@ -54,6 +54,8 @@ def test_example_runs_on_two_ranks(name: str) -> None:
     losses = re.findall(r"unmoved ([\d.]+), moved ([\d.]+)", done.stdout)
     assert len(losses) == (10 if name == "replan" else 0)
     assert all(float(unmoved) == pytest.approx(float(moved), abs=2e-6) for unmoved, moved in losses)
+    steps_ms = re.findall(r"([\d.]+) ms per step instead of ([\d.]+)", done.stdout)
+    assert len(steps_ms) == (name == "replan") and all(float(new) < 0.95 * float(now) for new, now in steps_ms)
 
 
 @pytest.mark.parametrize("name", ON_RANKS)

@@ -131,7 +131,7 @@ class Held:
                 new_SD[index] = place.common(place)
                 for held in self.shards[fqn_of(option)]:
                     new_SD[index, held.rank] -= place.common(held)
-                new_SD[index] = self.tables[fqn_of(option)].trained_bytes(new_SD[index], place.size[1])
+                new_SD[index] = self.tables[fqn_of(option)].trained_bytes(new_SD[index], max(1, place.size[1]))
         return new_SD
 
 

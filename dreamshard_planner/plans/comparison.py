@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
 from dreamshard_planner.plans.stale import differences, machine_differences
@@ -31,7 +31,7 @@ class TableChange:
     retyped: bool
     """Whether it changed its sharding type or kernel; else only ranks or sizes of its shards."""
     bytes_received: int
-    """Of weights that ranks hold after and did not hold before."""
+    """Of weights, and their optimizer's states, that ranks hold after and did not hold before."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Comparison:
     """Tables that the other plan lacks, or that have another shape or data type there."""
     only_after: tuple[str, ...]
     bytes_received: tuple[int, ...]
-    """Weights that each rank must get from others: what :attr:`changes` add up to, without optimizer states."""
+    """That each rank must get from others: what :attr:`changes` add up to."""
     cost_before: Predicted
     cost_after: Predicted
     machine: tuple[str, ...]
@@ -57,13 +57,13 @@ class Comparison:
     inputs: tuple[str, ...]
     """All else that the plans were made from and that differs, in words."""
     names: tuple[int, ...]
-    """What each rank of the plan after is called here, so that most weights stay where they are."""
+    """What each rank of the plan after is called here, so that most bytes stay where they are."""
     bytes_as_named: int
-    """Weights to move, all ranks together, if its ranks kept their names."""
+    """To move, all ranks together, if its ranks kept their names."""
 
     @property
     def total_bytes(self) -> int:
-        """Weights to move, all ranks together."""
+        """To move, all ranks together: weights, and their optimizers' states."""
         return sum(self.bytes_received)
 
     @property
@@ -85,7 +85,7 @@ class Comparison:
             self._headline(),
             *([f"Machine: {'; '.join(self.machine)}."] if self.machine else []),
             f"{self.before} -> {self.after}: {len(self.changes)} table(s) change, {retyped} of them their "
-            f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} of weights to move, "
+            f"sharding type or kernel, {self.unchanged} stay; {size_in_words(self.total_bytes)} to move, "
             f"{size_in_words(max(self.bytes_received, default=0))} at most to one rank.",
         ]
         if moved := [f"{rank} -> {name}" for rank, name in enumerate(self.names) if rank != name]:
@@ -191,7 +191,7 @@ def _changes(
     for fqn in alike:
         if one[fqn] == other[fqn]:
             continue
-        bytes_of = _received(one[fqn], other[fqn], before.inputs.tables[fqn].weight_bytes)
+        bytes_of = _received(one[fqn], other[fqn], before.inputs.tables[fqn])
         for rank, count in bytes_of.items():
             received[rank] += count
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
@@ -199,16 +199,16 @@ def _changes(
     return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received)
 
 
-def _received(before: TableSharding, after: TableSharding, weight_bytes: int) -> dict[int, int]:
-    """Bytes of a table that each rank holds after and did not hold before."""
+def _received(before: TableSharding, after: TableSharding, table: TableInputs) -> dict[int, int]:
+    """Bytes of a table, optimizer states with them, that each rank holds after and did not hold before."""
     held: dict[int, list[ShardPlace]] = {}
     for shard in before.shards:
         held.setdefault(shard.rank, []).append(shard)
     received: dict[int, int] = {}
     for shard in after.shards:
         known = sum(shard.common(other) for other in held.get(shard.rank, ()))
-        new = (shard.size[0] * shard.size[1] - known) * weight_bytes
-        received[shard.rank] = received.get(shard.rank, 0) + new
+        new = shard.size[0] * shard.size[1] - known
+        received[shard.rank] = received.get(shard.rank, 0) + table.trained_bytes(new, max(1, shard.size[1]))
     return received
 
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -114,6 +114,9 @@ STATES = {
 others."""
 
 
+Weights = TypeVar("Weights", int, np.ndarray)
+
+
 @dataclass(frozen=True)
 class TableInputs:
     """A table as the model declared it."""
@@ -141,10 +144,10 @@ class TableInputs:
         """Of one weight."""
         return getattr(torch, self.data_type).itemsize
 
-    def trained_bytes(self, weights: np.ndarray, width: int) -> np.ndarray:
-        """Of so many weights, in a shard so many columns wide, and of their part of the optimizer's states."""
+    def trained_bytes(self, weights: Weights, width: Any) -> Weights:
+        """Of so many weights, in shards so many columns wide, and of their part of the optimizer's states."""
         per_weight, per_row = STATES.get(self.optimizer, (1, 0))
-        states = weights * per_weight - (-weights * per_row // max(1, width))
+        states = weights * per_weight - (-weights * per_row // width)
         return weights * self.weight_bytes + states * STATE_BYTES
 
     def table(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> Table:

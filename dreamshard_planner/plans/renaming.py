@@ -24,8 +24,9 @@ FORBIDDEN = -1e18
 
 
 def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]:
-    """The name that each rank of ``after`` is to have, for most bytes of weights to stay where they are. Ranks of one
-    host remain on one host; those of other memory, and those that placement rules name, keep their names.
+    """The name that each rank of ``after`` is to have, for most bytes of weights and optimizer states to stay where
+    they are. Ranks of one host remain on one host; those of other memory, and those that placement rules name, keep
+    theirs.
     """
     one, other = before.inputs.topology, after.inputs.topology
     shape = [(each.compute_device, each.world_size, each.local_world_size) for each in (one, other)]
@@ -89,7 +90,8 @@ def _bytes_that_stay(
         was_N2, start_N2, end_N2 = _places(held[fqn])
         is_P, start_P2, end_P2 = _places(table.shards)
         sides_PN2 = np.minimum(end_P2[:, None], end_N2) - np.maximum(start_P2[:, None], start_N2)
-        bytes_PN = sides_PN2.clip(0).prod(-1) * declared.weight_bytes
+        width_P1 = (end_P2 - start_P2)[:, 1:].clip(1)
+        bytes_PN = declared.trained_bytes(sides_PN2.clip(0).prod(-1), width_P1)
         if span == "rank":
             np.add.at(rank_DD, (is_P[:, None], was_N2), bytes_PN)
         else:

@@ -129,6 +129,11 @@ def alarms() -> str:
     return f"in the {result['of_those_worth']} where"
 
 
+def watched_share() -> str:
+    of_ranks = read("2026-11-24-watched-training.json")["processor_seconds"]
+    return f"{max(rank['share'] for rank in of_ranks) * 100:.2f} % of a step's processor time"
+
+
 FIGURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("README.md", default_plans),
     ("README.md", on_torchrecs_terms),
@@ -143,6 +148,7 @@ FIGURES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("README.md", network_errors),
     ("docs/replanning.md", gain_of_few_bytes),
     ("docs/replanning.md", alarms),
+    ("docs/replanning.md", watched_share),
 )
 """Page, and what it says by the results."""
 

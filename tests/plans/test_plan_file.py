@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -365,9 +366,14 @@ def test_compare_names_what_changed_and_what_it_moves(made: tuple, file: Path) -
     expected[1 - home] += 4000 * 8 * 4
     assert list(found.bytes_received) == expected and found.unchanged == 2
     text = str(found)
-    assert "2 table(s) change, 1 of them their sharding type or kernel, 2 stay; 250.00 KiB of weights" in text
+    assert "2 table(s) change, 1 of them their sharding type or kernel, 2 stay; 250.00 KiB to move" in text
     assert f"table_wise on rank {home} -> column_wise on ranks 0-1" in text
     assert json.loads(json.dumps(found.to_dict()))["total_bytes"] == sum(expected)
+    for declared in document["inputs"]["tables"].values():
+        declared["optimizer"] = "exact_rowwise_adagrad"  # a number for each row of a shard
+    other.write_text(json.dumps(document))
+    trained = compare(replace(before, inputs=SavedPlan.load(other).inputs), other)
+    assert trained.total_bytes == found.total_bytes + (2000 + 4000) * 4
     rated = compare(before, one.saved_plan(SavedPlan.load(other), "split"))
     assert rated.cost_after.total_ms != before.predicted.total_ms == rated.cost_before.total_ms
 
