@@ -7,15 +7,16 @@ Shapes: P parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
-from torchrec.distributed.planner.types import CollectiveType, ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, OPERATIONS, CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, fits_of
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras, WithServing
+from dreamshard_planner.cost.interconnect import Interconnect
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
@@ -120,41 +121,20 @@ COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": To
 
 def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     """Exchanges as the checkpoint measured them, for ranks of as many hosts of that kind; else over the topology's
-    bandwidths, within hosts and between them."""
-    world_size, host = topology.world_size, min(topology.intra_group_size, topology.world_size)
-    inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
-    given = _given_world(topology)
-    # A reduce-scatter and an all-gather, each of an n-th of the tensor to each peer.
-    twice = replace(given, bytes_per_ms=given.bytes_per_ms / 2, latency_ms=2 * given.latency_ms)
+    bandwidths."""
+    given = Interconnect.of(topology)
     measured = {operation: _measured(topology, checkpoint, operation) for operation in OPERATIONS}
-    of_host = measured if _hosts(topology) == 1 else dict.fromkeys(OPERATIONS)
-    given_host = CollectiveModel(host, inside, source=_given(inside))
+    of_host = measured if given.hosts == 1 else dict.fromkeys(OPERATIONS)
     return Links(
-        all_to_all=measured["all_to_all"] or given,
-        reduce_scatter=measured["reduce_scatter"] or given,
-        all_gather=measured["all_gather"] or given,
-        all_reduce=measured["all_reduce"] or twice,
-        host_reduce_scatter=of_host["reduce_scatter"] or given_host,
-        host_all_gather=of_host["all_gather"] or given_host,
-        across=CollectiveModel(max(1, world_size // host), between, source=_given(between)),
-        all_to_one=_all_to_one(world_size, host, inside, between),
+        all_to_all=measured["all_to_all"] or given.all_to_all(),
+        reduce_scatter=measured["reduce_scatter"] or given.reduce_scatter(),
+        all_gather=measured["all_gather"] or given.reduce_scatter(),
+        all_reduce=measured["all_reduce"] or given.all_reduce(),
+        host_reduce_scatter=of_host["reduce_scatter"] or given.host_reduce_scatter(),
+        host_all_gather=of_host["all_gather"] or given.host_reduce_scatter(),
+        across=given.across(),
+        all_to_one=given.all_to_one(),
     )
-
-
-def _all_to_one(ranks: int, host: int, inside: float, between: float) -> CollectiveModel:
-    """What all ranks send to one, over its link to those of its host and over that to other hosts, one after the other;
-    all are taken to send alike, itself among them."""
-    if ranks == 1:
-        return CollectiveModel(1, inside, source=_given(inside))
-    ms_per_byte = ((host - 1) / inside + (ranks - host) / between) / ranks
-    # Of two ends, so that nothing counts but the bytes of all ranks together.
-    return CollectiveModel(
-        2, MAX_BYTES_PER_MS, source=_given(inside if host > 1 else between), shared_bytes_per_ms=1 / ms_per_byte
-    )
-
-
-def _hosts(topology: Topology) -> int:
-    return -(-topology.world_size // topology.local_world_size)
 
 
 def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> CollectiveModel | None:
@@ -164,25 +144,8 @@ def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> Col
     if measured is None or measured["hardware"]["device"] != topology.compute_device:
         return None
     hosts = measured.get("hosts", 1)
-    if hosts != _hosts(topology):
+    if hosts != -(-topology.world_size // topology.local_world_size):
         return None
     fit = fits_of(measured)[operation]
     ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
     return fit.model(topology.world_size, f"measured with {measured['backend']} on {ranks}, {checkpoint.name}")
-
-
-def _given_world(topology: Topology) -> CollectiveModel:
-    """An exchange of equal parts between all ranks over the topology's bandwidth: on several hosts it takes as long as
-    what goes to the ranks of other hosts."""
-    bytes_per_ms = topology.comms_bandwidths.get_bw(
-        local_world_size=topology.intra_group_size,
-        world_size=topology.world_size,
-        collective_type=CollectiveType.ALL_TO_ALL,
-    )
-    model = CollectiveModel(topology.world_size, bytes_per_ms, source=_given(bytes_per_ms))
-    others = topology.world_size - topology.intra_group_size
-    return model if others <= 0 else replace(model, bytes_per_ms=bytes_per_ms * (topology.world_size - 1) / others)
-
-
-def _given(bytes_per_ms: float) -> str:
-    return f"topology's {bytes_per_ms * 1e3 / 1e9:.0f} GB/s, nothing measured"

@@ -131,7 +131,7 @@ def test_no_point_is_dearer_than_the_present_plan_where_that_fits() -> None:
     good = job().plan()
     paper = replace(good.job, settings={"recipe": "paper"})  # one policy roll-out, without a search
     present = PlannedJob(paper, good.planner, good.plan, 0.0)
-    slower = replace(paper, machine=replace(paper.machine, intra_bytes_per_s=100 * GB))
+    slower = replace(paper, machine=replace(paper.machine, intra_bytes_per_s=200 * GB))
     kept_ms = slower.read().predict(good.plan).total_ms
     assert slower.plan().report.chosen.total_ms > kept_ms
     assert Plans(present=present).point("", 0, slower).total_ms == pytest.approx(kept_ms)
