@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from typer.testing import CliRunner
 
 from dreamshard_planner.cli import app
@@ -177,10 +177,10 @@ def test_a_browser_prints_it(file: Path) -> None:
 
 def test_one_report_makes_one_file_whatever_the_style_of_the_user(report: Report, file: Path) -> None:
     again = file.with_name("again.html")
-    rcParams.update({"axes.facecolor": "#123456", "svg.fonttype": "path", "text.usetex": True})
-    save_html(report, again, title=f"Plan of {SCRIPT}")
-    assert again.read_bytes() == file.read_bytes()
-    assert rcParams["axes.facecolor"] == "#123456"
+    with rc_context({"axes.facecolor": "#123456", "svg.fonttype": "path", "text.usetex": True}):
+        save_html(report, again, title=f"Plan of {SCRIPT}")
+        assert again.read_bytes() == file.read_bytes()
+        assert rcParams["axes.facecolor"] == "#123456"
 
 
 def test_pngs_are_of_the_same_figures(report: Report, tmp_path: Path) -> None:
