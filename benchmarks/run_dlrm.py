@@ -32,7 +32,6 @@ import gc
 import logging
 import random
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -109,13 +108,12 @@ def run(config: Config, node: Node) -> Result | None:
 
     planned = plan_all(make_planners(tables, batches, config, node), fresh_model, sharders, config, node)
     check_memory(planned, bare_model, config, node)
-    now = time.thread_time if config.processor_time and node.device.type == "cpu" else time.perf_counter
 
     def build(name: str) -> Trainee:
         plan = planned.plans[name]
         model = DistributedModelParallel(fresh_model(), plan=plan, sharders=sharders, device=node.device)
         fill_tables(model, tables, config.seed)
-        return Trainee(model, batches, node, now, planned.judge)
+        return Trainee(model, batches, node, config.processor_time, planned.judge)
 
     ranks = node.gather(train_side_by_side(build, config, node))
     return None if node.rank else Result.of(ranks, planned, scaling, config, node)

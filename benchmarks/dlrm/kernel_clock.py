@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import Tensor, nn
+from torch import nn
+
+from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
+from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
 
 
 class KernelClock:
@@ -18,39 +17,25 @@ class KernelClock:
     Args:
         model: sharded.
         device: of its kernels.
-        now: seconds, where that is the CPU.
+        processor_time: count the seconds that the CPU's thread computes, instead of those that pass.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._cuda, self._host_now = device.type == "cuda", now
-        self._marks: list[tuple[int, Any, Any]] = []
-        self.on = False
-        # Sharded modules keep their lookups in a plain list, out of reach of modules().
-        lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]
-        for kernel in (module for lookup in lookups for module in lookup.modules()):
-            if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
-                starts: list[Any] = []
-                kernel.register_forward_pre_hook(lambda *_, starts=starts: starts.append(self._now()))
-                kernel.register_forward_hook(lambda *args, starts=starts: self._after_forward(starts.pop(), args[-1]))
+    def __init__(self, model: nn.Module, device: torch.device, processor_time: bool = False) -> None:
+        self._recorder, self._computed = StepRecorder(Clock(device)), processor_time
+        hooks = Hooks(self._recorder)
+        for kernel in (kernel for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup)):
+            if isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
+                hooks.listen_to_kernel("kernels", kernel.emb_module, lambda *_: None)
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return self._host_now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def start(self) -> None:
+        """Time what is called from now on."""
+        self._recorder.current = Step(0)
 
-    def _after_forward(self, start: Any, output: Tensor) -> None:
-        if self.on:
-            self._marks.append((0, start, self._now()))
-            starts: list[Any] = []
-            output.grad_fn.register_prehook(lambda *_: starts.append(self._now()))
-            output.grad_fn.register_hook(lambda *_: self._marks.append((1, starts.pop(), self._now())))
-
-    def per_step_ms(self, steps: int) -> list[float]:
-        """Forward and backward ms per step since the last call, over the rank's kernels; the device must be idle."""
-        sums_ms = [0.0, 0.0]
-        for stage, start, end in self._marks:
-            sums_ms[stage] += start.elapsed_time(end) if self._cuda else 1e3 * (end - start)
-        self._marks.clear()
-        return [total_ms / steps for total_ms in sums_ms]
+    def stop(self, steps: int) -> list[float]:
+        """Forward and backward ms per step since the start, over the rank's kernels; the device must be idle."""
+        step, self._recorder.current = self._recorder.current, None
+        sums_ms = {"kernels forward": 0.0, "kernels backward": 0.0}
+        for name, start, end, _ in step.intervals:
+            if name in sums_ms:
+                sums_ms[name] += self._recorder.clock.elapsed_ms(start, end, self._computed)
+        return [total_ms / steps for total_ms in sums_ms.values()]

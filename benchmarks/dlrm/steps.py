@@ -105,12 +105,13 @@ class Trainee:
         model: nn.Module,
         batches: Sequence[Batch],
         node: Node,
-        now: Callable[[], float] = time.perf_counter,
+        processor_time: bool = False,
         planner: DreamShardPlanner | None = None,
     ) -> None:
-        """``planner`` predicts what is observed, by whatever plan the model is sharded."""
+        """``processor_time``: of kernels on a CPU; ``planner`` predicts what is observed, by whatever plan the model is
+        sharded."""
         self._node, self.model, self._planner = node, model, planner
-        self.clock = KernelClock(model, node.device, now)
+        self.clock = KernelClock(model, node.device, processor_time)
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))
         optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
@@ -129,11 +130,12 @@ class Trainee:
         """Train some steps; if timed, keep the milliseconds per step: all, and the kernels' forward and backward."""
         self._node.synchronize()
         dist.barrier()
-        self.clock.on = timed
+        if timed:
+            self.clock.start()
         start = time.perf_counter()
         for _ in range(steps):
             self.losses.append(self._pipeline.progress(self._batches)[0])
         self._node.synchronize()
         step_ms = 1e3 * (time.perf_counter() - start) / steps
         if timed:
-            self.blocks.append((step_ms, *self.clock.per_step_ms(steps)))
+            self.blocks.append((step_ms, *self.clock.stop(steps)))

@@ -76,7 +76,7 @@ class Laid:
     latent_YH: Tensor
 
 
-class CorrectedCost(ComputeCost):
+class WithShardErrors(ComputeCost):
     """A compute cost with a log factor for each shard of one problem; of use for that problem only."""
 
     def __init__(self, compute: ComputeCost, single_ms_S: Tensor, log_factor_S: Tensor, offset: float) -> None:
@@ -250,7 +250,7 @@ class MeasuredCosts:
         if self.evidence is None:
             raise ValueError("nothing was measured yet")
         factor_Z, offset = self.evidence.draw(generator)
-        corrected = CorrectedCost(self.cost.compute, self._single_ms_Z, factor_Z[self._alike], offset)
+        corrected = WithShardErrors(self.cost.compute, self._single_ms_Z, factor_Z[self._alike], offset)
         latent_ZH = torch.cat([self._latent_ZH, corrected.extra_S2], dim=-1)
         movable = self.cost.problem.num_parts
         preload = self.cost.preload and self._preload(self.cost.preload, latent_ZH[movable:])

@@ -93,6 +93,7 @@ def test_figures_by_hand() -> None:
     kinds = by_kind(tasks, "4x2")
     assert kinds["a"].tolist() == [[2, 1], [8, 1]] and np.isnan(kinds["b"][0, 1])
     assert strongest_rule(kinds) == "lookup_greedy"
+    assert strongest_rule({rule: kinds[rule] for rule in ("size_greedy", "dim_greedy")}) == "dim_greedy"  # old records
     assert compared(kinds, "a", "lookup_greedy")[0] == pytest.approx(0.5)  # tasks 1 and 1/4
     assert compared(kinds, "b", "lookup_greedy")[0] == pytest.approx(0.25)  # of the one that it places
     away = {**rules, "a<4x2#0": 32.0}
