@@ -35,7 +35,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from common.output import table_of, wide_console
 from common.provenance import provenance
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.workload import named_pool
+from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.reuse import cache_hits, default_reuse
 
 GIB = 2**30

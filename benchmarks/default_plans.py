@@ -37,7 +37,7 @@ from common.output import table_of
 from common.provenance import provenance
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.workload import named_pool
+from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from full_search import SHARDERS, Contest, Made, append
 

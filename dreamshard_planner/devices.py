@@ -8,7 +8,7 @@ it receives, at the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dreamshard_planner.errors import TaskError
@@ -44,60 +44,47 @@ class Gpu:
     source: str
 
 
+_A100 = Gpu(
+    title="NVIDIA A100 40GB SXM",
+    memory_bytes=40 * GB,
+    memory_bytes_per_s=1555 * GB,
+    l2_bytes=40 * 10**6,
+    link="NVLink 3",
+    link_bytes_per_s=300 * GB,
+    host_bytes_per_s=32 * GB,
+    network_bytes_per_s=25 * GB,
+    source="NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU",
+)
+_H100 = Gpu(
+    title="NVIDIA H100 SXM",
+    memory_bytes=80 * GB,
+    memory_bytes_per_s=3350 * GB,
+    l2_bytes=50 * 10**6,
+    link="NVLink 4",
+    link_bytes_per_s=450 * GB,
+    host_bytes_per_s=64 * GB,
+    network_bytes_per_s=50 * GB,
+    source="NVIDIA H100 data sheet; DGX H100: one 400 Gb/s adapter per GPU",
+)
 GPUS = {
-    "a100-40": Gpu(
-        title="NVIDIA A100 40GB SXM",
-        memory_bytes=40 * GB,
-        memory_bytes_per_s=1555 * GB,
-        l2_bytes=40 * 10**6,
-        link="NVLink 3",
-        link_bytes_per_s=300 * GB,
-        host_bytes_per_s=32 * GB,
-        network_bytes_per_s=25 * GB,
-        source="NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU",
-    ),
-    "a100-80": Gpu(
-        title="NVIDIA A100 80GB SXM",
-        memory_bytes=80 * GB,
-        memory_bytes_per_s=2039 * GB,
-        l2_bytes=40 * 10**6,
-        link="NVLink 3",
-        link_bytes_per_s=300 * GB,
-        host_bytes_per_s=32 * GB,
-        network_bytes_per_s=25 * GB,
-        source="NVIDIA A100 data sheet; DGX A100: one 200 Gb/s adapter per GPU",
-    ),
-    "h100": Gpu(
-        title="NVIDIA H100 SXM",
-        memory_bytes=80 * GB,
-        memory_bytes_per_s=3350 * GB,
-        l2_bytes=50 * 10**6,
-        link="NVLink 4",
-        link_bytes_per_s=450 * GB,
-        host_bytes_per_s=64 * GB,
-        network_bytes_per_s=50 * GB,
-        source="NVIDIA H100 data sheet; DGX H100: one 400 Gb/s adapter per GPU",
-    ),
-    "h200": Gpu(
+    "a100-40": _A100,
+    "a100-80": replace(_A100, title="NVIDIA A100 80GB SXM", memory_bytes=80 * GB, memory_bytes_per_s=2039 * GB),
+    "h100": _H100,
+    "h200": replace(
+        _H100,
         title="NVIDIA H200 SXM",
         memory_bytes=141 * GB,
         memory_bytes_per_s=4800 * GB,
-        l2_bytes=50 * 10**6,
-        link="NVLink 4",
-        link_bytes_per_s=450 * GB,
-        host_bytes_per_s=64 * GB,
-        network_bytes_per_s=50 * GB,
         source="NVIDIA H200 data sheet; DGX H200: one 400 Gb/s adapter per GPU",
     ),
-    "b200": Gpu(
+    "b200": replace(
+        _H100,
         title="NVIDIA B200 SXM",
         memory_bytes=180 * GB,
         memory_bytes_per_s=8000 * GB,
         l2_bytes=126 * 10**6,
         link="NVLink 5",
         link_bytes_per_s=900 * GB,
-        host_bytes_per_s=64 * GB,
-        network_bytes_per_s=50 * GB,
         source="NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
     ),
     "l4": Gpu(
@@ -145,10 +132,8 @@ class Machine:
         for name in ("ranks_per_host", "hosts"):
             if getattr(self, name) < 1:
                 raise TaskError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("memory_bytes", "memory_bytes_per_s", "host_memory_bytes"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise TaskError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
+        rates = ("memory_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s")
+        for name in ("memory_bytes", "host_memory_bytes", *rates):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise TaskError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.gpu is not None and self.hosts > 1 and self.inter_bytes_per_s is None:

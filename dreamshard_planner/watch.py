@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.support.formatting import seconds_in_words
+from dreamshard_planner.support.formatting import first_of, seconds_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -68,8 +68,7 @@ class Judgement:
     def __str__(self) -> str:
         if self.found is None:
             return f"step {self.step:,}: no feature drifted in {self.batches} sampled batches"
-        named = ", ".join(self.drifted[:3]) + ", ..." * (len(self.drifted) > 3)
-        drifted = f"{len(self.drifted)} feature(s) drifted ({named})" if self.drifted else ""
+        drifted = f"{len(self.drifted)} feature(s) drifted ({first_of(self.drifted, 3)})" if self.drifted else ""
         verdict = "another plan pays" if self.pays else "the plan may stay"
         return (
             f"step {self.step:,}: {verdict}; {drifted or 'the plan was made without statistics'}; {self.new_ms:.3f} ms "

@@ -12,8 +12,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from common.meta_model import meta_collection
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
-from dreamshard_planner.workload import named_pool
-from dreamshard_planner.workload.pools import EMBARK_MODELS, meta_like
+from dreamshard_planner.workload.pools import EMBARK_MODELS, meta_like, named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 SETTINGS = {"all": (TW, CW, TWCW, RW, TWRW, DP), "no_dp": (TW, CW, TWCW, RW, TWRW)}

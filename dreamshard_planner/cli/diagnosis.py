@@ -27,7 +27,8 @@ class Finding:
 
 def diagnose(measure: bool = False) -> list[Finding]:
     """All findings; never raises for what is missing. Where asked to, measures what can be run here."""
-    findings = [_python(), _dreamshard(), *map(_library, LIBRARIES)]
+    own = [Finding("Python", sys.version.split()[0]), Finding("dreamshard_planner", __version__)]
+    findings = [*own, *map(_library, LIBRARIES)]
     if any(finding.verdict == "missing" for finding in findings):
         return findings
     findings += [_cpu(), *_cuda(), _own_checkpoints()]
@@ -56,14 +57,6 @@ def _measured() -> list[Finding]:
     return findings
 
 
-def _python() -> Finding:
-    return Finding("Python", sys.version.split()[0])
-
-
-def _dreamshard() -> Finding:
-    return Finding("dreamshard_planner", __version__)
-
-
 def _library(library: Library) -> Finding:
     """Whether it works here, and was tried."""
     releases = library.releases()
@@ -84,9 +77,8 @@ def _cpu() -> Finding:
     from dreamshard_planner.measure.hardware import describe_hardware
 
     hardware = describe_hardware("cpu", 1)
-    return Finding(
-        "CPU", f"{hardware['name']}, {hardware['cores']} cores, {int(hardware['memory_bytes']) / 1e9:.0f} GB"
-    )
+    memory = f"{int(hardware['memory_bytes']) / 1e9:.0f} GB"
+    return Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {memory}")
 
 
 def _cuda() -> list[Finding]:
@@ -119,12 +111,8 @@ def _own_checkpoints() -> Finding:
     try:
         names = ", ".join(path.name for path in user_folder.files())
     except OSError as error:
-        return Finding(
-            subject,
-            f"{user_folder.folder()}: {error.strerror}",
-            "note",
-            f"set {user_folder.VARIABLE} to another folder",
-        )
+        advice = f"set {user_folder.VARIABLE} to another folder"
+        return Finding(subject, f"{user_folder.folder()}: {error.strerror}", "note", advice)
     return Finding(subject, f"{names or 'none'}, in {user_folder.folder()}")
 
 

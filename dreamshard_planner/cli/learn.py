@@ -26,9 +26,11 @@ from dreamshard_planner.cli.options import (
     output,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, show
+from dreamshard_planner.errors import CalibrationRefused, CheckpointError
 from dreamshard_planner.support.files import check_writable
 
 if TYPE_CHECKING:
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
     from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import TrainingConfig
     from dreamshard_planner.workload.tables import Table
@@ -64,6 +66,24 @@ def tell_where(out: Path, given: bool) -> None:
     """On stderr, what to do with a new checkpoint."""
     how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}'
     typer.echo(f"plan with it: {how}" if given else f"kept in {out}: plans on this machine take it now", err=True)
+
+
+def _show_made(checkpoint: Checkpoint, path: Path, given: bool, format: Format) -> None:
+    """How good a new checkpoint is on held-out tables, and what to do with it."""
+    validation = checkpoint.metadata["validation"]
+    tell_where(path, given)
+    show(validation, format, facts(validation, str(path)))
+
+
+@contextmanager
+def refusal_told(out: Path) -> Iterator[None]:
+    """On stderr, what was checked, where costs are not corrected and nothing is written."""
+    try:
+        yield
+    except CalibrationRefused as refused:
+        for check in refused.checks:
+            typer.echo(check["said"], err=True)
+        raise CalibrationRefused(f"{out} stays as it was: {refused}; or --force") from refused
 
 
 @contextmanager
@@ -113,9 +133,7 @@ def train(
         else:
             checkpoint = train(config, path, ranks=ranks)
         if ranks.leads:
-            validation = checkpoint.metadata["validation"]
-            tell_where(path, out is not None)
-            show(validation, format, facts(validation, str(path)))
+            _show_made(checkpoint, path, out is not None, format)
 
 
 @command("dreamshard collect --seconds 60 --out sets.npz")
@@ -198,9 +216,7 @@ def fit(
     path = out or keep_in(train_data.hardware, recipe.value)
     checkpoint, _ = learn(config, train_data, test_data)
     checkpoint.save(path)
-    validation = checkpoint.metadata["validation"]
-    tell_where(path, out is not None)
-    show(validation, format, facts(validation, str(path)))
+    _show_made(checkpoint, path, out is not None, format)
 
 
 @command("dreamshard calibrate --seconds 60")
@@ -229,7 +245,6 @@ def calibrate(
     exit status is 1. Under torchrun all ranks measure.
     """
     from dreamshard_planner.checkpoints.checkpoint import resolve
-    from dreamshard_planner.errors import CalibrationRefused, CheckpointError
     from dreamshard_planner.training import calibrate
 
     start = resolve(checkpoint, device.value, threads=threads)
@@ -240,25 +255,20 @@ def calibrate(
         )
     own, batches = _own_tables(tables, plan, statistics)
     path = out or keep_in(_described(device, threads), how="calibrated")
-    with _measuring(device) as ranks:
-        try:
-            made = calibrate(
-                start,
-                path,
-                seconds=seconds,
-                device=device.value,
-                threads=threads,
-                tables=own,
-                batch_sizes=batches,
-                collectives=_read_collectives(collectives),
-                seed=seed,
-                force=force,
-                ranks=ranks,
-            )
-        except CalibrationRefused as refused:
-            for check in refused.checks:
-                typer.echo(check["said"], err=True)
-            raise CalibrationRefused(f"{path} stays as it was: {refused}; or --force") from refused
+    with _measuring(device) as ranks, refusal_told(path):
+        made = calibrate(
+            start,
+            path,
+            seconds=seconds,
+            device=device.value,
+            threads=threads,
+            tables=own,
+            batch_sizes=batches,
+            collectives=_read_collectives(collectives),
+            seed=seed,
+            force=force,
+            ranks=ranks,
+        )
         if not ranks.leads:
             return
     told = made.metadata["calibration"]

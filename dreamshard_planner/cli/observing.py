@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.learn import KEPT, keep_in, tell_where
+from dreamshard_planner.cli.learn import KEPT, keep_in, refusal_told, tell_where
 from dreamshard_planner.cli.options import output
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
@@ -91,7 +91,6 @@ def learn(
     Where they confirm nothing, nothing is written, and the exit status is 1.
     """
     from dreamshard_planner.checkpoints.checkpoint import resolve
-    from dreamshard_planner.errors import CalibrationRefused
     from dreamshard_planner.observing.learning import learn
     from dreamshard_planner.observing.observation import Observation
 
@@ -99,16 +98,9 @@ def learn(
     hardware = observation.hardware
     start = resolve(checkpoint, str(hardware["device"]), threads=int(hardware["threads"]))
     path = out or keep_in(hardware, start.recipe, "learned")
-    try:
+    with refusal_told(path):
         made = learn(start, observation, path, force=force)
-    except CalibrationRefused as refused:
-        for check in refused.checks:
-            typer.echo(check["said"], err=True)
-        raise CalibrationRefused(f"{path} stays as it was: {refused}; or --force") from refused
     told = made.metadata["learned"]
     tell_where(path, out is not None)
-    show(
-        told,
-        format,
-        "\n".join([*(check["said"] for check in told["checks"]), *told["exchanges"], told["said"], *told["left_out"]]),
-    )
+    checks = [check["said"] for check in told["checks"]]
+    show(told, format, "\n".join([*checks, *told["exchanges"], told["said"], *told["left_out"]]))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from dreamshard_planner.cli.app import Commands, app, command
 from dreamshard_planner.cli.job import PlanningOptions, load_plan, quiet
 from dreamshard_planner.cli.options import listed, output, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.support.formatting import first_of
 
 if TYPE_CHECKING:
     from dreamshard_planner.workload.statistics import TableStatistics
@@ -125,29 +126,21 @@ def diff(
     document: dict[str, Any] = found.to_dict()
     shown = found.features if every_feature else found.drifted
     rows = [
-        (
-            f.name,
-            f.pooling_before,
-            f.pooling_after,
-            _share(f.pooling_change),
-            _share(f.reuse_change),
-            _share(f.ids_change),
-        )
+        (f.name, f.pooling_before, f.pooling_after, *map(_share, (f.pooling_change, f.reuse_change, f.ids_change)))
         for f in shown
     ]
     columns = ("feature", "lookups before", "after", "changed", "reuse changed", "ids changed")
     told: list[Any] = [str(found).splitlines()[0], *([grid(columns, rows)] if rows else [])]
-    worthwhile = False
+    gain, worthwhile = None, False
     if saved is not None:
         from dreamshard_planner.offline.what_if import replanning
 
         if after is None and found.only_after:
-            named = ", ".join(found.only_after[:3]) + (", ..." if len(found.only_after) > 3 else "")
+            named = first_of(found.only_after, 3)
             told.append(f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}.")
         gain = replanning(options.job_of(saved, other), saved, other)
         worthwhile = gain.gain >= worth
         verdict = "plan again" if worthwhile else "keep the plan"
-        document["replanning"] = {"keep_ms": gain.keep_ms, "again_ms": gain.again_ms, "gain": gain.gain}
         document["verdict"] = verdict
         told.insert(
             0,
@@ -155,17 +148,16 @@ def diff(
             f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {worth:.1%} that are worth it.",
         )
     elif options.tables is not None:
-        from dataclasses import replace
-
         from dreamshard_planner.offline.what_if import replanning
 
         size = options.batch_size or max(feature.samples for feature in other.values())
         gain = replanning(replace(options, batch_size=size, statistics=None).job(), one, other)
-        document["replanning"] = {"keep_ms": gain.keep_ms, "again_ms": gain.again_ms, "gain": gain.gain}
         told.append(
             f"Keeping the plan of {before.name}: {gain.keep_ms:.3f} ms; planning again: {gain.again_ms:.3f} ms, "
             f"{gain.gain:.1%} less."
         )
+    if gain is not None:
+        document["replanning"] = {**asdict(gain), "gain": gain.gain}
     show(document, format, *told)
     if worthwhile:
         raise typer.Exit(PLAN_AGAIN)

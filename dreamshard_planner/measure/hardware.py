@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.environment import FBGEMM, TORCHREC, installed
-
-__all__ = ["describe_hardware", "hardware_key", "hardware_name", "library_versions"]
 
 CPU_NAME_VARIABLE = "DREAMSHARD_CPU_NAME"
 """Environment variable that names this machine's CPU: where the system hides or varies it, or to plan as on another."""

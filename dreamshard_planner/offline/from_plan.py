@@ -20,6 +20,7 @@ from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPl
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.fingerprint import digest
+from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -87,9 +88,7 @@ def check_statistics(saved: SavedPlan, job: Job, given: bool) -> str | None:
             f"{saved.name} was made with other statistics than these: its costs here are not those that it was made by"
         )
     missing = sorted({name for table in saved.inputs.tables.values() for name in table.features} - set(known or ()))
-    without = (
-        f", here there are none of {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}" if missing else ""
-    )
+    without = f", here there are none of {first_of(missing, 3)}" if missing else ""
     raise PlanError(
         f"{saved.name} was made with other statistics{without}, and costs would be laid to the wrong tables: give the "
         "file that it was made with as --statistics (TableStatistics.to_json writes one)"

@@ -14,7 +14,7 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.options import fqn_of
-from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -75,10 +75,9 @@ def _lookups(
     features: int,
     statistics: TableStatistics | None,
 ) -> tuple[Note, ...]:
-    named = ", ".join(unknown[:NAMED]) + (", ..." if len(unknown) > NAMED else "")
     text = (
-        f"one lookup per sample is assumed for {len(unknown)} of {features} features ({named}), since neither "
-        "statistics nor pooling_factors tell"
+        f"one lookup per sample is assumed for {len(unknown)} of {features} features ({first_of(unknown, NAMED)}), "
+        "since neither statistics nor pooling_factors tell"
     )
     figures = {"features": float(len(unknown)), "of_features": float(features)}
     if context.cost_source != "torchrec":  # whose estimates are those that the options came with
@@ -103,10 +102,10 @@ def _popularity(context: PlanningContext, plan: Sequence[ShardingOption]) -> tup
     names = [fqn_of(option) for option in plan if context.reader.assumes_popularity(option)]
     if not names or context.cost_source == "torchrec":
         return ()
-    named = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
     text = (
         f"popularity of rows is assumed to fall as rank to the power {POPULARITY_EXPONENT} for {len(names)} table(s) "
-        f"in host memory ({named}), and with it hits of caches, since no statistics tell how often rows are read again"
+        f"in host memory ({first_of(names, NAMED)}), and with it hits of caches, since no statistics tell how often "
+        "rows are read again"
     )
     return (Note("assumption", text, {"tables": float(len(names)), "exponent": POPULARITY_EXPONENT}),)
 
@@ -129,8 +128,8 @@ def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[No
     assumed = f"{size_in_words(rank_bytes)} of host memory are assumed for every rank, TorchRec's default (ddr_cap)"
     if topology.compute_device != "cpu":
         outside = [fqn_of(option) for option in plan if in_host_memory(option.compute_kernel)]
-        named = ", ".join(outside[:NAMED]) + (", ..." if len(outside) > NAMED else "")
-        text = f"{assumed}: {size_in_words(host_bytes)} on a host; {len(outside)} table(s) lie there ({named})"
+        there = f"{len(outside)} table(s) lie there ({first_of(outside, NAMED)})"
+        text = f"{assumed}: {size_in_words(host_bytes)} on a host; {there}"
         return (Note("assumption", text, figures),) if outside else ()
     text = f"{assumed}; a host like this one has {size_in_words(here_bytes)} for all of its ranks"
     return (Note("assumption", text, figures),) if host_bytes > here_bytes else ()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from torchrec.distributed.planner.types import PlannerError, Proposer, ShardingOption, Topology
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
 MAX_PROPOSALS = 64
@@ -72,7 +72,7 @@ def torchrec_plan(
             rating = rated[key]
             if rating is not None and (best is None or rating < best[0]):
                 best = rating, [copy.deepcopy(option) for option in proposal]
-            _feedback(proposer, proposal, rating, topology)
+            proposer.feedback(rating is not None, proposal, rating, topology)
             reset_shard_rank(proposal)
     return None if best is None else TorchRecPlan(best[1], best[0], tried, finished)
 
@@ -83,10 +83,6 @@ def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
         return NoopPerfModel(topology).rate(GreedyPerfPartitioner().partition(proposal, topology))
     except PlannerError:
         return None
-
-
-def _feedback(proposer: Proposer, proposal: list[ShardingOption], rating: float | None, topology: Topology) -> None:
-    proposer.feedback(partitionable=rating is not None, plan=proposal, perf_rating=rating, storage_constraint=topology)
 
 
 def torchrec_ranks(

@@ -15,20 +15,14 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import ShardingPlan
 
-from dreamshard_planner.errors import (
-    CheckpointError,
-    DatasetError,
-    DreamShardError,
-    PlanError,
-    StatisticsError,
-    TaskError,
-)
+from dreamshard_planner import errors
+from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.torch_state import neutral
 
 _KNOWN: tuple[type[Exception], ...]
-_KNOWN = (PlannerError, CheckpointError, DatasetError, PlanError, StatisticsError, TaskError, DreamShardError)
-_KNOWN += (ValueError, TypeError, RuntimeError, AssertionError, OSError)
+_KNOWN = (PlannerError, errors.CheckpointError, errors.DatasetError, errors.PlanError, errors.StatisticsError)
+_KNOWN += (errors.TaskError, DreamShardError, ValueError, TypeError, RuntimeError, AssertionError, OSError)
 KNOWN_ERRORS = {f"{known.__module__}.{known.__qualname__}": known for known in _KNOWN}
 """Errors that one text makes again on another rank."""
 

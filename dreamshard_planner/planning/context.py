@@ -10,12 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    ShardEstimator,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
@@ -69,10 +64,6 @@ class PlanningContext:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = resolve(checkpoint, topology.compute_device)
         return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
-
-    def with_constraints(self, constraints: PlanningConstraints) -> PlanningContext:
-        """The same with other sharding types allowed."""
-        return replace(self, constraints=constraints)
 
     def with_statistics(self, statistics: TableStatistics) -> PlanningContext:
         """The same by other statistics, for costs alone: no rule of placement is kept."""
@@ -150,3 +141,27 @@ class PlanningContext:
     def cost(self, read: ReadProblem) -> Cost:
         """The cost of its shardings."""
         return self._costs.cost(read, self.compute)
+
+
+class WithContext:
+    """One of TorchRec's components that rates options, alone or as part of a planner.
+
+    Args:
+        topology: the ranks.
+        constraints: per table, as TorchRec's estimators take them.
+        statistics: per feature; precedence over the constraints' pooling factors.
+        checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
+        context: shared by the components of one planner; made from the other arguments by default.
+    """
+
+    @neutral()
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        statistics: TableStatistics | None = None,
+        checkpoint: str | Path | Checkpoint = "auto",
+        context: PlanningContext | None = None,
+    ) -> None:
+        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)

@@ -19,7 +19,7 @@ from dreamshard_planner.planning.placing import Countdown, SearchBudget, place_p
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
-from dreamshard_planner.search.joint import JointConfig, JointResult, joint_search
+from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.cache_sizes import coarse_sizes, finer_sizes, uses_host_memory
 from dreamshard_planner.search_space.enumeration import is_torchrecs
@@ -29,6 +29,19 @@ from dreamshard_planner.support.torch_state import neutral, single_thread
 
 CACHE_ROUNDS = 2
 """Searches with caches of other sizes: coarse ones, then such as are near to those."""
+
+
+@dataclass(frozen=True)
+class HowToSearch:
+    """Settings of the search over all options."""
+
+    moves: SearchConfig
+    """Of moves and swaps."""
+    seed: int
+    budget: SearchBudget
+    """Of time."""
+    clock: Countdown
+    """Of the joint searches, which share what :attr:`budget` has for them."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +76,7 @@ def joint_plan(
     context: PlanningContext,
     options: Sequence[ShardingOption],
     topology: Topology,
-    config: JointConfig,
-    search: SearchConfig,
-    seed: int,
-    budget: SearchBudget,
-    clock: Countdown,
+    how: HowToSearch,
     known: JointPlan | None = None,
 ) -> JointPlan:
     """Search all options.
@@ -76,16 +85,12 @@ def joint_plan(
         context: reads and rates them.
         options: of all tables, with storage.
         topology: what the storage reservation leaves.
-        config: of the joint search.
-        search: of its moves and swaps.
-        seed: of the search.
-        budget: of time.
-        clock: of the joint searches.
+        how: settings.
         known: what a search of fewer options came to, which this one starts from alone.
     """
     with single_thread():
         if known is None:
-            plans, rivals = _whole_tables(context, options, topology, search, seed, budget)
+            plans, rivals = _whole_tables(context, options, topology, how)
             theirs = torchrec_plan([o for o in options if is_torchrecs(o)], topology, context.estimate_as_torchrec)
             if theirs is not None:
                 plans["torchrec"] = theirs.options
@@ -103,7 +108,7 @@ def joint_plan(
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:
                 rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
-            result = joint_search(cost, fitting.values(), config, search, seed, clock.left())
+            result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left())
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
             reset_shard_rank(pinned)
@@ -118,17 +123,13 @@ def with_cache_sizes(
     context: PlanningContext,
     options: Sequence[ShardingOption],
     topology: Topology,
+    how: HowToSearch,
     found: JointPlan,
-    config: JointConfig,
-    search: SearchConfig,
-    seed: int,
-    budget: SearchBudget,
-    clock: Countdown,
 ) -> JointPlan:
     """A plan whose caches may have any size, where some table lies in host memory or nothing fits; never dearer.
 
     Args:
-        context, options, topology, config, search, seed, budget, clock: see :func:`joint_plan`.
+        context, options, topology, how: see :func:`joint_plan`.
         found: what it came to, with caches of TorchRec's size; nothing follows where that took all its time.
     """
     if found.result is not None and not uses_host_memory(found.proposal):
@@ -139,7 +140,7 @@ def with_cache_sizes(
             break
         context.complete(sizes)
         options = [*options, *sizes]
-        found = joint_plan(context, options, topology, config, search, seed, budget, clock, known=found)
+        found = joint_plan(context, options, topology, how, known=found)
         sizes = finer_sizes(options, found.proposal)
     return found
 
@@ -166,19 +167,14 @@ def fastest_whole(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def _whole_tables(
-    context: PlanningContext,
-    options: Sequence[ShardingOption],
-    topology: Topology,
-    search: SearchConfig,
-    seed: int,
-    budget: SearchBudget,
+    context: PlanningContext, options: Sequence[ShardingOption], topology: Topology, how: HowToSearch
 ) -> tuple[dict[str, list[ShardingOption]], tuple[Contender, ...]]:
     """Our plan of whole tables, by name, and the baselines that it was compared with; nothing where whole tables do not
     fit, since others may."""
     whole = copy.deepcopy(fastest_whole(options))
-    budget = replace(budget, proposal=budget.whole_tables)
+    budget = replace(how.budget, proposal=how.budget.whole_tables)
     try:
-        outcome = place_proposal(context, whole, topology, search, seed=seed, budget=budget, packing_seconds=0.0)
+        outcome = place_proposal(context, whole, topology, how.moves, seed=how.seed, budget=budget, packing_seconds=0.0)
     except PlannerError:
         return {}, ()
     plans = {"whole_tables": outcome.read.assign(outcome.sharding)}

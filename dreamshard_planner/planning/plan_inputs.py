@@ -41,7 +41,7 @@ class MadeFrom:
             batch_size=self.batch_size,
             topology=topology_inputs(self.topology),
             tables={fqn: self.reader.declared(tables[fqn]) for fqn in sorted(tables)},
-            constraints=constraint_inputs(self.constraints),
+            constraints={name: _changed(one) for name, one in sorted((self.constraints or {}).items())},
             placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
             statistics=None if settings.statistics is None else digest(settings.statistics),
             settings={
@@ -116,11 +116,6 @@ def topology_inputs(topology: Topology) -> TopologyInputs:
             "between hosts": float(topology.comms_bandwidths.inter_host_bw),
         },
     )
-
-
-def constraint_inputs(constraints: Mapping[str, ParameterConstraints] | None) -> dict[str, dict[str, Any]]:
-    """What constraints say other than TorchRec's defaults, by table."""
-    return {name: _changed(constraint) for name, constraint in sorted((constraints or {}).items())}
 
 
 def plain(value: Any) -> Any:

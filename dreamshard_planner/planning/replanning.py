@@ -199,7 +199,8 @@ class _Ways:
                 ranks, self._received_SD(table, option)[range(len(ranks)), ranks], len(to_rank_D)
             ).astype(np.int64)
         chosen = point.sharding
-        changed = [change for change in self.kept if change != _change_of(chosen, change[0])]
+        changed = [change for change in self.kept
+                   if change != (change[0], chosen.options[change[0]], chosen.positions[change[0]])]  # fmt: skip
         tables = len(self._held.shards) - len(self.kept) + len(changed)
         stays = not (tables or self.forced)
         return Move(
@@ -267,7 +268,3 @@ def _sharding(changes: Mapping[int, Change]) -> Sharding:
     """Of all tables."""
     ordered = [changes[table] for table in range(len(changes))]
     return Sharding(tuple(option for _, option, _ in ordered), tuple(positions for *_, positions in ordered))
-
-
-def _change_of(sharding: Sharding, table: int) -> Change:
-    return table, sharding.options[table], sharding.positions[table]

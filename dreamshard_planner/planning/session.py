@@ -261,7 +261,7 @@ class PlanningSession:
                 break
         else:
             return None
-        context = self.context.with_constraints(all_types)
+        context = replace(self.context, constraints=all_types)
         options = context.enumerator(self.request.batch_size, estimator(context)).enumerate(module, list(sharders))
         if any(option.dependency for option in options):
             return None  # which hosts towers are pinned to is settled while planning

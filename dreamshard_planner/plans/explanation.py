@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.formatting import first_of, size_in_words
 
 MAX_NAMED = 4
 """Tables of a fused group named in the text."""
@@ -119,7 +119,7 @@ class Explanation:
         ]
         lines += [
             f"{group.label:<44}{len(group.tables):>7}{group.forward_ms:>9.3f}{group.backward_ms:>9.3f}"
-            f"{group.alone_ms:>27.3f}  {_named(group.tables)}"
+            f"{group.alone_ms:>27.3f}  {first_of(group.tables, MAX_NAMED)}"
             for group in self.groups
         ]
         if self.tables:
@@ -147,7 +147,3 @@ def _gain(change: Change | None) -> str:
         return ""
     than_now = "faster" if change.gain_ms >= 0 else "slower"
     return f"{change.how}: {abs(change.gain_ms):.3f} ms {than_now}, {change.total_ms:.3f} ms a step"
-
-
-def _named(tables: tuple[str, ...]) -> str:
-    return ", ".join(tables[:MAX_NAMED]) + (", ..." if len(tables) > MAX_NAMED else "")

@@ -108,14 +108,11 @@ class Replan:
                 "as moving to it takes."
             )
         because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
-        what = f"{chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}"
+        move = f"{because}Move {chosen.tables} table(s), {size_in_words(chosen.bytes_moved)}: {chosen.step_ms:.3f} ms"
         if self.forced and chosen == self.now:
-            return (
-                f"{self.before} cannot stay ({'; '.join(self.forced)}). Move {what}: {chosen.step_ms:.3f} ms per step."
-            )
-        because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""
+            return f"{move} per step."
         return (
-            f"{because}Move {what}: {chosen.step_ms:.3f} ms per step instead of {self.now.step_ms:.3f}, which saves "
+            f"{move} per step instead of {self.now.step_ms:.3f}, which saves "
             f"{seconds_in_words(self.saved_seconds)} over {steps}, with {seconds_in_words(chosen.moving_seconds)} of "
             "moving counted."
         )

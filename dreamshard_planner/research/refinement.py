@@ -105,19 +105,11 @@ class Refinement:
         seed: of searches, indices and order.
         search: settings of the searches.
         together: the ranks that measure.
-        config: how to spend the time.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        seed: int,
-        search: SearchConfig,
-        together: Together | None = None,
-        config: RefineConfig | None = None,
-    ) -> None:
+    def __init__(self, seconds: float, seed: int, search: SearchConfig, together: Together | None = None) -> None:
         self._seconds, self._seed, self._search = seconds, seed, search
-        self._together, self._config = together or Together(), config or RefineConfig()
+        self._together, self._config = together or Together(), RefineConfig()
         self._peak_bytes = 0
 
     def __call__(

@@ -6,8 +6,7 @@ that lowers the cost most for each byte it moves; the other one starts from a pl
 loses least for each byte that then stays. Of all plans on the way those are kept than which none is cheaper with as few
 bytes; from some of them a third walk goes on within their bytes.
 
-Shapes: Q trials, X parts that they change, Z fused groups of ranks that change, D ranks, G fused groups, C collectives,
-H latent channels, M kinds of memory, U units of an option, N positions.
+Shapes: Q trials, Y changes of theirs, X parts that these put somewhere, D ranks, U units of an option, N positions.
 """
 
 from __future__ import annotations
@@ -253,37 +252,17 @@ class _Walk:
 
     def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
         """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
-        problem, state = self._problem, self._state
-        ranks, groups, count = problem.num_ranks, problem.num_groups, len(trials)
-        self._trials += count
+        self._trials += len(trials)
         changed = [(query, sign, at) for query, trial in enumerate(trials) for change in trial
                    for sign, at in ((-1, self._now(change[0])), (1, change))]  # fmt: skip
         laid = [self._laid(at) for _, _, at in changed]
         sizes = torch.tensor([len(rank_Y) for rank_Y, _, _ in laid])
         query_X, sign_X = (torch.tensor([entry[i] for entry in changed]).repeat_interleave(sizes) for i in (0, 1))
         rank_X, part_X = (torch.from_numpy(np.concatenate([entry[i] for entry in laid])) for i in (0, 1))
-
-        slot_X = (query_X * ranks + rank_X) * groups + problem.group_P[part_X]
-        slot_Z, at_X = slot_X.unique(return_inverse=True)
-        now_Z = slot_Z % (ranks * groups)
-        latent_ZH = state.latent_DGH.flatten(0, 1)[now_Z]
-        latent_ZH.index_add_(0, at_X, sign_X[:, None] * self._cost.latent_PH[part_X])
-        change_Z = (self._cost.compute.group_cost_ms(latent_ZH).sum(-1) - state.group_ms_DG.flatten()[now_Z]).double()
-        device_QD = state.device_ms_D.double().repeat(count, 1)
-        device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
-
-        row_X = query_X * ranks + rank_X
-        bytes_QDC = state.bytes_CD.T.repeat(count, 1, 1)
-        bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X[:, None] * problem.bytes_PC[part_X])
-        more_QDM = torch.zeros(count * ranks, problem.storage_PM.shape[1], dtype=torch.int64)
-        more_QDM.index_add_(0, row_X, sign_X[:, None] * problem.storage_PM[part_X])
-        more_QDM = more_QDM.view(count, ranks, -1)
-        fits_Q = ((more_QDM <= state.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
-
-        collective_ms = problem.collectives.ms(bytes_QDC.transpose(1, 2))
+        device_QD, collective_ms, fits_Q = self._state.after(len(trials), query_X, sign_X, rank_X, part_X)
         moved_Y = torch.tensor([sign * bytes_of for (_, sign, _), (*_, bytes_of) in zip(changed, laid, strict=True)])
         query_Y = torch.tensor([query for query, _, _ in changed])
-        moved_Q = torch.zeros(count, dtype=torch.int64).index_add_(0, query_Y, moved_Y)
+        moved_Q = torch.zeros(len(trials), dtype=torch.int64).index_add_(0, query_Y, moved_Y)
         exact_Q, smooth_Q = (overall_ms(slowest_Q, collective_ms).masked_fill(~fits_Q, torch.inf)
                              for slowest_Q in (device_QD.amax(-1), self._smooth(device_QD)))  # fmt: skip
         return _Rated(exact_Q, smooth_Q, moved_Q)

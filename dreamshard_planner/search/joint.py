@@ -123,9 +123,9 @@ def joint_search(
 
 
 @torch.no_grad()
-def descended(cost: Cost, start: Sharding, config: JointConfig, search: SearchConfig, seed: int = 0) -> Sharding:
+def descended(cost: Cost, start: Sharding, config: JointConfig, search: SearchConfig) -> Sharding:
     """Where one descent from a feasible sharding ends: near it, as such searches go."""
-    descents = _Descents(cost, start, config, search, seed, None)
+    descents = _Descents(cost, start, config, search, 0, None)
     descents.descend(start)
     return descents.result().sharding
 

@@ -3,8 +3,8 @@
 
 A re-shard lays one table down where there is room; where all hosts are full, two tables have to change places.
 
-Shapes: Q pairs, 2 their places, W wide units, V those on the slowest rank, L span, D ranks, G fused groups,
-C collectives, H latent channels, M kinds of memory.
+Shapes: Q pairs, Y parts of both units of all pairs, X the same leaving and arriving, W wide units,
+V those on the slowest rank, D ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import overall_ms
-from dreamshard_planner.cost.problem import Unit, has_room
+from dreamshard_planner.cost.problem import Unit
 from dreamshard_planner.search.states import Change, Tried, in_steps
 
 if TYPE_CHECKING:
@@ -52,12 +52,9 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
     pairs = _most_promising(state, rank)
     if not pairs:
         return None
-    overall_Q, square_Q = torch.zeros(2, len(pairs), dtype=torch.float64)
-    for span in {here.unit.span for here, _ in pairs}:
-        some = [index for index, (here, _) in enumerate(pairs) if here.unit.span == span]
-        overall_Q[some], square_Q[some] = _rated(state, [pairs[index] for index in some], unit)
+    overall_Q, square_Q = _rated(state, pairs)
     changes = [[_moved(state, here, there), _moved(state, there, here)] for here, there in pairs]
-    return Tried(changes, overall_Q, square_Q), sum(2 * here.unit.span for here, _ in pairs)
+    return Tried(changes, in_steps(overall_Q, unit), square_Q), sum(2 * here.unit.span for here, _ in pairs)
 
 
 def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
@@ -104,23 +101,16 @@ def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, Wid
     return [(unit(here_V[here]), unit(there)) for here, there in pairs]
 
 
-def _rated(state: ShardingState, pairs: list[tuple[WideUnit, WideUnit]], unit: float) -> tuple[Tensor, Tensor]:
-    """What :class:`Tried` holds of some equally wide pairs, after each has changed places, both [Q]."""
-    problem, cost = state.problem, state.cost
-    rank_Q2L = torch.tensor([[list(one.ranks) for one in pair] for pair in pairs])
-    part_Q2L = torch.tensor([[one.unit.parts for one in pair] for pair in pairs])
-    group_Q2 = problem.group_P[part_Q2L[..., 0]]
-    arriving_Q2L, arriving_group_Q2 = part_Q2L.flip(1), group_Q2.flip(1)
-
-    each = torch.arange(len(pairs))[:, None, None], torch.arange(2)[:, None], torch.arange(rank_Q2L.shape[-1])
-    latent_Q2LGH = state.latent_DGH[rank_Q2L]  # a copy
-    latent_Q2LGH[(*each, group_Q2[..., None])] -= cost.latent_PH[part_Q2L]
-    latent_Q2LGH[(*each, arriving_group_Q2[..., None])] += cost.latent_PH[arriving_Q2L]
-    device_QD = state.device_ms_D.repeat(len(pairs), 1)
-    device_QD[each[0], rank_Q2L] = cost.compute.group_cost_ms(latent_Q2LGH).sum((-1, -2)).double()
-    bytes_QDC = state.bytes_CD.T.repeat(len(pairs), 1, 1)
-    bytes_QDC[each[0], rank_Q2L] += problem.bytes_PC[arriving_Q2L] - problem.bytes_PC[part_Q2L]
-    room_Q2LM = state.free_DM[rank_Q2L] + problem.storage_PM[part_Q2L]
-    fits_Q = has_room(problem.storage_PM[arriving_Q2L], room_Q2LM).all(-1).all(-1)
-    overall_ms_Q = overall_ms(device_QD.amax(-1), problem.collectives.ms(bytes_QDC.transpose(1, 2)))
-    return in_steps(overall_ms_Q, unit).masked_fill(~fits_Q, torch.inf), device_QD.square().sum(-1)
+def _rated(state: ShardingState, pairs: list[tuple[WideUnit, WideUnit]]) -> tuple[Tensor, Tensor]:
+    """Overall milliseconds and the sum of squares of the ranks' after each pair has changed places, both [Q]."""
+    span_Q = torch.tensor([here.unit.span for here, _ in pairs])
+    query_Y = torch.arange(len(pairs)).repeat_interleave(2 * span_Q)
+    rank_Y = torch.tensor([rank for pair in pairs for one in pair for rank in one.ranks])
+    leaving = [part for here, there in pairs for one in (here, there) for part in one.unit.parts]
+    arriving = [part for here, there in pairs for one in (there, here) for part in one.unit.parts]
+    sign_X = torch.tensor([-1, 1]).repeat_interleave(len(query_Y))
+    device_QD, collective_ms, fits_Q = state.after(
+        len(pairs), query_Y.repeat(2), sign_X, rank_Y.repeat(2), torch.tensor(leaving + arriving)
+    )
+    overall_Q = overall_ms(device_QD.amax(-1), collective_ms).masked_fill(~fits_Q, torch.inf)
+    return overall_Q, device_QD.square().sum(-1)

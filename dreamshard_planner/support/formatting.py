@@ -51,8 +51,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def some_of(names: Sequence[str], known: Iterable[str], most: int = 5) -> str:
-    """Unknown names, quoted, each with the known one that it is close to; the last ones are counted."""
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first so many names, and dots where there are more."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def some_of(names: Sequence[str], known: Iterable[str]) -> str:
+    """Unknown names, quoted, each with the known one that it is close to; past the fifth they are counted."""
     known = list(known)
-    shown = ", ".join(f"{name!r}{nearest(name, known)}" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = ", ".join(f"{name!r}{nearest(name, known)}" for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

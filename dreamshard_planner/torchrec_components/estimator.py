@@ -4,39 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardEstimator, ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOption
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import WithContext
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.statistics import TableStatistics
 
 
-class DreamShardEstimator(ShardEstimator):
-    """Fills ``shard.perf`` with what each shard would cost alone on its rank, in milliseconds.
-
-    Args:
-        topology: the ranks.
-        constraints: per table, as TorchRec's estimators take them.
-        statistics: per feature; precedence over the constraints' pooling factors.
-        checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
-        context: shared by the components of one planner; made from the other arguments by default.
-    """
-
-    @neutral()
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints] | None = None,
-        *,
-        statistics: TableStatistics | None = None,
-        checkpoint: str | Path | Checkpoint = "auto",
-        context: PlanningContext | None = None,
-    ) -> None:
-        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
+class DreamShardEstimator(WithContext, ShardEstimator):
+    """Fills ``shard.perf`` with what each shard would cost alone on its rank, in milliseconds. Arguments are those of
+    :class:`~dreamshard_planner.planning.context.WithContext`."""
 
     @neutral()
     @torch.no_grad()

@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.joint_plan import JointPlan, as_found, fastest_whole, joint_plan, with_cache_sizes
+from dreamshard_planner.planning.joint_plan import (
+    HowToSearch,
+    JointPlan,
+    as_found,
+    fastest_whole,
+    joint_plan,
+    with_cache_sizes,
+)
 from dreamshard_planner.planning.placing import NO_CAP, Countdown, SearchBudget
-from dreamshard_planner.search.joint import DEFAULT_JOINT, JointConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.cache_sizes import uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
@@ -32,8 +38,7 @@ class JointProposer(Proposer):
     Args:
         context: reads and rates options.
         topology: what the storage reservation leaves, where that is known.
-        config: of the joint search.
-        search: of its moves and swaps; None to leave whole tables as ``TableWiseProposer`` proposes them.
+        search: of moves and swaps; None to leave whole tables as ``TableWiseProposer`` proposes them.
         seed: of the search.
         budget: of time.
 
@@ -45,7 +50,6 @@ class JointProposer(Proposer):
         self,
         context: PlanningContext,
         topology: Topology | None = None,
-        config: JointConfig = DEFAULT_JOINT,
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
         budget: SearchBudget = NO_CAP,
@@ -53,7 +57,7 @@ class JointProposer(Proposer):
         self._context = context
         self._topology = topology
         self._sizes_caches = search is not None
-        self._search = config, search or DEFAULT_SEARCH, seed, budget
+        self._search, self._seed, self._budget = search or DEFAULT_SEARCH, seed, budget
         self._table_wise: TableWiseProposer | None = None
         self._best: tuple[float, list[ShardingOption]] | None = None
         self._pending: list[ShardingOption] | None = None
@@ -103,12 +107,12 @@ class JointProposer(Proposer):
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
-        options, clock = certain_options(self._options, self._context.reader.is_guess), self._clock()
-        self.found = joint_plan(self._context, options, topology, *self._search, clock)
+        options, how = certain_options(self._options, self._context.reader.is_guess), self._how()
+        self.found = joint_plan(self._context, options, topology, how)
         if self.found.result is None and len(options) < len(self._options):
             options = self._options
-            self.found = joint_plan(self._context, options, topology, *self._search, clock)
-        self.found = with_cache_sizes(self._context, options, topology, self.found, *self._search, clock)
+            self.found = joint_plan(self._context, options, topology, how)
+        self.found = with_cache_sizes(self._context, options, topology, how, self.found)
         return self.found.proposal
 
     def _with_cache_sizes(self) -> list[ShardingOption] | None:
@@ -117,12 +121,12 @@ class JointProposer(Proposer):
         if not self._sizes_caches or self._topology is None or (plan is not None and not uses_host_memory(plan)):
             return None
         start = as_found(self._context, self._options, self._topology, plan)
-        found = with_cache_sizes(self._context, self._options, self._topology, start, *self._search, self._clock())
+        found = with_cache_sizes(self._context, self._options, self._topology, self._how(), start)
         if found is start or found.result is None:
             return None
         self.found = found
         return found.proposal
 
-    def _clock(self) -> Countdown:
-        *_, budget = self._search
-        return Countdown(budget.joint)
+    def _how(self) -> HowToSearch:
+        """With all of the time from now on."""
+        return HowToSearch(self._search, self._seed, self._budget, Countdown(self._budget.joint))

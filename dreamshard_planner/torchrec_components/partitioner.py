@@ -8,12 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Partitioner,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Partitioner, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.planning.collective import Together
@@ -85,12 +80,7 @@ class DreamShardPartitioner(Partitioner):
         threads = torch.get_num_threads()
         with single_thread():
             outcome = place_proposal(
-                context,
-                proposal,
-                storage_constraint,
-                self._search,
-                seed=self._seed,
-                budget=self._budget,
+                context, proposal, storage_constraint, self._search, seed=self._seed, budget=self._budget
             )
             if self._refinement is not None:
                 outcome = _refined(outcome, self._refinement, storage_constraint.compute_device, threads)

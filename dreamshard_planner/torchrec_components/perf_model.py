@@ -3,46 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from torchrec.distributed.planner.types import ParameterConstraints, PerfModel, ShardingOption, Topology
+from torchrec.distributed.planner.types import PerfModel, ShardingOption
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.model import PlacementCosts
-from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.context import WithContext
 from dreamshard_planner.support.torch_state import neutral, single_thread
-from dreamshard_planner.workload.statistics import TableStatistics
 
 TIE_WEIGHT = 1e-6
 """Of two proposals with equally slow bottlenecks TorchRec keeps the first, even if it moves tables to slower memory on
 the other ranks for nothing; this decides such ties."""
 
 
-class DreamShardPerfModel(PerfModel):
-    """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds.
-
-    Args:
-        topology: the ranks.
-        constraints: per table, as in
-            :class:`~dreamshard_planner.torchrec_components.partitioner.DreamShardPartitioner`.
-        statistics: workload statistics per feature.
-        checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
-        context: shared by the components of one planner; made from the other arguments by default.
-    """
-
-    @neutral()
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        *,
-        statistics: TableStatistics | None = None,
-        checkpoint: str | Path | Checkpoint = "auto",
-        context: PlanningContext | None = None,
-    ) -> None:
-        self._context = context or PlanningContext.of(topology, constraints, statistics, checkpoint)
+class DreamShardPerfModel(WithContext, PerfModel):
+    """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds. Arguments are those of
+    :class:`~dreamshard_planner.planning.context.WithContext`."""
 
     @neutral()
     @torch.no_grad()

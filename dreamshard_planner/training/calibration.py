@@ -117,12 +117,10 @@ def calibrate(
     return ranks.from_first(corrected)
 
 
-def check(
-    compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", threads: int = 1, seed: int = 1
-) -> list[StageCheck]:
+def check(compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", threads: int = 1) -> list[StageCheck]:
     """How far a compute cost is off on this machine, by optimizer and direction, on sets of random tables."""
-    config, ranks = _config(seconds, device, threads, None, seed), Ranks()
-    sets = _draw(dict.fromkeys(OPTIMIZERS, pool_tables((POOL,))[1]), config, seed, ranks)
+    config, ranks = _config(seconds, device, threads, None, 1), Ranks()
+    sets = _draw(dict.fromkeys(OPTIMIZERS, pool_tables((POOL,))[1]), config, 1, ranks)
     with TemporaryDirectory() as folder:
         data, _ = _measure(sets, config, Path(folder) / "check.journal", 1.0, True, ranks)
     return check_costs(compute, LabelledSets.of_dataset(data))

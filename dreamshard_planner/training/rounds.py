@@ -108,7 +108,7 @@ def learn(
     return Checkpoint(policy, network, metadata), tasks
 
 
-def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = True) -> Checkpoint:
+def train_on_roofline(config: TrainingConfig, out: str | Path) -> Checkpoint:
     """Train a policy on the roofline model, for topologies where nothing is measured; needs no hardware."""
     check_writable(out)
     from torchrec.distributed.planner.types import Topology
@@ -116,7 +116,7 @@ def train_on_roofline(config: TrainingConfig, out: str | Path, progress: bool = 
     config = replace(config, device="cuda")
     train_tables, test_tables = pool_tables(config.pools)
     roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device=config.device))
-    policy, statistics, _ = improve(config, roofline, train_tables, progress)
+    policy, statistics, _ = improve(config, roofline, train_tables, True)
     metadata = {
         "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

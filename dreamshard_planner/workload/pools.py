@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from importlib import resources
@@ -30,6 +30,8 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 META_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Dims are not published; these span what production models use, each as likely as the others."""
+META_MAX_ROWS = 10_000_000
+"""As far as the distinct rows of one batch allow."""
 TABLES_SCHEMA = "dreamshard_planner.tables/1"
 MERLIN_MODELS = ("tiny", "small", "medium", "large", "jumbo", "colossal")
 EMBARK_MODELS = ("t180", "t200", "t510", "t7")
@@ -43,13 +45,8 @@ def _data(name: str) -> dict[str, Any]:
 def mlperf_dlrm_dcnv2() -> list[Table]:
     """The 26 Criteo tables of the MLPerf DLRM-DCNv2 benchmark, with their multi-hot sizes."""
     return [
-        Table(
-            entry["name"],
-            entry["num_embeddings"],
-            entry["embedding_dim"],
-            (FeatureStatistics(float(entry["pooling_factor"])),),
-        )
-        for entry in _data("mlperf_dlrm_dcnv2.json")["tables"]
+        Table(e["name"], e["num_embeddings"], e["embedding_dim"], (FeatureStatistics(float(e["pooling_factor"])),))
+        for e in _data("mlperf_dlrm_dcnv2.json")["tables"]
     ]
 
 
@@ -86,13 +83,7 @@ def _of_groups(model: str, groups: Sequence[Mapping[str, Any]]) -> list[Table]:
     return tables
 
 
-def meta_like(
-    seed: int = 0,
-    num_tables: int = 856,
-    year: int = 2021,
-    dims: Sequence[int] = META_DIMS,
-    max_rows: int = 10_000_000,
-) -> list[Table]:
+def meta_like(seed: int = 0, num_tables: int = 856, year: int = 2021) -> list[Table]:
     """Random tables whose pooled statistics are those published for Meta's dlrm_datasets.
 
     Pooling factors are log-normal with the published mean. Lookups are spread over tables and reuse bins by
@@ -103,8 +94,6 @@ def meta_like(
         seed: of everything.
         num_tables: any number; the published pools have 856 (2021) and 788 (2022) tables.
         year: 2021 (batch 65,536) or 2022 (batch 131,072).
-        dims: to choose from.
-        max_rows: cap on rows, as far as the distinct rows of one batch allow.
     """
     published = _data("meta_dlrm_reuse.json").get(str(year))
     if published is None:
@@ -122,18 +111,11 @@ def meta_like(
     histogram_TK = distinct_TK / distinct_T[:, None]
     # How many rows one batch leaves unread is not published: 1.2 to 60 times the distinct rows, log-uniform.
     growth_T = (torch.rand(num_tables, generator=generator, dtype=torch.float64) * 3.9 + 0.2).exp()
-    rows_T = torch.maximum((distinct_T * growth_T).clamp(max=max_rows), distinct_T * 1.05).ceil().long()
-    dim_T = torch.tensor(dims)[torch.randint(len(dims), (num_tables,), generator=generator)]
+    rows_T = torch.maximum((distinct_T * growth_T).clamp(max=META_MAX_ROWS), distinct_T * 1.05).ceil().long()
+    dim_T = torch.tensor(META_DIMS)[torch.randint(len(META_DIMS), (num_tables,), generator=generator)]
     return [
-        Table(
-            f"meta{year}_{index}",
-            rows,
-            dim,
-            (FeatureStatistics(pooling, tuple(histogram), batch_size),),
-        )
-        for index, (rows, dim, pooling, histogram) in enumerate(
-            zip(rows_T.tolist(), dim_T.tolist(), pooling_T.tolist(), histogram_TK.tolist(), strict=True)
-        )
+        Table(f"meta{year}_{index}", rows, dim, (FeatureStatistics(pooling, tuple(histogram), batch_size),))
+        for index, (rows, dim, pooling, histogram) in enumerate(_each(rows_T, dim_T, pooling_T, histogram_TK))
     ]
 
 
@@ -169,16 +151,14 @@ def broad(seed: int = 0, num_tables: int = 800, shared: float = 0.0, name: str =
             (FeatureStatistics(pooling, tuple(histogram) if pooling else None, batch_size),) * features,
         )
         for index, (rows, dim, pooling, histogram, features) in enumerate(
-            zip(
-                rows_T.tolist(),
-                dim_T.tolist(),
-                pooling_T.tolist(),
-                histogram_TK.tolist(),
-                features_T.tolist(),
-                strict=True,
-            )
+            _each(rows_T, dim_T, pooling_T, histogram_TK, features_T)
         )
     ]
+
+
+def _each(*columns: Tensor) -> Iterator[tuple[Any, ...]]:
+    """What every table has in some columns [T, ...]."""
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _spread_lookups(lookups_T: Tensor, share_K: Tensor, generator: torch.Generator) -> Tensor:
@@ -221,12 +201,10 @@ def named_pool(name: str) -> list[Table]:
     return POOLS[name]()
 
 
-def split_tables(tables: Sequence[Table], seed: int, test_fraction: float = 0.5) -> tuple[list[Table], list[Table]]:
-    """Training and test tables, disjoint, the same for the same seed."""
-    if not 0 < test_fraction < 1:
-        raise TaskError(f"test_fraction must be between 0 and 1, got {test_fraction}")
+def split_tables(tables: Sequence[Table], seed: int) -> tuple[list[Table], list[Table]]:
+    """Training and test tables, a half each, the same for the same seed."""
     order = torch.randperm(len(tables), generator=torch.Generator().manual_seed(seed)).tolist()
-    cut = round(len(tables) * (1 - test_fraction))
+    cut = round(len(tables) / 2)
     return [tables[index] for index in sorted(order[:cut])], [tables[index] for index in sorted(order[cut:])]
 
 
@@ -261,7 +239,7 @@ def load_tables(path: str | Path) -> list[Table]:
     return tables
 
 
-def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS, seed: int = 0) -> list[Table]:
+def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS) -> list[Table]:
     """Tables from one of Meta's dlrm_datasets, e.g. ``fbgemm_t856_bs65536.pt.gz``.
 
     A file holds one batch of all tables: indices int64 [N], offsets [T * B + 1] and lengths [T, B]. Pooling factors and
@@ -269,8 +247,7 @@ def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS, seed: i
 
     Args:
         path: ``.pt``, or ``.pt.gz``; read with ``weights_only``, so that nothing is unpickled but tensors.
-        dims: to choose from.
-        seed: of the dims.
+        dims: to choose from at random, the same every time.
 
     Raises:
         TaskError: the file can't be read or is of another form; names the file and the reason.
@@ -292,7 +269,7 @@ def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS, seed: i
     if not torch.equal(offsets.long(), counted) or len(indices_N) != int(counted[-1]) or bool((indices_N < 0).any()):
         raise TaskError(f"{path}: its offsets, lengths and indices contradict each other")
     bound_T = counted[::batch_size].tolist()
-    dim_T = torch.randint(len(dims), (num_tables,), generator=torch.Generator().manual_seed(seed)).tolist()
+    dim_T = torch.randint(len(dims), (num_tables,), generator=torch.Generator().manual_seed(0)).tolist()
     tables = []
     for index, (start, end) in enumerate(zip(bound_T, bound_T[1:], strict=False)):
         read = indices_N[start:end]

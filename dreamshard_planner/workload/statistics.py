@@ -183,17 +183,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
 
     def to_json(self, path: str | Path) -> None:
         """Write a file that :meth:`from_json` reads back without loss; FileError says why not."""
-        features = {
-            name: {
-                "pooling_factor": feature.pooling_factor,
-                "reuse_histogram": feature.reuse_histogram,
-                "batch_size": feature.batch_size,
-                "distinct_rows": feature.distinct_rows,
-                "ids": None if feature.ids is None else asdict(feature.ids),
-                "batches": feature.batches,
-            }
-            for name, feature in self.items()
-        }
+        features = {name: asdict(feature) for name, feature in self.items()}
         write_whole(path, json.dumps({"schema": SCHEMA, "features": features}, indent=1))
 
     @classmethod

@@ -277,6 +277,11 @@ class Workload:
         return self.num_features * self.batch_size * self.output_share
 
 
+ALIKE = ("weight_bytes", "pooled", "weighted", "optimizer", "memory", "served", "prefetched", "cache_load_factor",
+         "output_share")  # fmt: skip
+"""What workloads have as their tables have it."""
+
+
 def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
     """The workloads of whole tables (table-wise shards) whose kernel sees ``batch_size`` samples.
 
@@ -304,15 +309,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 distinct_rows=count,
                 reuse_histogram=bins,
                 num_features=len(table.features),
-                output_share=table.output_share,
-                weight_bytes=table.weight_bytes,
-                pooled=table.pooled,
-                weighted=table.weighted,
-                optimizer=table.optimizer,
-                memory=table.memory,
-                cache_load_factor=table.cache_load_factor,
-                prefetched=table.prefetched,
-                served=table.served,
+                **{name: getattr(table, name) for name in ALIKE},
                 ids=_merged_ids(table, known_ids, distinct[start:stop]) if known_ids else None,
             )
         )

@@ -17,9 +17,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
-from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware, hardware_key
+from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
 from dreamshard_planner.measure.timing import pinned, processor_time, time_groups
 from dreamshard_planner.workload.tables import Workload

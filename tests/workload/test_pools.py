@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from dreamshard_planner import TaskError
-from dreamshard_planner.workload import (
-    FeatureStatistics,
-    Table,
+from dreamshard_planner.workload.pools import (
     load_dlrm_dataset,
     load_tables,
+    mlperf_dlrm_dcnv2,
     named_pool,
     save_tables,
+    scale_rows,
+    split_tables,
 )
-from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2, scale_rows, split_tables
 from dreamshard_planner.workload.reuse import bin_mean_reuse, draw_indices, mean_reuse, reuse_histogram
+from dreamshard_planner.workload.tables import FeatureStatistics, Table
 
 DATA = resources.files("dreamshard_planner.workload") / "data"
 

@@ -70,9 +70,9 @@ def ranks(content: Content) -> Figure:
 
 def memory(content: Content) -> Figure:
     """Used and limit of each rank, for each kind of memory."""
-    figure = Figure((drawing.WIDTH_INCHES, 2.6 * len(content.memory)), layout="constrained")
-    every = figure.subplots(len(content.memory), 1, squeeze=False)[:, 0]
-    for axes, entry in zip(every, content.memory, strict=True):
+    figure = Figure((drawing.WIDTH_INCHES, 2.6 * len(content.report.memory)), layout="constrained")
+    every = figure.subplots(len(content.report.memory), 1, squeeze=False)[:, 0]
+    for axes, entry in zip(every, content.report.memory, strict=True):
         _memory_of_kind(axes, entry)
     every[-1].set_xlabel("rank")
     return figure
@@ -140,8 +140,12 @@ def measured(content: Content, timed: ReportEntry) -> Figure:
         "predicted": (content.chosen, drawing.BLUE, "o"),
         "measured": (timed, drawing.VERMILION, "D"),
     }
-    if content.measured_before is not None:
-        entries["measured, of the plan that prediction alone would take"] = (content.measured_before, drawing.GREY, "v")
+    if content.report.measured_before is not None:
+        entries["measured, of the plan that prediction alone would take"] = (
+            content.report.measured_before,
+            drawing.GREY,
+            "v",
+        )
     every = range(content.world_size)
     many = content.world_size > MAX_BARS
     if not many:

@@ -9,7 +9,7 @@ from functools import cached_property
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
+from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.support.formatting import size_in_words
 
 COST_SOURCES = {
@@ -40,20 +40,11 @@ class Content:
     """All that figures and page show."""
 
     title: str
-    chosen: ReportEntry
-    rivals: tuple[ReportEntry, ...]
-    cost_source: str
-    collectives_source: str
+    report: Report
     tables: tuple[ShownTable, ...]
     """The costliest first."""
     weighed_by: str
     """What the tables' weights are, with its unit."""
-    memory: tuple[MemoryEntry, ...]
-    collectives: tuple[tuple[str, float], ...]
-    measured: ReportEntry | None
-    measured_before: ReportEntry | None
-    verdict: str
-    notes: tuple[Note, ...]
     facts: tuple[tuple[str, str], ...]
     """What the plan was made from, as far as known: name and value."""
     replan: Replan | None = None
@@ -72,27 +63,12 @@ class Content:
             ShownTable(printable(table.name), table.label, table.sharding_type, table.ranks, table.alone_ms)
             for table in report.tables
         ]
-        facts = [
+        facts = (
             ("moves and swaps evaluated", f"{report.candidates:,}"),
             ("re-shards evaluated", f"{report.reshards:,}"),
             ("tables", ", ".join(f"{count:,} {name}" for name, count in report.sharding_types.items()) or "none"),
-        ]
-        return cls(
-            title=title or "Sharding plan",
-            chosen=report.chosen,
-            rivals=report.rivals,
-            cost_source=report.cost_source,
-            collectives_source=report.collectives_source,
-            tables=_heaviest_first(tables),
-            weighed_by="ms by itself",
-            memory=report.memory,
-            collectives=report.collectives,
-            measured=report.measured,
-            measured_before=report.measured_before,
-            verdict=report.verdict,
-            notes=report.notes,
-            facts=tuple(facts),
         )
+        return cls(title or "Sharding plan", report, _heaviest_first(tables), "ms by itself", facts)
 
     @classmethod
     def _of_saved(cls, saved: SavedPlan, title: str | None) -> Content:
@@ -112,19 +88,19 @@ class Content:
             printable(name): table.rows * table.dim * table.weight_bytes / 2**30
             for name, table in inputs.tables.items()
         }
-        tables = [replace(table, weight=gib[table.name]) for table in content.tables]
+        tables = _heaviest_first([replace(table, weight=gib[table.name]) for table in content.tables])
         note = "this file is of version 1, which holds neither the plans it was chosen from nor what each table costs"
-        return replace(
-            content,
-            tables=_heaviest_first(tables),
-            weighed_by="GiB of weights",
-            notes=(*content.notes, Note("saved", note)),
-        )
+        report = content.report.noting([Note("saved", note)])
+        return replace(content, report=report, tables=tables, weighed_by="GiB of weights")
+
+    @property
+    def chosen(self) -> ReportEntry:
+        return self.report.chosen
 
     @cached_property
     def plans(self) -> tuple[ReportEntry, ...]:
         """The chosen one first."""
-        return (self.chosen, *self.rivals)
+        return (self.chosen, *self.report.rivals)
 
     @cached_property
     def world_size(self) -> int:
@@ -143,12 +119,12 @@ class Content:
     @cached_property
     def torchrec(self) -> ReportEntry | None:
         """TorchRec's own plan, if it was searched and fits."""
-        return next((entry for entry in self.rivals if entry.name == "torchrec" and entry.feasible), None)
+        return next((entry for entry in self.report.rivals if entry.name == "torchrec" and entry.feasible), None)
 
     @cached_property
     def source_in_words(self) -> str:
         """A sentence on where compute comes from; empty for a kind without one."""
-        return COST_SOURCES.get(self.cost_source.partition(" ")[0], "")
+        return COST_SOURCES.get(self.report.cost_source.partition(" ")[0], "")
 
     @cached_property
     def headline(self) -> str:
@@ -159,7 +135,7 @@ class Content:
         text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
         if self.torchrec is not None and chosen.total_ms > 0:
             text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, {ratio(self.torchrec, chosen)} times"
-        return f"{self.verdict}. {text}."
+        return f"{self.report.verdict}. {text}."
 
     @cached_property
     def key_figures(self) -> tuple[tuple[str, str, str], ...]:
@@ -171,7 +147,7 @@ class Content:
         found.append(("slowest rank", ms(max(chosen.rank_ms, default=0.0)), f"rank {self.slowest}: forward, backward"))
         share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
         found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
-        for entry in self.memory:
+        for entry in self.report.memory:
             rank = entry.fullest
             limit, used = max(0, entry.limit_bytes[rank]), entry.used_bytes[rank]
             filled = f"{used / limit:.0%}" if limit else size_in_words(used)

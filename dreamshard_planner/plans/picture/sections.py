@@ -44,14 +44,14 @@ def sections(content: Content) -> tuple[Section, ...]:
     """Those that there is something to show in."""
     found = [] if content.replan is None else [_curve(content.replan)]
     found.append(_ranks(content))
-    if content.rivals:
+    if content.report.rivals:
         found.append(_plans(content))
     if content.tables:
         found.append(_tables(content))
-    if content.memory:
+    if content.report.memory:
         found.append(_memory(content))
-    if content.measured is not None:
-        found.append(_measured(content, content.measured))
+    if content.report.measured is not None:
+        found.append(_measured(content, content.report.measured))
     return tuple(found)
 
 
@@ -79,8 +79,8 @@ def _ranks(content: Content) -> Section:
         )
     ]
     grids = [Grid("Each rank", ("rank", "forward", "backward", "compute", "waiting", "collectives"), rows)]
-    if content.collectives:
-        each = [(name, f"{value:.3f}") for name, value in content.collectives]
+    if content.report.collectives:
+        each = [(name, f"{value:.3f}") for name, value in content.report.collectives]
         grids.append(Grid("Each collective, forward and backward together", ("collective", "ms"), each))
     return Section(
         name="ranks",
@@ -96,8 +96,8 @@ def _ranks(content: Content) -> Section:
 
 
 def _plans(content: Content) -> Section:
-    infeasible = sum(not entry.feasible for entry in content.rivals)
-    best = min(content.rivals, key=lambda entry: entry.total_ms)
+    infeasible = sum(not entry.feasible for entry in content.report.rivals)
+    best = min(content.report.rivals, key=lambda entry: entry.total_ms)
     finding = f"The chosen plan takes {ms(content.chosen.total_ms)}."
     if best.feasible:
         finding += f" The best of the others, {best.name}, takes {ms(best.total_ms)}."
@@ -182,7 +182,7 @@ def _tables(content: Content) -> Section:
 
 def _memory(content: Content) -> Section:
     findings, columns = [], ["rank"]
-    for entry in content.memory:
+    for entry in content.report.memory:
         rank = entry.fullest
         used, limit = entry.used_bytes[rank], max(0, entry.limit_bytes[rank])
         findings.append(f"{entry.kind}: rank {rank} is the fullest, {size_in_words(used)} of {size_in_words(limit)}.")
@@ -192,7 +192,7 @@ def _memory(content: Content) -> Section:
             f"{rank}",
             *(
                 size_in_words(max(0, of_rank[rank]))
-                for entry in content.memory
+                for entry in content.report.memory
                 for of_rank in (entry.used_bytes, entry.limit_bytes)
             ),
         )
@@ -211,7 +211,7 @@ def _memory(content: Content) -> Section:
 def _measured(content: Content, measured: ReportEntry) -> Section:
     chosen = content.chosen
     predicted_ms, measured_ms = max(chosen.rank_ms), max(measured.rank_ms)
-    before = content.measured_before
+    before = content.report.measured_before
     rows = [
         (
             f"{rank}",
