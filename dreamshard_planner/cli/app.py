@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -22,10 +23,18 @@ def is_users(error: Exception) -> bool:
     return isinstance(error, (DreamShardError, OSError, *planner_error)) and not isinstance(error, BrokenPipeError)
 
 
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """All but that replicas have no spec."""
+    return not str(record.msg).startswith("Sharding spec not found")
+
+
 class Commands(TyperGroup):
-    """Commands whose expected errors become one line on stderr and exit status 1."""
+    """Commands whose expected errors become one line on stderr and exit status 1, without what TorchRec tells of
+    itself."""
 
     def invoke(self, ctx: Any) -> Any:
+        logging.getLogger("torchrec").setLevel(logging.ERROR)
+        logging.getLogger().addFilter(_worth_telling)
         try:
             return super().invoke(ctx)
         except Exception as error:

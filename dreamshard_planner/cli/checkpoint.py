@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import quiet
 from dreamshard_planner.cli.options import listed
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.formatting import size_in_words
@@ -23,10 +22,9 @@ app.add_typer(checkpoint, name="checkpoint")
 @command("dreamshard checkpoint info checkpoints/1000", of=checkpoint)
 def info(path: Annotated[Path, typer.Argument(help="Folder.")], format: FormatOption = Format.table) -> None:
     """Which tables a checkpoint holds, how they are cut, and which optimizer states they have."""
-    with quiet():
-        from dreamshard_planner.across_plans.convert import describe
+    from dreamshard_planner.across_plans.convert import describe
 
-        found = describe(path)
+    found = describe(path)
     columns = ("table", "rows", "dim", "type", "column slices", "row blocks", "states", "size")
     rows = []
     for name, table in found["tables"].items():
@@ -48,9 +46,8 @@ def convert(
     fresh: Annotated[str, typer.Option(help="Tables whose states may be left out where no rule makes them.")] = "",
 ) -> None:
     """Cut a checkpoint for another plan or number of ranks, with little memory."""
-    with quiet():
-        from dreamshard_planner.across_plans import convert as converting
-        from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.across_plans import convert as converting
+    from dreamshard_planner.plans.plan_file import SavedPlan
 
-        converting.convert(source, target, SavedPlan.load(plan), listed(dropped), listed(added), listed(fresh))
+    converting.convert(source, target, SavedPlan.load(plan), listed(dropped), listed(added), listed(fresh))
     typer.echo(f"wrote {target}", err=True)

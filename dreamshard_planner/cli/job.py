@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,8 +116,7 @@ class PlanningOptions:
             missing = [_flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
             raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
         machine, rules = self.machine(self.gpus), self.placement_rules()
-        with quiet():
-            from dreamshard_planner.offline.jobs import Job, read_model
+        from dreamshard_planner.offline.jobs import Job, read_model
 
         model = read_model(self.tables)
         if (statistics := self.statistics_read()) is not None:
@@ -145,8 +140,7 @@ class PlanningOptions:
         """Of 2D parallelism; None where all ranks are one."""
         if self.sharding_group is None:
             return None
-        with quiet():
-            from dreamshard_planner.problem.sharding_groups import ShardingGroups
+        from dreamshard_planner.problem.sharding_groups import ShardingGroups
 
         return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
 
@@ -159,10 +153,9 @@ class PlanningOptions:
 
     def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
         """The job that a plan was made for, with checkpoint, costs and search as options say."""
-        own = self.given_beside(saved.name)
-        with quiet():
-            from dreamshard_planner.offline.from_plan import job_of
+        from dreamshard_planner.offline.from_plan import job_of
 
+        own = self.given_beside(saved.name)
         job = job_of(saved, statistics)
         return _doubted(replace(job, settings={**job.settings, **own}))
 
@@ -170,8 +163,7 @@ class PlanningOptions:
         """Those of the file that was given."""
         if self.statistics is None:
             return None
-        with quiet():
-            from dreamshard_planner.workload.statistics import TableStatistics
+        from dreamshard_planner.workload.statistics import TableStatistics
 
         return TableStatistics.from_json(self.statistics)
 
@@ -238,10 +230,9 @@ class PlanOrJobOptions(PlanningOptions):
 
 def load_plan(path: Path) -> SavedPlan:
     """Of a file."""
-    with quiet():
-        from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.plan_file import SavedPlan
 
-        return SavedPlan.load(path)
+    return SavedPlan.load(path)
 
 
 def tell_other_statistics(saved: SavedPlan, job: Job, given: Path | None) -> None:
@@ -259,19 +250,5 @@ def _doubted(job: Job) -> Job:
     return job
 
 
-def _worth_telling(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("Sharding spec not found")
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what TorchRec and FBGEMM tell of themselves at import, and TorchRec of replicas, which have no spec."""
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    logging.getLogger().addFilter(_worth_telling)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import quiet
 from dreamshard_planner.cli.options import DEFAULT_RECIPE, Device, RecipeOption
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
@@ -32,9 +32,10 @@ def doctor(
 
     Exit status 1 where planning is not possible.
     """
-    with quiet():
-        from dreamshard_planner.cli.diagnosis import diagnose
+    from dreamshard_planner.cli.diagnosis import diagnose
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of half installed libraries; their findings say it
         findings = diagnose(measure)
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
     show([asdict(finding) for finding in findings], format, grid(("", "found", "", "advice"), rows))
@@ -97,9 +98,8 @@ def _collective(fit: dict[str, float]) -> str:
 
 def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, Any]]:
     """Kind and content of a file."""
-    with quiet():
-        from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
-        from dreamshard_planner.checkpoints.user_folder import folder
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+    from dreamshard_planner.checkpoints.user_folder import folder
 
     path = Path(source)
     if source == "auto":

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, quiet, tell_other_statistics
+from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.progress import working
@@ -98,11 +98,10 @@ def compare(
     format: FormatOption = Format.table,
 ) -> None:
     """Tables that moved or changed how they are sharded, bytes to move, and costs before and after."""
-    with quiet():
-        from dreamshard_planner.plans.comparison import compare
-        from dreamshard_planner.plans.renaming import renamed
+    from dreamshard_planner.plans.comparison import compare
+    from dreamshard_planner.plans.renaming import renamed
 
-        found = compare(before, after)
+    found = compare(before, after)
     if out is not None:
         renamed(load_plan(after), found.names).save(out)
         typer.echo(f"written to {out}", err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import TABLES, load_plan, quiet
+from dreamshard_planner.cli.job import TABLES, load_plan
 from dreamshard_planner.cli.options import bytes_per_s, output, ranks_of, size_bytes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
@@ -93,10 +93,9 @@ def _now(
     tables: str | None,
 ) -> Job:
     """The plan's job, as it is now."""
-    with quiet():
-        from dreamshard_planner.offline.from_plan import job_of
-        from dreamshard_planner.offline.jobs import read_model
-        from dreamshard_planner.workload.statistics import TableStatistics
+    from dreamshard_planner.offline.from_plan import job_of
+    from dreamshard_planner.offline.jobs import read_model
+    from dreamshard_planner.workload.statistics import TableStatistics
 
     known = None if statistics is None else TableStatistics.from_json(statistics)
     job = job_of(saved, known)

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import PlanningOptions, load_plan, quiet
+from dreamshard_planner.cli.job import PlanningOptions, load_plan
 from dreamshard_planner.cli.options import listed, output, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.formatting import first_of
@@ -36,12 +36,13 @@ def parquet(
     format: FormatOption = Format.table,
 ) -> None:
     """Count parquet files, one batch in memory at a time; needs pyarrow."""
-    statistics = _statistics()
+    from dreamshard_planner.workload.statistics import TableStatistics
+
     names = None
     if features is not None:
         pairs = [name.partition("=") for name in listed(features)]
         names = {feature.strip(): (column or feature).strip() for feature, _, column in pairs}
-    counted = statistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
+    counted = TableStatistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
     if names is None:
         from dreamshard_planner.workload.parquet import columns_left_out
 
@@ -58,7 +59,9 @@ def show_(
     path: Annotated[Path, typer.Argument(help="Statistics, .json.")], format: FormatOption = Format.table
 ) -> None:
     """What a file of statistics says of each feature."""
-    counted = _statistics().from_json(path)
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    counted = TableStatistics.from_json(path)
     show(_document(counted), format, _table(counted, str(path)))
 
 
@@ -69,8 +72,9 @@ def merge(
     format: FormatOption = Format.table,
 ) -> None:
     """One of several, each counting by its batches."""
-    statistics = _statistics()
-    _keep(statistics.merge([statistics.from_json(path) for path in paths]), out, format)
+    from dreamshard_planner.workload.statistics import TableStatistics
+
+    _keep(TableStatistics.merge(map(TableStatistics.from_json, paths)), out, format)
 
 
 PLAN_AGAIN = 3
@@ -113,15 +117,16 @@ def diff(
 
     With --plan, exit status 3 where that is worth it, 0 where the plan may stay.
     """
-    statistics = _statistics()
+    from dreamshard_planner.workload.statistics import TableStatistics
+
     saved = None if options.plan is None else load_plan(options.plan)
     if after is not None:
-        one, newer = statistics.from_json(before), after
+        one, newer = TableStatistics.from_json(before), after
     elif saved is not None:
-        one, newer = statistics(saved.inputs.features), before
+        one, newer = TableStatistics(saved.inputs.features), before
     else:
         raise typer.BadParameter("give two files of statistics, or --plan, whose file holds the older ones")
-    other = statistics.from_json(newer)
+    other = TableStatistics.from_json(newer)
     found = one.diff(other)
     document: dict[str, Any] = found.to_dict()
     shown = found.features if every_feature else found.drifted
@@ -161,12 +166,6 @@ def diff(
     show(document, format, *told)
     if worthwhile:
         raise typer.Exit(PLAN_AGAIN)
-
-
-def _statistics() -> type[TableStatistics]:
-    with quiet():
-        from dreamshard_planner.workload.statistics import TableStatistics
-    return TableStatistics
 
 
 def _keep(counted: TableStatistics, out: Path, format: Format) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -232,14 +232,12 @@ class CostDataset:
         sets = np.asarray(sets, dtype=np.int64)
         spans = [np.arange(self.set_offsets[i], self.set_offsets[i + 1]) for i in sets]
         shards_S = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
-        return CostDataset(
-            {name: column[shards_S] for name, column in self.columns.items()},
-            np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int64),
-            self.samples_ms[sets],
-            self.hardware,
-            None if self.reference_ms is None else self.reference_ms[sets],
-            self.seed,
-            self.created,
+        return replace(
+            self,
+            columns={name: column[shards_S] for name, column in self.columns.items()},
+            set_offsets=np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int64),
+            samples_ms=self.samples_ms[sets],
+            reference_ms=None if self.reference_ms is None else self.reference_ms[sets],
         )
 
     @staticmethod
@@ -255,15 +253,14 @@ class CostDataset:
                     f"concatenate: {first.repeats} and {other.repeats} repeats, or only one has reference times"
                 )
         starts = np.cumsum([0] + [len(d.columns["name"]) for d in datasets])
+        ends = [d.set_offsets[1:] + start for d, start in zip(datasets, starts, strict=False)]
         references = [d.reference_ms for d in datasets if d.reference_ms is not None]
-        return CostDataset(
-            {name: np.concatenate([d.columns[name] for d in datasets]) for name in WORKLOAD_FIELDS},
-            np.concatenate([[0]] + [d.set_offsets[1:] + start for d, start in zip(datasets, starts, strict=False)]),
-            np.concatenate([d.samples_ms for d in datasets]),
-            first.hardware,
-            np.concatenate(references) if references else None,
-            first.seed,
-            first.created,
+        return replace(
+            first,
+            columns={name: np.concatenate([d.columns[name] for d in datasets]) for name in WORKLOAD_FIELDS},
+            set_offsets=np.concatenate([[0], *ends]),
+            samples_ms=np.concatenate([d.samples_ms for d in datasets]),
+            reference_ms=np.concatenate(references) if references else None,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -237,12 +237,8 @@ class MeasuredCosts:
         collective_ms = self.cost.problem.collectives.ms(self.cost.bytes_sent(assignment_S[None]))
         return PlacementCosts(device_ms_D2[None, :, 0], device_ms_D2[None, :, 1], *collective_ms)
 
-    def overall_ms(self, assignment_S: Tensor) -> float:
-        """Of one plan all of whose sets are measured."""
-        return float(self.rate(assignment_S).overall_ms_B[0])
-
     def expected_ms(self, assignment_S: Tensor) -> float:
-        """The same by all evidence."""
+        """Of one plan, by all evidence."""
         return float(self.expected(assignment_S).overall_ms_B[0])
 
     def corrected(self, generator: torch.Generator) -> Cost:

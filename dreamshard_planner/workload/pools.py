@@ -208,13 +208,6 @@ def split_tables(tables: Sequence[Table], seed: int) -> tuple[list[Table], list[
     return [tables[index] for index in sorted(order[:cut])], [tables[index] for index in sorted(order[cut:])]
 
 
-def scale_rows(tables: Sequence[Table], max_rows: int) -> list[Table]:
-    """Tables of at most ``max_rows`` rows; nothing else changes."""
-    if max_rows < 1:
-        raise TaskError(f"max_rows must be at least 1, got {max_rows}")
-    return [replace(table, rows=min(table.rows, max_rows)) for table in tables]
-
-
 MAX_ROWS = 2**53
 """Of a table in a file."""
 

@@ -61,7 +61,7 @@ class TrueMachine:
         """What a plan really costs."""
         measured = MeasuredCosts(self.cost, lambda sets, *_: torch.stack([self.true_ms(s) for s in sets]), CONFIG)
         measured.time([plan_S], 1)
-        return measured.overall_ms(plan_S)
+        return float(measured.rate(plan_S).overall_ms_B[0])
 
 
 CONFIG = RefineConfig()
