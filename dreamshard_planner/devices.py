@@ -33,10 +33,8 @@ class Gpu:
     memory_bytes_per_s: float
     l2_bytes: int
     """Of the cache that all of its cores share."""
-    link: str
-    """Between GPUs of one host."""
     link_bytes_per_s: float
-    """One direction, to all peers together."""
+    """Between GPUs of one host, one direction, to all peers together."""
     host_bytes_per_s: float
     """To the host's memory, one direction."""
     network_bytes_per_s: float | None
@@ -49,7 +47,6 @@ _A100 = Gpu(
     memory_bytes=40 * GB,
     memory_bytes_per_s=1555 * GB,
     l2_bytes=40 * 10**6,
-    link="NVLink 3",
     link_bytes_per_s=300 * GB,
     host_bytes_per_s=32 * GB,
     network_bytes_per_s=25 * GB,
@@ -60,7 +57,6 @@ _H100 = Gpu(
     memory_bytes=80 * GB,
     memory_bytes_per_s=3350 * GB,
     l2_bytes=50 * 10**6,
-    link="NVLink 4",
     link_bytes_per_s=450 * GB,
     host_bytes_per_s=64 * GB,
     network_bytes_per_s=50 * GB,
@@ -83,7 +79,6 @@ GPUS = {
         memory_bytes=180 * GB,
         memory_bytes_per_s=8000 * GB,
         l2_bytes=126 * 10**6,
-        link="NVLink 5",
         link_bytes_per_s=900 * GB,
         source="NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
     ),
@@ -92,7 +87,6 @@ GPUS = {
         memory_bytes=24 * GB,
         memory_bytes_per_s=300 * GB,
         l2_bytes=48 * 10**6,
-        link="PCIe 4.0 x16",
         link_bytes_per_s=32 * GB,
         host_bytes_per_s=32 * GB,
         network_bytes_per_s=None,

@@ -26,8 +26,6 @@ class TorchRecPlan:
 
     options: list[ShardingOption]
     """With ranks."""
-    perf_rating: float
-    """By TorchRec's perf model, milliseconds."""
     proposals: int
     """Tried."""
     finished: bool
@@ -74,7 +72,7 @@ def torchrec_plan(
                 best = rating, [copy.deepcopy(option) for option in proposal]
             proposer.feedback(rating is not None, proposal, rating, topology)
             reset_shard_rank(proposal)
-    return None if best is None else TorchRecPlan(best[1], best[0], tried, finished)
+    return None if best is None else TorchRecPlan(best[1], tried, finished)
 
 
 def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:

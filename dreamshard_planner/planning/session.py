@@ -188,14 +188,8 @@ class PlanningSession:
         told = self._told(model, plan, found, placed) if loaded is None else model.report(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
-            told = told.noting(
-                (
-                    *self._assumptions(plan),
-                    *noted("table", self.doubtful),
-                    *noted("unused", self.unused),
-                    *noted("training", training),
-                )
-            )
+            told = told.noting(self._assumptions(plan)).noting(noted("table", self.doubtful))
+            told = told.noting(noted("unused", self.unused)).noting(noted("training", training))
         return PlanResult(model, tuple(plan), told, self.wider)
 
     def _told(
@@ -224,15 +218,9 @@ class PlanningSession:
             reshards=found.result.reshards if found is not None and found.result else 0,
             notes=() if found is None else found.notes(),
         )
-        ruled = () if self.legal is None else self.legal.notes()
-        beyond = () if self.wider is None else (self.wider.note(),)
-        report = report.noting(
-            (
-                *self.context.notes(plan),
-                *noted("placement_rule", ruled),
-                *noted("beyond_exact_training", beyond),
-            )
-        )
+        ruled = noted("placement_rule", () if self.legal is None else self.legal.notes())
+        beyond = noted("beyond_exact_training", () if self.wider is None else (self.wider.note(),))
+        report = report.noting((*self.context.notes(plan), *ruled, *beyond))
         if not changed:
             return report
         try:

@@ -103,6 +103,8 @@ def _plans(content: Content) -> Section:
         finding += f" The best of the others, {best.name}, takes {ms(best.total_ms)}."
     if infeasible:
         finding += f" {infeasible} of the others do not fit into memory."
+    fitting = [entry for entry in content.plans if entry.feasible]
+    rows = [(f"{rank}", *(f"{entry.rank_ms[rank]:.3f}" for entry in fitting)) for rank in range(content.world_size)]
     return Section(
         name="plans",
         title="Against other plans",
@@ -110,21 +112,13 @@ def _plans(content: Content) -> Section:
         finding=finding,
         draw=partial(charts.plans, content),
         grids=(
-            Grid(
-                "Each plan",
-                ("plan", "total ms", "vs chosen", "slowest rank", "its compute ms", "mean waiting ms", "collectives"),
-                [_plan_row(entry, content.chosen) for entry in content.plans],
-            ),
-            Grid(
-                "Compute of each rank under each plan, ms",
-                ("rank", *(entry.name for entry in content.plans if entry.feasible)),
-                [
-                    (f"{rank}", *(f"{entry.rank_ms[rank]:.3f}" for entry in content.plans if entry.feasible))
-                    for rank in range(content.world_size)
-                ],
-            ),
+            Grid("Each plan", PLAN_COLUMNS, [_plan_row(entry, content.chosen) for entry in content.plans]),
+            Grid("Compute of each rank under each plan, ms", ("rank", *(entry.name for entry in fitting)), rows),
         ),
     )
+
+
+PLAN_COLUMNS = ("plan", "total ms", "vs chosen", "slowest rank", "its compute ms", "mean waiting ms", "collectives")
 
 
 def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
@@ -148,12 +142,15 @@ def _tables(content: Content) -> Section:
     more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
     several = any(len(set(table.ranks)) < len(table.ranks) for table in shown)
     counted = " A number in a cell counts shards on that rank." if several else ""
-    what = "costliest" if content.weighed_by == "ms by itself" else "largest"
-    by = (
-        "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
-        if content.weighed_by == "ms by itself"
-        else "by the size of their weights"
-    )
+    what, by = "largest", "by the size of their weights"
+    if content.weighed_by == "ms by itself":
+        what = "costliest"
+        by = "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
+    rows = [
+        (table.name, table.label, f"{len(table.ranks):,}", ranges(sorted(set(table.ranks))), f"{table.weight:,.3f}")
+        for table in content.tables
+    ]
+    columns = ("table", "sharding", "shards", "ranks", content.weighed_by)
     return Section(
         name="tables",
         title=f"The {what} tables, and where their shards went",
@@ -161,22 +158,7 @@ def _tables(content: Content) -> Section:
         finding=f"{costliest.name}, {costliest.label} on {ranks_in_words(costliest.ranks)}, is first with "
         f"{costliest.weight:,.3f} {content.weighed_by}.",
         draw=partial(charts.tables, content),
-        grids=(
-            Grid(
-                f"Every table ({len(content.tables):,})",
-                ("table", "sharding", "shards", "ranks", content.weighed_by),
-                [
-                    (
-                        table.name,
-                        table.label,
-                        f"{len(table.ranks):,}",
-                        ranges(sorted(set(table.ranks))),
-                        f"{table.weight:,.3f}",
-                    )
-                    for table in content.tables
-                ],
-            ),
-        ),
+        grids=(Grid(f"Every table ({len(content.tables):,})", columns, rows),),
     )
 
 
@@ -187,16 +169,9 @@ def _memory(content: Content) -> Section:
         used, limit = entry.used_bytes[rank], max(0, entry.limit_bytes[rank])
         findings.append(f"{entry.kind}: rank {rank} is the fullest, {size_in_words(used)} of {size_in_words(limit)}.")
         columns += [f"{entry.kind} used", f"{entry.kind} limit"]
+    sizes = [of_rank for entry in content.report.memory for of_rank in (entry.used_bytes, entry.limit_bytes)]
     rows = [
-        (
-            f"{rank}",
-            *(
-                size_in_words(max(0, of_rank[rank]))
-                for entry in content.report.memory
-                for of_rank in (entry.used_bytes, entry.limit_bytes)
-            ),
-        )
-        for rank in range(content.world_size)
+        (f"{rank}", *(size_in_words(max(0, of_rank[rank])) for of_rank in sizes)) for rank in range(content.world_size)
     ]
     return Section(
         name="memory",
@@ -212,14 +187,13 @@ def _measured(content: Content, measured: ReportEntry) -> Section:
     chosen = content.chosen
     predicted_ms, measured_ms = max(chosen.rank_ms), max(measured.rank_ms)
     before = content.report.measured_before
+    times = [
+        of_rank for entry in (chosen, measured) for of_rank in (entry.forward_ms, entry.backward_ms, entry.rank_ms)
+    ]
     rows = [
         (
             f"{rank}",
-            *(
-                f"{of_rank[rank]:.3f}"
-                for entry in (chosen, measured)
-                for of_rank in (entry.forward_ms, entry.backward_ms, entry.rank_ms)
-            ),
+            *(f"{of_rank[rank]:.3f}" for of_rank in times),
             f"{measured.rank_ms[rank] / chosen.rank_ms[rank]:.3f}" if chosen.rank_ms[rank] else "",
             *([f"{before.rank_ms[rank]:.3f}"] if before is not None else []),
         )
