@@ -11,8 +11,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-SHOWN = ("What it gains", "Ten lines")
-"""Sections of README that the landing page begins with."""
+SHOWN = (r"^## Ten lines\n.*?^```\n", r"^## What it gains\n.*?(?=^## )")
+"""What of README the landing page begins with: the script, without the commands that follow it, and the figures."""
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\((benchmarks/[^)]+)\)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>")
@@ -20,7 +20,7 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>"
 
 def _sections() -> str:
     readme = (ROOT / "README.md").read_text()
-    return "\n".join(re.search(rf"^## {name}\n.*?(?=^## )", readme, re.M | re.S)[0] for name in SHOWN)
+    return "\n".join(re.search(part, readme, re.M | re.S)[0] for part in SHOWN)
 
 
 def on_files(files: Files, config: Any) -> Files:

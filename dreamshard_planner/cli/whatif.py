@@ -62,7 +62,7 @@ def what_if(
     from dreamshard_planner.support.progress import progress_bar
 
     with progress_bar("planning", None, enabled=True) as advance:
-        found = what_if(job, _around(job) if varied is None else varied, smallest, worst, advance)
+        found = what_if(job, _around(job) if varied is None else varied, smallest, worst, advance, options.plan)
     show(found.to_dict(), format, *_tables(found))
 
 

@@ -22,7 +22,6 @@ from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics
 
 BY_NAME = ("bounds_check_mode", "output_dtype", "key_value_params")
 """What a file holds of constraints by name alone, and nothing that is read offline."""
@@ -88,10 +87,10 @@ def check_statistics(saved: SavedPlan, job: Job, given: bool) -> str | None:
             f"{saved.name} was made with other statistics than these: its costs here are not those that it was made by"
         )
     missing = sorted({name for table in saved.inputs.tables.values() for name in table.features} - set(known or ()))
-    without = f", here there are none of {first_of(missing, 3)}" if missing else ""
+    of = f" of {first_of(missing, 3)}" if missing else ""
     raise PlanError(
-        f"{saved.name} was made with other statistics{without}, and costs would be laid to the wrong tables: give the "
-        "file that it was made with as --statistics (TableStatistics.to_json writes one)"
+        f"{saved.name} was made with statistics{of} that it does not hold, and without them costs would be laid to the "
+        "wrong tables: give their file as --statistics (TableStatistics.to_json writes one)"
     )
 
 
@@ -110,7 +109,7 @@ def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
         name=name,
         num_embeddings=table.rows,
         embedding_dim=table.dim,
-        features=dict.fromkeys(table.features, FeatureStatistics(1.0)),
+        features=dict.fromkeys(table.features),
         pooling=table.pooling,
         data_type=dtype_to_data_type(getattr(torch, table.data_type)).name.lower(),
         weighted=table.weighted,

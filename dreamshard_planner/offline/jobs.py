@@ -34,6 +34,7 @@ from dreamshard_planner.offline.table_list import TableSpec, read_table_list
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.search_space.constraints import doubtful_inputs
+from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -73,7 +74,7 @@ class OfflineModel:
             for spec in specs
             if (spec.sharding_types, spec.compute_kernels, spec.min_partition) != (None, None, None)
         }
-        statistics = TableStatistics({name: known for spec in specs for name, known in spec.features.items()})
+        statistics = TableStatistics({name: told for spec in specs for name, told in spec.features.items() if told})
         return cls(name, module, constraints, statistics, tuple(specs))
 
     @classmethod
@@ -100,7 +101,9 @@ class OfflineModel:
         return cls(name, root, constraints, statistics)
 
     def with_statistics(self, statistics: TableStatistics) -> OfflineModel:
-        """The same with statistics of real data over what the list says."""
+        """The same with statistics of real data over what the list says; StatisticsError where they are of none of its
+        features."""
+        statistics.unused(name for table in table_configs(self.module).values() for name in table.feature_names)
         return replace(self, statistics=TableStatistics({**(self.statistics or {}), **statistics}))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from torchrec.distributed.planner.constants import POOLING_FACTOR
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS
@@ -69,8 +70,8 @@ class _Declared:
 class TableSpec(_Declared):
     """One table of a list."""
 
-    features: Mapping[str, FeatureStatistics]
-    """Names of the features that it serves, and how each reads it."""
+    features: Mapping[str, FeatureStatistics | None]
+    """Names of the features that it serves, and how each reads it; None where nobody said."""
 
     @classmethod
     def of_table(cls, table: Table) -> TableSpec:
@@ -95,7 +96,9 @@ class TableSpec(_Declared):
             name=self.name,
             rows=self.num_embeddings,
             dim=self.embedding_dim,
-            features=tuple(statistics.get(name, told) for name, told in self.features.items()),
+            features=tuple(
+                statistics.get(name, told or FeatureStatistics(POOLING_FACTOR)) for name, told in self.features.items()
+            ),
             optimizer=costed_optimizer(self.optimizer),
         )
 
@@ -106,8 +109,8 @@ class TableEntry(_Declared):
 
     feature_names: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Default: one feature, called as the table."""
-    pooling_factor: float | tuple[float, ...] = 1.0
-    """Of all features, or of each."""
+    pooling_factor: float | tuple[float, ...] | None = None
+    """Of all features, or of each; None: nobody said, and TorchRec's default is assumed."""
 
     def __post_init__(self) -> None:
         names, factors = self.feature_names or (self.name,), self.pooling_factor
@@ -122,7 +125,9 @@ class TableEntry(_Declared):
         """With its features; StatisticsError for impossible pooling factors."""
         names, factors = self.feature_names or (self.name,), self.pooling_factor
         each = factors if isinstance(factors, tuple) else (factors,) * len(names)
-        features = {name: FeatureStatistics(factor) for name, factor in zip(names, each, strict=True)}
+        features = {
+            name: None if factor is None else FeatureStatistics(factor) for name, factor in zip(names, each, strict=True)
+        }
         return TableSpec(features=features, **{entry.name: getattr(self, entry.name) for entry in fields(_Declared)})
 
 

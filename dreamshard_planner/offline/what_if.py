@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from operator import sub
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.kernels import CACHING, KERNELS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
 
 AXES: dict[str, Callable[[Job, Any], Job]] = {
@@ -232,6 +234,7 @@ def what_if(
     smallest: bool = True,
     worst: bool = True,
     step: Step = lambda what: None,
+    plan_file: Path | None = None,
 ) -> WhatIf:
     """Plan a job, and its variations one by one.
 
@@ -241,6 +244,7 @@ def what_if(
         smallest: also look for the smallest machine that fits.
         worst: also look for the table that hurts most, and what would help it.
         step: called before every plan, with what it is of.
+        plan_file: of the plan that the job has; without it, one is made.
 
     Raises:
         PlannerError: the job's own tables do not fit.
@@ -250,7 +254,7 @@ def what_if(
     if unknown:
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
     step("as it is")
-    planned = job.plan()
+    planned, refused = (job.plan(), ()) if plan_file is None else _as_filed(job, plan_file)
     report = planned.report
     plans = Plans(step, planned)
     any_memory, on_device = smallest_that_fits(job, plans) if smallest else (None, None)
@@ -261,8 +265,18 @@ def what_if(
         smallest=any_memory,
         smallest_on_device=on_device,
         worst=worst_table(planned, step) if worst else None,
-        notes=report.notes,
+        notes=(*refused, *report.notes),
     )
+
+
+def _as_filed(job: Job, path: Path) -> tuple[PlannedJob, tuple[Note, ...]]:
+    """A job with the plan of a file; with one made anew, and a note why, where that does not fit the job."""
+    try:
+        filed = replace(job, settings={**job.settings, "plan_loader": JsonPlanLoader(path)}).plan()
+    except PlannerError as error:
+        told = f"{path.name} is not the plan of the first line, which was made anew: {error}"
+        return job.plan(), (Note("loaded", told),)
+    return replace(filed, job=job), ()
 
 
 def sweep(job: Job, axis: str, values: Sequence[Any], plans: Plans | None = None) -> tuple[Point, ...]:

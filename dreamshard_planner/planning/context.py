@@ -16,6 +16,7 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -121,9 +122,7 @@ class PlanningContext:
         if not self.sync_ms_per_byte:
             return ()
         read = self.read(plan, with_storage=False)
-        rank_X, part_X = read.problem.laid(read.sharding(plan))
-        synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
-        most = float(synced_D.index_add(0, rank_X, read.synced_bytes_P[part_X]).max())
+        most = self.averaged_bytes(read, read.sharding(plan))
         sync_ms = most * self.sync_ms_per_byte
         text = (
             f"the plan is for the ranks of one sharding group; averaging up to {size_in_words(int(most))} of a rank "
@@ -131,6 +130,12 @@ class PlanningContext:
             "place"
         )
         return (Note("source", text, {"sync_bytes": most, "sync_ms": sync_ms}),)
+
+    def averaged_bytes(self, read: ReadProblem, sharding: Sharding) -> float:
+        """Of the rank that averages most with its replicas in other sharding groups."""
+        rank_X, part_X = read.problem.laid(sharding)
+        synced_D = torch.zeros(read.problem.num_ranks, dtype=torch.float64)
+        return float(synced_D.index_add(0, rank_X, read.synced_bytes_P[part_X]).max())
 
     def read(
         self, options: Sequence[ShardingOption], topology: Topology | None = None, with_storage: bool = True

@@ -20,7 +20,7 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
 from dreamshard_planner.plans.report import ReportEntry, each_collective
-from dreamshard_planner.plans.verdict import collectives_dominate, verdict
+from dreamshard_planner.plans.verdict import LEVEL, collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
@@ -35,6 +35,8 @@ from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
 """Of the rank, the costliest: those whose changes are worked out."""
+NEARLY = 1 - 1e-3
+"""Of the slowest rank's compute: ranks that compute as much are slowest as well."""
 
 
 @torch.no_grad()
@@ -85,12 +87,17 @@ def explain(
     )
     bottleneck, headline = _verdict(rated, here, rank)
     cost = ReportEntry.of("plan", rated.costs)
+    averaging_ms = context.sync_ms_per_byte * context.averaged_bytes(rated.read, rated.sharding)
+    of_step = f"{verdict(cost, (), each_collective(rated.cost, rated.sharding), averaging_ms)}."
     if collectives_dominate(cost):
-        headline = f"{verdict(cost, (), each_collective(rated.cost, rated.sharding))}. {headline}"
+        headline = f"{of_step} {headline}"
     elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
         headline = f"{headline} {_remedy(entry)}"
         headline += _beyond(wider, given, rated, bottleneck, rank)
+    elif tables and float(device_ms_D[rank]) >= float(device_ms_D.max()) * NEARLY:
+        level = float(device_ms_D.max()) <= float(device_ms_D.mean()) * (1 + LEVEL)
+        headline = f"{of_step if level else headline} {_best_change(tables)}"
     return Explanation(
         rank=rank,
         headline=headline,
@@ -269,7 +276,7 @@ def _verdict(rated: Rated, here: _Here, rank: int) -> tuple[str | None, str]:
     alone_ms = here.alone_ms[heaviest]
     share = f"table {names[heaviest]!r} takes {alone_ms:.3f} ms by itself"
     slowest_ms = float(device_ms_D[slowest])
-    if own_ms < slowest_ms * (1 - 1e-3):
+    if own_ms < slowest_ms * NEARLY:
         return None, f"Rank {rank} is not the slowest: it takes {own_ms:.3f} ms, rank {slowest} {slowest_ms:.3f}."
     if len(device_ms_D) > 1 and alone_ms > level_ms and alone_ms > 0.5 * own_ms:
         return names[heaviest], (
@@ -294,6 +301,19 @@ def _remedy(entry: TableCost | None) -> str:
     return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help."
 
 
+def _best_change(tables: Sequence[TableCost]) -> str:
+    """Of the costliest tables, the one change that gains most."""
+    changes = [
+        (change.gain_ms, f"Of table {entry.table!r}, {change.how} would gain {change.gain_ms:.3f} ms.")
+        for entry in tables
+        for change in (entry.leaving, entry.splitting, entry.caching)
+        if change is not None and change.gain_ms >= 5e-4
+    ]
+    return (
+        max(changes)[1] if changes else "Moving, splitting or caching one of its costliest tables would gain nothing."
+    )
+
+
 def _why_staying(rated: Rated, table: int) -> str:
     """Why no part of a table can leave its rank, where none can."""
     sharding = rated.sharding
@@ -310,8 +330,10 @@ def _why_whole(
     others: Sequence[ShardingOption],
 ) -> str:
     """Why a table has no option of more parts that fits."""
-    parts = next(option.num_shards for option in plan if fqn_of(option) == table)
-    if any(fqn_of(option) == table and option.num_shards > parts for option in others):
+    now = next(option for option in plan if fqn_of(option) == table)
+    parts = now.num_shards
+    of_table = [option for option in others if fqn_of(option) == table and option.num_shards > parts]
+    if any(option.compute_kernel in (now.compute_kernel, FUSED) for option in of_table):
         return "its parts find no room on other ranks"
     if parts > 1:
         return "it has as many parts as it may have"

@@ -60,6 +60,8 @@ class Comparison:
     """What each rank of the plan after is called here, so that most bytes stay where they are."""
     bytes_as_named: int
     """To move, all ranks together, if its ranks kept their names."""
+    samples: tuple[int, int]
+    """Of all ranks in one step, before and after."""
 
     @property
     def total_bytes(self) -> int:
@@ -113,10 +115,13 @@ class Comparison:
         before, after = self.cost_before, self.cost_after
         if not self.one_cost_source:
             return f"Costs of {self.before} and {self.after} are of different sources, and do not compare."
-        share = f" ({after.total_ms / before.total_ms:.3f} of it)" if before.total_ms > 0 else ""
+        times = after.total_ms / before.total_ms if before.total_ms > 0 else 1.0
+        one, other = self.samples
+        each = f", for {other:,} samples instead of {one:,} ({times * one / other:.3f} for each)" * (one != other)
         return (
-            f"A step takes {after.total_ms:.3f} ms with {self.after}, {before.total_ms:.3f} with {self.before}{share}: "
-            f"compute of the slowest rank {_ms(max(after.rank_ms))} instead of {_ms(max(before.rank_ms))} ms, "
+            f"A step takes {after.total_ms:.3f} ms with {self.after}, {before.total_ms:.3f} with {self.before} "
+            f"({times:.3f} times){each}: compute of the slowest rank {_ms(max(after.rank_ms))} instead of "
+            f"{_ms(max(before.rank_ms))} ms, "
             f"collectives {_ms(after.collectives_ms)} instead of {_ms(before.collectives_ms)} ms."
         )
 
@@ -178,7 +183,12 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         ),
         names=names,
         bytes_as_named=sum(_changes(before, as_named, alike)[1]),
+        samples=(_samples(before), _samples(after)),
     )
+
+
+def _samples(plan: SavedPlan) -> int:
+    return plan.inputs.batch_size * plan.inputs.topology.world_size
 
 
 def _changes(

@@ -115,11 +115,15 @@ class Explanation:
             f"Rank {self.rank} of {len(self.rank_ms)}: {own_ms:.3f} ms of compute (slowest {max(self.rank_ms):.3f}, "
             f"mean {mean_ms:.3f}, fastest {min(self.rank_ms):.3f}), {self.waiting_ms:.3f} ms of waiting; collectives "
             f"{self.collectives_ms:.3f} ms, in all {self.total_ms:.3f}.",
-            f"{'fused kernels, in ms':<44}{'tables':>7}{'forward':>9}{'backward':>9}{'if each table had its own':>27}",
         ]
+        wide = max(20, *(len(group.label) for group in self.groups)) if self.groups else 20
+        lines.append(
+            f"{'fused kernels, in ms':<{wide}}{'tables':>8}{'forward':>9}{'backward':>10}"
+            f"{'if each table had its own':>27}"
+        )
         lines += [
-            f"{group.label:<44}{len(group.tables):>7}{group.forward_ms:>9.3f}{group.backward_ms:>9.3f}"
-            f"{group.alone_ms:>27.3f}  {first_of(group.tables, MAX_NAMED)}"
+            f"{group.label:<{wide}}{len(group.tables):>8}{group.forward_ms:>9.3f}{group.backward_ms:>10.3f}"
+            f"{group.alone_ms:>27.3f}  {first_of([name.rpartition('.')[2] for name in group.tables], MAX_NAMED)}"
             for group in self.groups
         ]
         if self.tables:

@@ -177,7 +177,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """What holds the step up, and what would help."""
-        return verdict(self.chosen, self.tables, self.collectives)
+        averaging_ms = next((note.figures["sync_ms"] for note in self.notes if "sync_ms" in note.figures), 0.0)
+        return verdict(self.chosen, self.tables, self.collectives, averaging_ms)
 
     @property
     def sharding_types(self) -> dict[str, int]:

@@ -17,17 +17,28 @@ ONE_TABLE = 0.5
 """Share of the slowest rank's compute from which one table is the bottleneck."""
 
 
-def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequence[tuple[str, float]]) -> str:
+def verdict(
+    chosen: ReportEntry,
+    tables: Sequence[TableEntry],
+    collectives: Sequence[tuple[str, float]],
+    averaging_ms: float = 0.0,
+) -> str:
     """A sentence or two on the chosen plan.
 
     Args:
         chosen: its predicted cost.
         tables: how each is sharded, with what it would cost alone.
         collectives: milliseconds of each, both passes together.
+        averaging_ms: of the compute, what averaging replicas of other sharding groups takes.
     """
     compute_ms = max(chosen.rank_ms, default=0.0)
     if not chosen.total_ms > 0:
         return "Nothing to compute"
+    if averaging_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
+        return (
+            f"Bottleneck: averaging replicas, {averaging_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms. A "
+            "longer sync_interval or larger sharding groups would help; moving tables would not"
+        )
     if collectives_dominate(chosen):
         name, ms = max(collectives, key=lambda collective: collective[1], default=("collectives", 0.0))
         return (
@@ -45,12 +56,13 @@ def verdict(chosen: ReportEntry, tables: Sequence[TableEntry], collectives: Sequ
                 f"rank {rank} computes; every rank would take {mean_ms:.3f} ms if all were level. Splitting it, or "
                 "fewer lookups of it, could help: dreamshard explain tells what each way gains"
             )
-    above = compute_ms / mean_ms - 1
+    above = max(0.0, compute_ms / mean_ms - 1)
     if above <= LEVEL:
-        ranks = "One rank computes" if len(chosen.rank_ms) == 1 else f"Ranks are level (slowest {above:.1%} above mean)"
+        level = f"on level ranks (the slowest is {above:.1%} above the mean)"
+        where = level if len(chosen.rank_ms) > 1 else "on one rank"
         return (
-            f"{ranks}: compute is {compute_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms, collectives the "
-            "rest. Less work or more ranks would help; moving tables would not"
+            f"Bottleneck: compute, {compute_ms / chosen.total_ms:.0%} of {chosen.total_ms:.3f} ms, {where}. Fewer "
+            "lookups, smaller dims, a smaller batch or more ranks would help; moving tables would not"
         )
     return (
         f"Bottleneck: rank {rank}, {above:.0%} above the mean of {mean_ms:.3f} ms, with no table that is most of it. "

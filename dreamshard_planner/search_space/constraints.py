@@ -202,7 +202,10 @@ def doubtful_inputs(
         rows, dim = table.parameter.shape
         dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
         if compute_device == "cuda" and dim % DIM_STEP:
-            found.append(f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}")
+            found.append(
+                f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
+                f"{-(-dim // DIM_STEP) * DIM_STEP}"
+            )
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
         counted = {} if statistics is None or remaps_ids(table.module) else statistics

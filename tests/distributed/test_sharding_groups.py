@@ -213,7 +213,9 @@ def test_averaging_is_part_of_the_cost_and_weighs_less_the_rarer_it_is() -> None
         made.plan(Model("meta"), get_default_sharders())
         return made
 
-    every, seldom = (planner(size=2, sync_interval=interval).report().chosen for interval in (1, 100))
+    often = planner(size=2, sync_interval=1)
+    every, seldom = (one.report().chosen for one in (often, planner(size=2, sync_interval=100)))
     alone = planner(size=8).report()
     assert every.total_ms > seldom.total_ms
+    assert often.explain().headline.startswith(f"{often.report().verdict}. ")
     assert not [note for note in alone.notes if "sync_ms" in note.figures]

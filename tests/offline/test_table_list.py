@@ -35,7 +35,7 @@ def test_the_example_becomes_collections_with_statistics_constraints_and_optimiz
     assert model.module.weighted.is_weighted() and not model.module.pooled.is_weighted()
     (item,) = [config for config in model.module.pooled.embedding_bag_configs() if config.name == "item_id"]
     assert (item.num_embeddings, item.embedding_dim, item.feature_names) == (5_000_000, 64, ["item_id", "last_items"])
-    assert model.statistics["last_items"].pooling_factor == 40 and model.statistics["user_id"].pooling_factor == 1
+    assert model.statistics["last_items"].pooling_factor == 40 and "user_id" not in model.statistics
     assert list(model.constraints) == ["country"]
     weights = {name: parameter for name, parameter in model.module.named_parameters()}
     assert {parameter.device.type for parameter in weights.values()} == {"meta"}
@@ -59,6 +59,15 @@ def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:
     model = OfflineModel.of_specs(read_table_list(EXAMPLE))
     counted = model.with_statistics(TableStatistics({"brand": FeatureStatistics(7.0)}))
     assert counted.statistics["brand"].pooling_factor == 7 and counted.statistics["category"].pooling_factor == 4
+    with pytest.raises(StatisticsError, match="features that no table of the model serves: 'brend'"):
+        model.with_statistics(TableStatistics({"brend": FeatureStatistics(7.0)}))
+
+
+def test_lookups_that_a_list_does_not_tell_are_an_assumption(tmp_path: Path) -> None:
+    told = {**GOOD, "name": "b", "pooling_factor": 1}
+    model = OfflineModel.of_specs(read_table_list(written(tmp_path, GOOD, told)))
+    report = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=64).plan().report
+    assert report.notes[0].code == "assumption" and "for 1 of 2 features (a)" in report.notes[0].text
 
 
 GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}

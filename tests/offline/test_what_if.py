@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from dreamshard_planner import FeatureStatistics, TableStatistics, TaskError
 from dreamshard_planner.devices import GB, Machine
+from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob, read_model
 from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.offline.what_if import (
@@ -23,6 +24,7 @@ from dreamshard_planner.offline.what_if import (
     what_if,
     worst_table,
 )
+from dreamshard_planner.plans.plan_file import SavedPlan
 
 QUICK = {"search_seconds": 0.2, "sharding_types": ["table_wise", "row_wise", "column_wise"]}
 
@@ -137,6 +139,17 @@ def test_no_point_is_dearer_than_the_present_plan_where_that_fits() -> None:
     assert Plans(present=present).point("", 0, slower).total_ms == pytest.approx(kept_ms)
     tight = replace(paper, machine=replace(paper.machine, memory_bytes=GB // 100))
     assert not Plans(present=present).point("", 0, tight).fits
+
+
+def test_a_plan_file_is_the_present_plan(tmp_path: Path) -> None:
+    made = replace(job(), settings={"recipe": "paper"}).plan()
+    made.planner.save_plan(path := tmp_path / "plan.json")
+    searched = replace(job_of(SavedPlan.load(path)), settings=QUICK)
+    found = what_if(searched, {"batch_size": [1024]}, smallest=False, worst=False, plan_file=path)
+    assert found.base.total_ms == pytest.approx(made.report.chosen.total_ms, rel=1e-6)
+    assert found.sweeps["batch_size"][0].total_ms == found.base.total_ms
+    other = what_if(replace(searched, batch_size=64), smallest=False, worst=False, plan_file=path)
+    assert other.base.total_ms < found.base.total_ms and "plan.json is not the plan of" in other.notes[0].text
 
 
 def test_a_table_that_no_rank_waits_for_gets_no_remedies() -> None:

@@ -157,3 +157,13 @@ def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimi
         other = planner(**(arguments | {"constraints": narrow}))
         other.plan(module, SHARDERS)
         assert other.report().chosen.total_ms <= found.total_ms - gain_ms + 1e-6
+
+
+def test_why_a_table_stays_whole_counts_no_replicas_as_its_parts_and_level_ranks_are_told_as_such() -> None:
+    module = model(64)
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    one = planner()
+    one.plan(module, SHARDERS)
+    found = one.explain(1)
+    assert all("exact_training=False" in entry.why_whole for entry in found.tables), found
+    assert found.headline.startswith(f"{one.report().verdict}. ") and "Bottleneck: compute" in found.headline

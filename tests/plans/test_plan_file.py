@@ -397,6 +397,10 @@ def test_compare_tells_a_machine_from_a_better_one() -> None:
     assert found.one_cost_source and found.cost_after.total_ms < found.cost_before.total_ms
     first, machine, *_ = str(found).splitlines()
     assert first.startswith(f"A step takes {found.cost_after.total_ms:.3f} ms with h200, ")
+    assert "samples" not in first
+    more = planner(topology=Machine(ranks_per_host=4, gpu="h100").topology())
+    more.plan(model(), SHARDERS)
+    assert ", for 256 samples instead of 128 (" in str(compare(plans[0], more.saved_plan())).splitlines()[0]
     assert machine == "Machine: HBM of rank 0 and 1 more 74.51 GiB -> 131.32 GiB; bandwidth of HBM 3,350 -> 4,800 GB/s."
     assert found.inputs == ()
 

@@ -26,9 +26,9 @@ def whole(name: str, rank: int, alone_ms: float) -> TableEntry:
     [
         ((1.0, 1.0), 7.0, [whole("a", 0, 1.0)], "Bottleneck: collectives, 88% of 8.000 ms (all-to-all: 7.000 ms)"),
         ((9.0, 1.0), 1.0, [whole("a", 0, 8.0), whole("b", 1, 1.0)], "Bottleneck: table 'a' (table_wise), 8.000 of the"),
-        ((2.0, 2.0), 1.0, [whole("a", 0, 2.0), whole("b", 1, 2.0)], "Ranks are level"),
+        ((2.0, 2.0), 1.0, [whole("a", 0, 2.0), whole("b", 1, 2.0)], "Bottleneck: compute, 67% of 3.000 ms, on level"),
         ((3.0, 2.0), 1.0, [whole(f"a{i}", 0, 0.5) for i in range(6)], "Bottleneck: rank 0, 20% above the mean"),
-        ((3.0,), 0.0, [whole("a", 0, 3.0)], "One rank computes"),
+        ((3.0,), 0.0, [whole("a", 0, 3.0)], "Bottleneck: compute, 100% of 3.000 ms, on one rank"),
         ((0.0, 0.0), 0.0, [], "Nothing to compute"),
     ],
     ids=["collectives", "table", "level", "rank", "alone", "nothing"],
@@ -36,6 +36,8 @@ def whole(name: str, rank: int, alone_ms: float) -> TableEntry:
 def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said) -> None:
     text = verdict(entry(rank_ms, collectives_ms), tables, [("all-to-all", collectives_ms)])
     assert text.startswith(said), text
+    averaged = verdict(entry(rank_ms, collectives_ms), tables, (), averaging_ms=0.6 * (max(rank_ms) + collectives_ms))
+    assert averaged.startswith("Bottleneck: averaging replicas, 60% of" if max(rank_ms) else said), averaged
 
 
 def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:

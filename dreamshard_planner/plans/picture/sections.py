@@ -13,6 +13,7 @@ from dreamshard_planner.plans.picture import charts
 from dreamshard_planner.plans.picture.content import Content, ms, ratio, waiting
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import ReportEntry
+from dreamshard_planner.plans.verdict import LEVEL
 from dreamshard_planner.support.formatting import ranges, ranks_in_words, size_in_words
 
 
@@ -71,7 +72,12 @@ def _curve(replan: Replan) -> Section:
 
 
 def _ranks(content: Content) -> Section:
-    chosen, last = content.chosen, content.slowest
+    chosen, last, most_ms = content.chosen, content.slowest, max(content.waiting_ms)
+    longest = f"Rank {last} computes longest, {ms(chosen.rank_ms[last])}"
+    if most_ms > LEVEL * chosen.rank_ms[last]:
+        longest += f"; rank {content.waiting_ms.index(most_ms)} waits longest, {ms(most_ms)}"
+    elif content.world_size > 1:
+        longest = f"Ranks are level: each computes {ms(chosen.rank_ms[last])}, or up to {ms(most_ms)} less"
     rows = [
         (f"{rank}", *(f"{value:.3f}" for value in values), f"{chosen.collectives_ms:.3f}")
         for rank, values in enumerate(
@@ -87,9 +93,7 @@ def _ranks(content: Content) -> Section:
         title="Each rank's step",
         caption="Milliseconds of embedding work in one training step. A rank that is done computing waits for the "
         "slowest one; collectives then take as long on all.",
-        finding=f"Rank {last} computes longest, {ms(chosen.rank_ms[last])}; rank "
-        f"{content.waiting_ms.index(max(content.waiting_ms))} waits longest, {ms(max(content.waiting_ms))}; "
-        f"collectives take {ms(chosen.collectives_ms)}.",
+        finding=f"{longest}; collectives take {ms(chosen.collectives_ms)}.",
         draw=partial(charts.ranks, content),
         grids=tuple(grids),
     )
