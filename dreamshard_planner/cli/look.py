@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from dreamshard_planner.cli.options import DEFAULT_RECIPE, Device, RecipeOption
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
+from dreamshard_planner.support.formatting import size_in_words
 
 UNLIMITED = 1e15
 """Bytes per millisecond of a link that no measurement has filled."""
@@ -54,11 +55,11 @@ def info(
 ) -> None:
     """What a file holds and what it was made from; auto is the checkpoint that planning would take."""
     kind, document = _described(source, device.value, recipe.value)
-    shown = _in_words(document) if kind == "checkpoint" else document
+    shown = IN_WORDS[kind](document) if kind in IN_WORDS else document
     show({"kind": kind, **document}, format, facts(shown, f"{source}: {kind}"))
 
 
-def _in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What people ask of a checkpoint, with units; the JSON has the rest."""
     hardware, validation, data = (checkpoint.get(name) or {} for name in ("hardware", "validation", "dataset"))
     libraries = [f"{name} {hardware[name]}" for name in ("torch", "fbgemm", "torchrec", "python") if name in hardware]
@@ -79,6 +80,41 @@ def _in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     fits = (checkpoint.get("collectives") or {}).get("fits", {})
     told |= {operation: _collective(fit) for operation, fit in fits.items()}
     return {name: text for name, text in told.items() if text}
+
+
+def _plan_in_words(plan: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tables": plan["tables"],
+        "ranks": plan["ranks"],
+        "predicted": f"{plan['total_ms']:.3f} ms of embedding work per training step",
+        "costs": plan["cost_source"],
+        "made with": ", ".join(f"{name} {version}" for name, version in plan["libraries"].items()),
+        **{
+            name.replace("_", " "): value for name, value in plan["settings"].items() if value not in (None, False, 0.0)
+        },
+    }
+
+
+def _statistics_in_words(statistics: dict[str, Any]) -> dict[str, Any]:
+    factors = statistics["pooling_factors"]
+    return {
+        "features": statistics["features"],
+        "lookups per sample": f"{sum(factors.values()):,.1f} of all features together",
+        **{f"of {name}": f"{factor:,.2f}" for name, factor in factors.items()},
+    }
+
+
+def _tables_in_words(tables: dict[str, Any]) -> dict[str, Any]:
+    return {**tables, "weights": f"{tables['weights']:,} numbers, {size_in_words(4 * tables['weights'])} as fp32"}
+
+
+IN_WORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "checkpoint": _checkpoint_in_words,
+    "plan": _plan_in_words,
+    "statistics": _statistics_in_words,
+    "tables": _tables_in_words,
+}
+"""What is shown of each kind of file, with units."""
 
 
 def _error(shares: Sequence[float] | None) -> str | None:

@@ -126,7 +126,8 @@ class TableEntry(_Declared):
         names, factors = self.feature_names or (self.name,), self.pooling_factor
         each = factors if isinstance(factors, tuple) else (factors,) * len(names)
         features = {
-            name: None if factor is None else FeatureStatistics(factor) for name, factor in zip(names, each, strict=True)
+            name: None if factor is None else FeatureStatistics(factor)
+            for name, factor in zip(names, each, strict=True)
         }
         return TableSpec(features=features, **{entry.name: getattr(self, entry.name) for entry in fields(_Declared)})
 

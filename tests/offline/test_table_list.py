@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner import TaskError
-from dreamshard_planner.offline.jobs import OfflineModel, read_model
+from dreamshard_planner import StatisticsError, TaskError
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.offline.jobs import Job, OfflineModel, read_model
 from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
 from dreamshard_planner.workload.pools import merlin, save_tables
 
