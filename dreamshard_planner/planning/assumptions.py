@@ -64,7 +64,7 @@ def _features(
         told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
         for feature in context.reader.declared(option).features:
             (known if told or feature in statistics else unknown).append(feature)
-    return unknown, known
+    return sorted(unknown), known
 
 
 @torch.no_grad()
