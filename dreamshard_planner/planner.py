@@ -51,6 +51,7 @@ from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import left_out_by_group
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
@@ -574,7 +575,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
         and promotions; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
         plan = (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
-        if bare := [option for option in plan if any(shard.perf is None for shard in option.shards)]:
+        if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self._enumerator.populate_estimates(bare)
         return plan
 

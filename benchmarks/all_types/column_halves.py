@@ -9,7 +9,7 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.search_space.enumeration import EnumeratedOption
+from dreamshard_planner.search_space.alike_shards import EnumeratedOption
 from dreamshard_planner.search_space.sharding_types import CW, TW
 from placements.beam import Beam, BeamConfig
 

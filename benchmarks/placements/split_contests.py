@@ -34,7 +34,8 @@ from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.research.linear_cost import LinearCost
-from dreamshard_planner.search_space.enumeration import EnumeratedOption, estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.alike_shards import EnumeratedOption
+from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.sharding_types import DP, TW
 from dreamshard_planner.search_space.slices import own_slices
 from dreamshard_planner.search_space.usable_options import usable_options

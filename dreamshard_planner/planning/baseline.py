@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,15 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
-from torchrec.distributed.planner.utils import reset_shard_rank
+
+from dreamshard_planner.search_space.alike_shards import counted
 
 MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
-"""Tables x ranks x proposals to try: about a second at most. Counted, and not timed, so that plans repeat."""
+"""Tables x ranks x proposals to try: about a second. Counted, and not timed, so that plans repeat."""
+LEAST_PROPOSALS = 4
+SHARDS_OF_ONE = 500_000
+"""Tables x ranks from which on not so many are tried, but one."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +53,44 @@ def torchrec_plan(
     """
     space = [copy.deepcopy(option) for option in search_space]
     estimate(space)
-    tables = len({option.fqn for option in space})
+    size = len({option.fqn for option in space}) * topology.world_size
     if proposals is None:
-        proposals = max(4, min(MAX_PROPOSALS, SHARDS_PROPOSED // (tables * topology.world_size)))
+        least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
+        proposals = max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size))
+    summed: list[Any] = [_Summed(option) for option in space]
     best: tuple[float, list[ShardingOption]] | None = None
     proposers = [GreedyProposer(), UniformProposer(), GreedyProposer(use_depth=False), GridSearchProposer()]
     tried, finished = 0, True
     rated: dict[tuple[int, ...], float | None] = {}
     for index, proposer in enumerate(proposers):
         limit = tried + -(-(proposals - tried) // (len(proposers) - index))
-        proposer.load(search_space=space)
+        if tried == proposals:
+            finished = False
+            break
+        proposer.load(search_space=summed)
         while proposal := proposer.propose():
             if tried >= limit:
                 finished = False
                 break
             # Proposals that another proposer has made already cost nothing, as in TorchRec's planner.
-            key = tuple(sorted(map(hash, proposal)))
+            key = tuple(sorted(map(id, proposal)))
             if key not in rated:
-                rated[key] = _rating(proposal, topology)
+                plan = [copy.deepcopy(one.option) for one in proposal]
+                rated[key] = rating = _rating(plan, topology)
                 tried += 1
+                if rating is not None and (best is None or rating < best[0]):
+                    best = rating, plan
             rating = rated[key]
-            if rating is not None and (best is None or rating < best[0]):
-                best = rating, [copy.deepcopy(option) for option in proposal]
             proposer.feedback(rating is not None, proposal, rating, topology)
-            reset_shard_rank(proposal)
     return None if best is None else TorchRecPlan(best[1], tried, finished)
+
+
+class _Summed:
+    """An option as TorchRec's proposers read it, again and again: estimates of all shards, and no ranks."""
+
+    def __init__(self, option: ShardingOption) -> None:
+        self.option, self.fqn, self.sharding_type = option, option.fqn, option.sharding_type
+        self.shards = [shard for shard, count in counted(option) for _ in range(count)]
 
 
 def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:

@@ -14,7 +14,7 @@ from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search_space.enumeration import is_torchrecs
+from dreamshard_planner.search_space.alike_shards import is_torchrecs
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.usable_options import certain_options, usable_options
 from dreamshard_planner.support.torch_state import neutral, single_thread

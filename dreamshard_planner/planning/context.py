@@ -21,6 +21,7 @@ from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.slices import own_slices
@@ -83,12 +84,12 @@ class PlanningContext:
         """Set the perf of every shard by TorchRec's own estimator, in place. Where such estimates are the cost source,
         options keep those that they come with, which may be a user's."""
         if self._costs.takes_estimates:
-            options = [option for option in options if any(shard.perf is None for shard in option.shards)]
+            options = [option for option in options if any(shard.perf is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[:1], options, self.sharders or ())
 
     def complete(self, options: list[ShardingOption]) -> None:
         """Estimate, in place and as TorchRec does, what costs and memory are read from and nobody has estimated."""
-        bare = [option for option in options if any(shard.storage is None for shard in option.shards)]
+        bare = [option for option in options if any(shard.storage is None for shard, _ in counted(option))]
         estimate_all(self._torchrec[1:], bare, self.sharders or ())
         if self._costs.takes_estimates:
             self.estimate_as_torchrec(options)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
-from torchrec.distributed.planner.utils import reset_shard_rank
 
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
@@ -21,8 +20,8 @@ from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search_space.alike_shards import is_torchrecs, set_ranks
 from dreamshard_planner.search_space.cache_sizes import coarse_sizes, finer_sizes, uses_host_memory
-from dreamshard_planner.search_space.enumeration import is_torchrecs
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.towers import pinned_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
@@ -111,7 +110,8 @@ def joint_plan(
             result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left())
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
-            reset_shard_rank(pinned)
+            for option in pinned:
+                set_ranks(option, None)
         rivals = (*rivals, *rated.values())
         if best is None:
             return JointPlan(_smallest(context.read(options, topology)), rivals, None, theirs)

@@ -20,6 +20,7 @@ from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.packing import PACKING_SECONDS
+from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.options import same_option
 from dreamshard_planner.search_space.towers import pin
 
@@ -115,7 +116,7 @@ def place_proposal(
     Raises:
         PlannerError: the tables do not fit, naming table and missing bytes.
     """
-    has_ranks = all(shard.rank is not None for option in proposal for shard in option.shards)
+    has_ranks = all(rank is not None for option in proposal for rank in ranks_of(option))
     dependent = any(option.dependency for option in proposal)
     if dependent and not has_ranks:
         pin(proposal, topology)

@@ -11,6 +11,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.cost.roofline import DENSE_PASSES
+from dreamshard_planner.search_space.alike_shards import runs_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS, fuses_as
 from dreamshard_planner.search_space.options import fqn_of, type_of
@@ -55,14 +56,18 @@ class Parts:
         """
         row_of: dict[tuple[object, ...], int] = {}
         rows = []
-        for shard in option.shards:
-            key = _alike(shard, whole, with_storage)
-            if key not in row_of:
-                # Columns of a quantized table's tensor may be bytes.
-                columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])
-                workload = whole.part(shard.size[0], columns, shard.offset[0])
-                row_of[key] = self._add_part(option, table, shard, workload, group, exchanges(workload))
-            rows.append(row_of[key])
+        for run in runs_of(option):
+            shard = run.first
+            # Where it is known which ids are looked up, blocks of rows differ by where they lie.
+            differ = whole.ids is not None and shard.size[0] < whole.rows
+            for first_row in [run.offset(index)[0] for index in range(run.count)] if differ else [shard.offset[0]]:
+                key = (*shard.size, shard.storage if with_storage else None, first_row if differ else None)
+                if key not in row_of:
+                    # Columns of a quantized table's tensor may be bytes.
+                    columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])
+                    workload = whole.part(shard.size[0], columns, first_row)
+                    row_of[key] = self._add_part(option, table, shard, workload, group, exchanges(workload))
+                rows += [row_of[key]] * (1 if differ else run.count)
         return rows
 
     def _add_part(
@@ -104,14 +109,6 @@ class Parts:
         kind = MEMORY_KINDS.index("DDR" if topology.compute_device == "cpu" else "HBM")
         storage_PM[:, kind] += torch.tensor(self._uncounted_bytes, dtype=torch.int64)
         return storage_PM
-
-
-def _alike(shard: Shard, whole: Workload, with_storage: bool) -> tuple[object, ...]:
-    """A key that is equal for shards of one option that cost and need the same."""
-    storage = (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd) if with_storage else ()
-    # Where it is known which ids are looked up, blocks of rows differ by where they lie.
-    first = (shard.offset[0],) if whole.ids is not None and shard.size[0] < whole.rows else ()
-    return (*shard.size, *storage, *first)
 
 
 def _synced_bytes(option: ShardingOption, shard: Workload) -> float:

@@ -10,7 +10,8 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption
 
 from dreamshard_planner.cost.problem import Problem, Sharding
-from dreamshard_planner.problem.units import positions_of, set_ranks
+from dreamshard_planner.problem.units import positions_of
+from dreamshard_planner.search_space.alike_shards import set_ranks
 from dreamshard_planner.search_space.options import fqn_of, refused, same_option
 from dreamshard_planner.workload.tables import Workload
 
@@ -41,7 +42,7 @@ class ReadProblem:
         for options, units, option, positions in zip(
             self.options, self.problem.tables, sharding.options, sharding.positions, strict=True
         ):
-            set_ranks(options[option], positions, units[option].units[0].span)
+            set_ranks(options[option], units[option].ranks(positions))
             chosen.append(options[option])
         return chosen
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import Option, Unit
+from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
 
@@ -51,20 +52,13 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
 
 
-def set_ranks(option: ShardingOption, positions: Sequence[int], span: int) -> None:
-    """Ranks of the shards of an option whose units, ``span`` ranks wide each, are at some positions."""
-    ranks = [rank for position in positions for rank in range(position * span, (position + 1) * span)]
-    for shard, rank in zip(option.shards, ranks, strict=True):
-        shard.rank = rank
-
-
 def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
     """The position of each of an option's units, from the ranks of its shards.
 
     Raises:
         PlannerError: TorchRec would not run the shards on these ranks.
     """
-    positions, ranks = [], iter([shard.rank for shard in option.shards])
+    positions, ranks = [], iter(ranks_of(option))
     for unit in units.units:
         here = [next(ranks) for _ in range(unit.span)]
         position = (here[0] or 0) // unit.span
@@ -81,7 +75,7 @@ def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
 def pinned_positions(option: ShardingOption, units: Option) -> tuple[int, ...] | None:
     """Positions of the units of a dependent table whose shards have ranks, see
     :mod:`~dreamshard_planner.search_space.towers`; None for others."""
-    if not option.dependency or any(shard.rank is None for shard in option.shards):
+    if not option.dependency or None in ranks_of(option):
         return None
     return positions_of(option, units)
 
@@ -90,9 +84,9 @@ def check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
     """PlannerError where pinned tables that depend on each other are on several hosts."""
     hosts: dict[str, dict[int, str]] = {}
     for option in options:
-        for shard in option.shards if option.dependency else []:
-            if shard.rank is not None:
-                host = shard.rank // topology.intra_group_size
+        for rank in ranks_of(option) if option.dependency else []:
+            if rank is not None:
+                host = rank // topology.intra_group_size
                 hosts.setdefault(option.dependency, {})[host] = fqn_of(option)
     for dependency, tables in hosts.items():
         if len(tables) > 1:

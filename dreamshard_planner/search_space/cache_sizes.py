@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from torchrec.distributed.planner.types import Shard, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import CacheParams
 
-from dreamshard_planner.search_space.enumeration import OwnOption
+from dreamshard_planner.search_space.alike_shards import OwnOption
 from dreamshard_planner.search_space.kernels import CACHING, in_host_memory
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
@@ -72,5 +72,5 @@ def _share(option: ShardingOption) -> float:
 def _sized(option: ShardingOption, share: float) -> OwnCacheSize:
     result = OwnCacheSize.of(option)
     result.cache_params = replace(option.cache_params or CacheParams(), load_factor=round(share, 4))
-    result.shards = [Shard([*shard.size], [*shard.offset]) for shard in option.shards]
+    result.forget_estimates()
     return result

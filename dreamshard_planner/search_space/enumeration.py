@@ -12,7 +12,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner import shard_estimators
@@ -30,6 +30,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import fqn_of, refused
 
@@ -53,20 +54,21 @@ class OncePerSize(ShardEstimator):
         if result is None:
             self._estimator.estimate(sharding_options, *args, **kwargs)
             return
-        shards_of = [option.shards for option in sharding_options]
-        sizes_of = [[tuple(shard.size) for shard in shards] for shards in shards_of]
+        kept_of = [[shard for shard, _ in counted(option)] for option in sharding_options]
+        sizes_of = [[tuple(shard.size) for shard in kept] for kept in kept_of]
         probes_of = [{size: Shard([*size], [0] * len(size)) for size in dict.fromkeys(sizes)} for sizes in sizes_of]
         # The options themselves, not copies: the perf estimator also notes on them whether they are weighted.
+        held = [{name: vars(option)[name] for name in SHARDS & vars(option).keys()} for option in sharding_options]
         try:
             for option, probes in zip(sharding_options, probes_of, strict=True):
                 option.shards = list(probes.values())
             _quick(self._estimator).estimate(sharding_options, *args, **kwargs)
         finally:
-            for option, shards in zip(sharding_options, shards_of, strict=True):
-                option.shards = shards
-        for shards, sizes, probes in zip(shards_of, sizes_of, probes_of, strict=True):
+            for option, shards in zip(sharding_options, held, strict=True):
+                vars(option).update(shards)
+        for kept, sizes, probes in zip(kept_of, sizes_of, probes_of, strict=True):
             result_of = {size: getattr(probe, result) for size, probe in probes.items()}
-            for shard, size in zip(shards, sizes, strict=True):
+            for shard, size in zip(kept, sizes, strict=True):
                 setattr(shard, result, result_of[size])
 
 
@@ -160,35 +162,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class EnumeratedOption(ShardingOption):
-    """TorchRec's option; deep copies of it share tensor and module, as TorchRec's do, and the shards' estimates, which
-    TorchRec replaces and never changes in place. Enumerators and partitioners copy many of them."""
-
-    @classmethod
-    def of(cls, option: ShardingOption) -> Self:
-        """``option`` with its own attributes, not copied."""
-        result = cls.__new__(cls)
-        result.__dict__.update(vars(option))
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any] | None) -> EnumeratedOption:
-        result = type(self).of(self)
-        for name, value in vars(self).items():
-            if name not in ("_tensor", "_module", "shards"):
-                setattr(result, name, copy.deepcopy(value, memo))
-        result.shards = [Shard([*s.size], [*s.offset], s.storage, s.perf, s.rank) for s in self.shards]
-        return result
-
-
-class OwnOption(EnumeratedOption):
-    """An option of the planner's own, which TorchRec's enumerator does not offer."""
-
-
-def is_torchrecs(option: ShardingOption) -> bool:
-    """Whether TorchRec's enumerator offers the option."""
-    return not isinstance(option, OwnOption)
 
 
 class FastEnumerator(EmbeddingEnumerator):

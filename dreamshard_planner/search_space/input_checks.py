@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.options import fqn_of, refused
 
 MAX_BYTES = 2**60
@@ -77,7 +78,7 @@ def check_needs(tables: Iterable[Sequence[ShardingOption]]) -> None:
     for kind in MEMORY_KINDS:
 
         def need(option: ShardingOption, kind: str = kind.lower()) -> int:
-            return getattr(option.shards[0].storage, kind)
+            return getattr(counted(option)[0][0].storage, kind)
 
         least = [min(options, key=need) for options in tables]
         total, largest = sum(map(need, least)), max(least, key=need)

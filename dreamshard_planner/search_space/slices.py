@@ -10,7 +10,7 @@ from typing import TypeVar
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.enumeration import EnumeratedOption, OwnOption
+from dreamshard_planner.search_space.alike_shards import EnumeratedOption, OwnOption
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 
 LEAST_HALF = 16

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.kernels import KEY_VALUE
 from dreamshard_planner.search_space.legality import known_kernels
 from dreamshard_planner.search_space.options import by_table, refused, type_of
@@ -64,7 +65,7 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
         whole = {option.compute_kernel for option in known if type_of(option).is_whole}
         known = [o for o in known if type_of(o).is_whole or o.num_shards > 1 or o.compute_kernel not in whole]
         # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
-        usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard in o.shards)]
+        usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard, _ in counted(o))]
         if not usable[fqn]:
             raise refused(
                 f"table {fqn!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
@@ -96,7 +97,7 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
         only = all(type_of(option).splits_columns for option in options)
         for option in options:
             if type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection):
-                width = option.shards[0].size[1]
+                width = counted(option)[0][0].size[1]
                 for counter in (widths, forced) if only else (widths,):
                     counter.setdefault(option.path, Counter())[width] += option.tensor.numel()
     common = {path: _common(forced.get(path, counter)) for path, counter in widths.items()}
@@ -107,7 +108,7 @@ def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[S
             for option in options
             if not type_of(option).splits_columns
             or option.path not in common
-            or {shard.size[1] for shard in option.shards} == {common[option.path]}
+            or {shard.size[1] for shard, _ in counted(option)} == {common[option.path]}
         ]
         if not fitting:
             raise refused(

@@ -9,6 +9,7 @@ import torch
 from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOption
 
 from dreamshard_planner.planning.context import WithContext
+from dreamshard_planner.search_space.alike_shards import set_perf
 from dreamshard_planner.support.torch_state import neutral
 
 
@@ -40,5 +41,4 @@ class DreamShardEstimator(WithContext, ShardEstimator):
         ]
         for options, choices in zip(read.options, read.problem.tables, strict=True):
             for option, choice in zip(options, choices, strict=True):
-                for shard, part in zip(option.shards, choice.parts, strict=True):
-                    shard.perf = perf_P[part]
+                set_perf(option, [perf_P[part] for part in choice.parts])

@@ -157,8 +157,11 @@ def by_kind(options: list[ShardingOption]) -> dict[tuple, list[str]]:
 
 
 def described(option: ShardingOption) -> list[str]:
-    # The statistics of a cache are copied per table, and have no repr.
-    return [f"{k}={v!r}" for k, v in sorted(vars(option).items()) if k not in ("_tensor", "_module", "cache_params")]
+    # The statistics of a cache are copied per table, and have no repr; ours keeps alike shards once.
+    told = {**vars(option), "shards": copy.deepcopy(option).shards}
+    for name in ("_tensor", "_module", "cache_params", "_runs", "_ranks", "_shards"):
+        told.pop(name, None)
+    return [f"{k}={v!r}" for k, v in sorted(told.items())]
 
 
 @pytest.mark.parametrize("seed", range(12))
