@@ -115,19 +115,12 @@ class Cost:
     def chosen(self, sharding: Sharding) -> Chosen:
         """The placement of units of span 1 under what the sharding has chosen."""
         problem = self.problem
-        free: list[tuple[int, int, int, int]] = []
-        wide: tuple[list[int], list[int]] = ([], [])
-        for table, (options, option, positions) in enumerate(
-            zip(problem.tables, sharding.options, sharding.positions, strict=True)
-        ):
-            for index, (unit, position) in enumerate(zip(options[option].units, positions, strict=True)):
-                if unit.span == 1 and options[option].pinned is None:
-                    free.append((table, index, unit.parts[0], position))
-                else:
-                    wide[0].extend(unit.ranks(position))
-                    wide[1].extend(unit.parts)
-        table_S, index_S, part_S, rank_S = torch.tensor(free, dtype=torch.int64).view(-1, 4).T
-        rank_Y, part_Y = torch.tensor(wide, dtype=torch.int64)
+        chosen = [options[option] for options, option in zip(problem.tables, sharding.options, strict=True)]
+        is_free = [option.units[0].span == 1 and option.pinned is None for option in chosen]
+        free = [table for table, one in enumerate(is_free) if one]
+        rank_S, part_S = problem.laid(sharding, free)
+        rank_Y, part_Y = problem.laid(sharding, [table for table, one in enumerate(is_free) if not one])
+        units = tuple((table, index) for table in free for index in range(len(chosen[table].units)))
         rest = replace(
             problem,
             features_PF=problem.features_PF[part_S],
@@ -135,12 +128,11 @@ class Cost:
             storage_PM=problem.storage_PM[part_S],
             capacity_DM=problem.capacity_DM - problem.used_bytes(rank_Y, part_Y),
             bytes_PC=problem.bytes_PC[part_S],
-            names=tuple(problem.names[table] for table in table_S.tolist()),
+            names=tuple(problem.names[table] for table, _ in units),
             tables=(),
         )
-        preload = Preload(self.group_latents(rank_Y, part_Y), self.bytes_sent(rank_Y, part_Y)) if wide[0] else None
+        preload = Preload(self.group_latents(rank_Y, part_Y), self.bytes_sent(rank_Y, part_Y)) if len(part_Y) else None
         cost = Cost(rest, self.compute, self.latent_PH[part_S], preload)
-        units = tuple(zip(table_S.tolist(), index_S.tolist(), strict=True))
         return Chosen(cost, rank_S, units, sharding, part_S, rank_Y, part_Y)
 
     def notes(self, sharding: Sharding) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def summed(values_XY: Tensor, slot_BX: Tensor, slots: int) -> Tensor:
     flat_NX = torch.atleast_2d(slot_BX).flatten(0, -2)
     slot_Z = (flat_NX + slots * torch.arange(len(flat_NX))[:, None]).flatten()
     sums_ZY = values_XY.new_zeros(len(flat_NX) * slots, values_XY.shape[1])
-    sums_ZY.index_add_(0, slot_Z, values_XY.repeat(len(flat_NX), 1))
+    sums_ZY.index_add_(0, slot_Z, values_XY.repeat(len(flat_NX), 1) if len(flat_NX) > 1 else values_XY)
     return sums_ZY.view(*slot_BX.shape[:-1], slots, values_XY.shape[1])
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
+from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource, both_passes
 from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
@@ -176,7 +176,7 @@ class RooflineCost(ComputeCost):
             slowed_X2 = 1 - hit_X2 * (1 - 1 / kernels.cache_speedup)
         launched_X2 = (latent_XH[..., [0, 8]] > 0) * launch_2
         kernels_X2 = latent_XH[..., 1:3] + launched_X2 + again_X2 * slowed_X2
-        out_X = (latent_XH[..., 3] - kernels_X2.sum(-1)).clamp_min(0)
+        out_X = (latent_XH[..., 3] - both_passes(kernels_X2)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.compute import both_passes, overall_ms
 from dreamshard_planner.search.states import DIGITS, PlacementState, rounded
 
 MAX_PAIRS = 2_000_000
@@ -182,7 +182,7 @@ def _rate(states: PlacementState, bottlenecks: Bottlenecks, candidates: Candidat
     for side_BC, change_XH in ((here_BC, -exchanged_XH), (device_BC, exchanged_XH)):
         places.append((row_BC.flatten()[index], side_BC.flatten()[index], group_X))
         after.append(states.latent_DGH[places[-1]] + change_XH)
-    after_ms_X = states.cost.compute.group_cost_ms(torch.cat(after)).sum(-1)
+    after_ms_X = both_passes(states.cost.compute.group_cost_ms(torch.cat(after)))
     rated = []
     for side_BC, place, part_X in zip((here_BC, device_BC), places, after_ms_X.chunk(2), strict=True):
         change_ms_X = torch.zeros(side_BC.numel(), dtype=part_X.dtype)

@@ -143,8 +143,10 @@ class _Descents:
         self._quiet = replace(search, starts=1, candidates=config.candidates, perturbed=0)
         self._candidates = 0
         self.budget = Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, seconds)
-        self.unfinished: list[Sharding] = []
+        self.unfinished: dict[Sharding, None] = {}
         """Where descents were when their turn ended, while they still gained."""
+        self._turns: dict[Sharding, int] = {}
+        """What a turn from each start took of the budget."""
 
     def result(self) -> JointResult:
         """The best, in the cheapest kernels that there is room for."""
@@ -157,8 +159,11 @@ class _Descents:
 
     def descend(self, start: Sharding, turn: int | None = None) -> None:
         """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried."""
-        unit, state = self._unit, self._state(start)
-        budget = self.budget
+        unit, budget = self._unit, self.budget
+        if turn is not None and start in self._turns:  # several starts lead to one group move
+            budget.spend(self._turns[start])
+            return
+        state, began = self._state(start), budget.used
         end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
         while budget.left():
             before = in_steps(float(state.overall_ms()), unit)
@@ -170,8 +175,10 @@ class _Descents:
             if after >= before:
                 break
             if budget.used >= end:
-                self.unfinished.append(state.sharding)
+                self.unfinished[state.sharding] = None
                 break
+        if turn is not None:
+            self._turns[start] = budget.used - began
 
     def _moved(self, sharding: Sharding) -> Sharding:
         """After moves and swaps of what spans one rank."""

@@ -64,20 +64,23 @@ def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
             need_DM += storage_PM[part_UL].sum(0)
             continue
         heavy_U = single_P[part_UL].sum(1).tolist()
-        wide += [(option.pinned is None, -span, -heavy, table, unit) for unit, heavy in enumerate(heavy_U)]
+        wide += [
+            (option.pinned is None, -span, -heavy, table, unit, part_UL[unit]) for unit, heavy in enumerate(heavy_U)
+        ]
     if not has_room(need_DM, capacity_DM).all():
         return None
     free_DM = capacity_DM - need_DM
-    for *_, table, index in sorted(wide):
-        unit = chosen[table].units[index]
-        need_LM, single_L = storage_PM[list(unit.parts)], single_P[list(unit.parts)]
-        free_NLM, load_NL = free_DM.reshape(-1, unit.span, free_DM.shape[1]), load_D.reshape(-1, unit.span)  # views
-        fits_N = has_room(need_LM, free_NLM).all(-1)
-        if (pinned := chosen[table].pinned) is not None:
-            fits_N &= np.arange(len(fits_N)) == pinned[index]
-        position = int(np.where(fits_N, (load_NL + single_L).max(1), np.inf).argmin())
-        if not fits_N[position]:
-            return None
+    for *_, table, index, part_L in sorted(wide):
+        span, pinned = len(part_L), chosen[table].pinned
+        need_LM, single_L = storage_PM[part_L], single_P[part_L]
+        free_NLM, load_NL = free_DM.reshape(-1, span, free_DM.shape[1]), load_D.reshape(-1, span)  # views
+        peak_N = (load_NL + single_L).max(1)
+        position = int(peak_N.argmin()) if pinned is None else pinned[index]
+        if not has_room(need_LM, free_NLM[position]).all():
+            fits_N = has_room(need_LM, free_NLM).all(-1)
+            position = int(np.where(fits_N, peak_N, np.inf).argmin())
+            if pinned is not None or not fits_N[position]:
+                return None
         positions[table][index] = position
         load_NL[position] += single_L
         free_NLM[position] -= need_LM

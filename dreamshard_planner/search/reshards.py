@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.compute import both_passes, overall_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Option, Sharding, summed
 from dreamshard_planner.search.laying import best_position
@@ -84,7 +84,7 @@ class ShardingState(State):
             return
         touched_X = torch.cat(ranks).unique()
         # What a group sums to where nothing is left must be nothing, not the rounding of what was there.
-        self.group_ms_DG[touched_X] = self.cost.compute.group_cost_ms(self.latent_DGH[touched_X]).sum(-1)
+        self.group_ms_DG[touched_X] = both_passes(self.cost.compute.group_cost_ms(self.latent_DGH[touched_X]))
 
     def force(self, table: int, option: int) -> None:
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
@@ -135,7 +135,7 @@ class ShardingState(State):
         if not queries:
             return False, 0
         compute = self.cost.compute
-        tried = self._try(tables, queries, compute.approximate_ms)
+        tried = self._try(tables, queries, compute.approximate_ms if compute.approximates else compute.group_cost_ms)
         if compute.approximates:
             order = torch.argsort(tried.key_Q, stable=True)[: self._rated_exactly].sort().values.tolist()
             tried = self._try(tables, [queries[index] for index in order], compute.group_cost_ms)
@@ -197,58 +197,64 @@ class ShardingState(State):
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
     ) -> Tried:
         """Lay the units of every query down, one after the other, where they leave the lowest peak."""
-        problem = self.problem
+        problem, started = self.problem, self._started(tables, queries, group_cost)
         options = [problem.tables[table][option] for _, table, option in queries]
-        trials = self._started(tables, queries, group_cost)
-        for step in range(max(len(option.units) for option in options)):
-            by_span: dict[int, list[int]] = {}
-            for query, option in enumerate(options):
-                if step < len(option.units):
-                    by_span.setdefault(option.units[step].span, []).append(query)
-            for some in by_span.values():
-                part_XL = torch.tensor([options[query].units[step].parts for query in some])
-                parts = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
-                trials.lay(some, *parts, group_cost)
-        collective_ms = problem.collectives.ms(trials.bytes_QCD)
-        overall_Q = in_steps(overall_ms(trials.device_ms_QD.amax(-1), collective_ms), self._unit)
+        device_QD = self.device_ms_D.repeat(len(queries), 1)
+        bytes_QCD = self.bytes_CD.repeat(len(queries), 1, 1)
+        fits_Q = torch.ones(len(queries), dtype=torch.bool)
+        positions: list[list[int]] = [[] for _ in queries]
+        for span in {option.units[0].span for option in options}:
+            some = [query for query, option in enumerate(options) if option.units[0].span == span]
+            parts = [problem.parts_of(*queries[query][1:]).reshape(-1, span) for query in some]
+            trials = started.some(some)
+            steps = max(map(len, parts))
+            for step in range(steps):
+                left = [index for index, part_UL in enumerate(parts) if step < len(part_UL)]
+                part_XL = torch.from_numpy(np.stack([parts[index][step] for index in left]))
+                what = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
+                trials.lay(left, *what, is_last=step == steps - 1)
+            device_QD[some], bytes_QCD[some], fits_Q[some] = trials.device_ms_QD, trials.bytes_QCD, trials.fits_Q
+            for query, places in zip(some, trials.positions, strict=True):
+                positions[query] = places
+        overall_Q = in_steps(overall_ms(device_QD.amax(-1), problem.collectives.ms(bytes_QCD)), self._unit)
         changes = [
-            [(table, option, tuple(places))]
-            for (_, table, option), places in zip(queries, trials.positions, strict=True)
+            [(table, option, tuple(places))] for (_, table, option), places in zip(queries, positions, strict=True)
         ]
-        square_Q = trials.device_ms_QD.square().sum(-1)
-        return Tried(changes, overall_Q.masked_fill(~trials.fits_Q, torch.inf), square_Q)
+        return Tried(changes, overall_Q.masked_fill(~fits_Q, torch.inf), device_QD.square().sum(-1))
 
     def _started(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
-    ) -> _Trials:
+    ) -> _Started:
         """Queries of which nothing is laid down yet: the sums without their tables."""
+        slots = len(tables)
         slot_Q = torch.tensor([slot for slot, _, _ in queries])
         old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
         new_Q = torch.tensor([self.problem.group_of(table, option) for _, table, option in queries])
         gone_KDH, gone_KCD, gone_KDM = self._without(tables)
-        latent_KDH = self.latent_DGH[:, old_K].transpose(0, 1)
-        without_KDH = latent_KDH - gone_KDH
-        without_ms_KD = group_cost(without_KDH).sum(-1).double()
-        spared_ms_KD = group_cost(latent_KDH).sum(-1).double() - without_ms_KD
+        # Each group as it is, and each that a table leaves without that table: few, whatever many options join them.
+        group_Z, place_X = torch.cat([old_K, new_Q]).unique(return_inverse=True)
+        latent_ZDH = self.latent_DGH.transpose(0, 1)[group_Z]
+        latent_YDH = torch.cat([latent_ZDH[place_X[:slots]] - gone_KDH, latent_ZDH])
+        ms_YD = both_passes(group_cost(latent_YDH)).double()
+        spared_ms_KD = ms_YD[slots + place_X[:slots]] - ms_YD[:slots]
         spared_ms_KD = torch.where(gone_KDH[..., 0] > 0, spared_ms_KD, 0.0)  # where nothing is gone, not even rounding
-        same_Q11 = (old_K[slot_Q] == new_Q)[:, None, None]
-        latent_QDH = torch.where(same_Q11, without_KDH[slot_Q], self.latent_DGH[:, new_Q].transpose(0, 1))
-        return _Trials(
-            device_ms_QD=self.device_ms_D - spared_ms_KD[slot_Q],
-            latent_QDH=latent_QDH,
-            group_ms_QD=group_cost(latent_QDH).sum(-1).double(),
-            free_QDM=self.free_DM + gone_KDM[slot_Q],
-            bytes_QCD=self.bytes_CD - gone_KCD[slot_Q],
-            fits_Q=torch.ones(len(queries), dtype=torch.bool),
-            positions=[[] for _ in queries],
+        return _Started(
+            group_cost,
+            latent_YDH,
+            ms_YD,
+            torch.where(old_K[slot_Q] == new_Q, slot_Q, slots + place_X[slots:]),
+            self.device_ms_D - spared_ms_KD,
+            self.free_DM + gone_KDM,
+            self.bytes_CD - gone_KCD,
+            slot_Q,
         )
 
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
         problem, ranks = self.problem, self.problem.num_ranks
-        rows = [problem.laid(self.sharding, [table]) for table in tables]
-        row_X = torch.cat([rank_Y + slot * ranks for slot, (rank_Y, _) in enumerate(rows)])
-        part_X = torch.cat([part_Y for _, part_Y in rows])
+        rank_X, part_X = problem.laid(self.sharding, tables)
+        counts = [len(problem.parts_of(table, self.sharding.options[table])) for table in tables]
+        row_X = rank_X + ranks * torch.arange(len(tables)).repeat_interleave(torch.tensor(counts))
         latent_KDH, bytes_KDC, used_KDM = (
             summed(values_PY[part_X], row_X, len(tables) * ranks).unflatten(0, (-1, ranks))
             for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.storage_PM)
@@ -256,10 +262,41 @@ class ShardingState(State):
         return latent_KDH, bytes_KDC.transpose(1, 2), used_KDM
 
 
+@dataclass(frozen=True)
+class _Started:
+    """What queries start from: Y fused groups, each with or without one of the tables."""
+
+    group_cost: Callable[[Tensor], Tensor]
+    latent_YDH: Tensor
+    ms_YD: Tensor
+    group_Q: Tensor
+    """Which of the groups the parts of a query's option join."""
+    device_ms_KD: Tensor
+    free_KDM: Tensor
+    bytes_KCD: Tensor
+    slot_Q: Tensor
+    """Which of the tables is each query's."""
+
+    def some(self, queries: Sequence[int]) -> _Trials:
+        """Some of the queries, nothing of which is laid down yet."""
+        group_Q, slot_Q = self.group_Q[queries], self.slot_Q[queries]
+        return _Trials(
+            group_cost=self.group_cost,
+            device_ms_QD=self.device_ms_KD[slot_Q],
+            latent_QDH=self.latent_YDH[group_Q],
+            group_ms_QD=self.ms_YD[group_Q],
+            free_QDM=self.free_KDM[slot_Q],
+            bytes_QCD=self.bytes_KCD[slot_Q],
+            fits_Q=torch.ones(len(queries), dtype=torch.bool),
+            positions=[[] for _ in queries],
+        )
+
+
 @dataclass
 class _Trials:
-    """Queries that are being laid down, side by side: every rank as each has it so far."""
+    """Queries whose units are equally wide, laid down side by side: every rank as each has it so far."""
 
+    group_cost: Callable[[Tensor], Tensor]
     device_ms_QD: Tensor
     latent_QDH: Tensor
     """Summed latents of the fused group that the option's parts join, and"""
@@ -271,21 +308,15 @@ class _Trials:
     """Whether memory has allowed all of it."""
     positions: list[list[int]]
 
-    def lay(
-        self,
-        some: Sequence[int],
-        latent_XLH: Tensor,
-        need_XLM: Tensor,
-        bytes_XLC: Tensor,
-        group_cost: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Lay down one unit more of some queries X, all equally wide, each where it leaves the lowest peak."""
+    def lay(self, some: Sequence[int], latent_XLH: Tensor, need_XLM: Tensor, bytes_XLC: Tensor, is_last: bool) -> None:
+        """Lay down one unit more of some queries X, each where it leaves the lowest peak; the last of all or not."""
         query_X, span = torch.tensor(some), latent_XLH.shape[1]
 
         def by_position(values_QDY: Tensor) -> Tensor:
-            return values_QDY[query_X].unflatten(1, (-1, span))
+            values_XDY = values_QDY if len(some) == len(values_QDY) else values_QDY[query_X]
+            return values_XDY.unflatten(1, (-1, span))
 
-        after_XNL = group_cost(by_position(self.latent_QDH) + latent_XLH[:, None]).sum(-1).double()
+        after_XNL = both_passes(self.group_cost(by_position(self.latent_QDH) + latent_XLH[:, None])).double()
         peak_XNL = by_position(self.device_ms_QD) + after_XNL - by_position(self.group_ms_QD)
         position_X, found_X = best_position(peak_XNL.amax(-1), need_XLM, by_position(self.free_QDM))
         self.fits_Q[query_X] &= found_X
@@ -293,7 +324,8 @@ class _Trials:
             self.positions[query].append(position)
         each, ranks = torch.arange(len(some)), (query_X[:, None], position_X[:, None] * span + torch.arange(span))
         self.device_ms_QD[ranks] = peak_XNL[each, position_X]
-        self.group_ms_QD[ranks] = after_XNL[each, position_X]
-        self.latent_QDH[ranks] += latent_XLH
-        self.free_QDM[ranks] -= need_XLM
         self.bytes_QCD.transpose(1, 2).index_put_(ranks, bytes_XLC, accumulate=True)
+        if not is_last:
+            self.group_ms_QD[ranks] = after_XNL[each, position_X]
+            self.latent_QDH[ranks] += latent_XLH
+            self.free_QDM[ranks] -= need_XLM

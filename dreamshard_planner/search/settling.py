@@ -23,9 +23,8 @@ def settled(cost: Cost, sharding: Sharding) -> Sharding:
     gains = []
     for table, (options, chosen) in enumerate(zip(problem.tables, sharding.options, strict=True)):
         now = options[chosen]
-        cheapest = min(
-            (k for k in range(len(options)) if _same_shards(options[k], now)), key=lambda k: alone_ms(options[k])
-        )
+        alike = [index for index, option in enumerate(options) if _same_shards(option, now)]
+        cheapest = chosen if len(alike) == 1 else min(alike, key=lambda index: alone_ms(options[index]))
         if cheapest != chosen and alone_ms(options[cheapest]) < alone_ms(now):
             gains.append((alone_ms(options[cheapest]) - alone_ms(now), table, cheapest))
     used_DM = problem.used_bytes(*problem.laid(sharding))

@@ -47,7 +47,7 @@ class JointOptions:
         roomiest_M = problem.capacity_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
-                parts, self.kind_TO[table, index] = option.parts, option.sharding_type
+                parts, self.kind_TO[table, index] = problem.parts_of(table, index), option.sharding_type
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
                 self.bytes_TOM[table, index] = storage_PM[parts].sum(0)

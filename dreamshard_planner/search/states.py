@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import overall_ms
+from dreamshard_planner.cost.compute import both_passes, overall_ms
 from dreamshard_planner.cost.model import Cost
 
 DIGITS: Final = 5
@@ -68,7 +68,7 @@ class State:
     def __init__(self, cost: Cost, rank_BX: Tensor, part_X: Tensor | None = None) -> None:
         self.cost, self.problem = cost, cost.problem
         self.latent_DGH = cost.group_latents(rank_BX, part_X)
-        self.group_ms_DG = cost.compute.group_cost_ms(self.latent_DGH).sum(-1)
+        self.group_ms_DG = both_passes(cost.compute.group_cost_ms(self.latent_DGH))
         self.bytes_CD = cost.bytes_sent(rank_BX, part_X)
         self.free_DM = self.problem.capacity_DM - self.problem.used_bytes(rank_BX, part_X)
 
@@ -102,7 +102,7 @@ class State:
         now_Z = slot_Z % (ranks * groups)
         latent_ZH = self.latent_DGH.flatten(0, 1)[now_Z]
         latent_ZH.index_add_(0, at_X, sign_X[:, None] * cost.latent_PH[part_X])
-        change_Z = (cost.compute.group_cost_ms(latent_ZH).sum(-1) - self.group_ms_DG.flatten()[now_Z]).double()
+        change_Z = (both_passes(cost.compute.group_cost_ms(latent_ZH)) - self.group_ms_DG.flatten()[now_Z]).double()
         device_QD = self.device_ms_D.double().repeat(count, 1)
         device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
 
@@ -124,7 +124,7 @@ class PlacementState(State):
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """Forward + backward, approximately, [...]."""
-        return self.cost.compute.approximate_ms(latent_XH).sum(-1)
+        return both_passes(self.cost.compute.approximate_ms(latent_XH))
 
     @cached_property
     def sends_C(self) -> Tensor:
@@ -162,7 +162,7 @@ class PlacementState(State):
         self.latent_DGH[row_X, rank_X], self.bytes_CD[row_X, :, rank_X] = latent_XGH, bytes_XC
         used_XM = torch.where(here_XP[..., None], problem.storage_PM, 0).sum(1)
         self.free_DM[row_X, rank_X] = problem.capacity_DM[rank_X] - used_XM
-        self.group_ms_DG[row_X, rank_X] = cost.compute.group_cost_ms(latent_XGH).sum(-1)
+        self.group_ms_DG[row_X, rank_X] = both_passes(cost.compute.group_cost_ms(latent_XGH))
         self.approximate_ms_DG[row_X, rank_X] = self.approximate_ms(latent_XGH)
 
     @cached_property
