@@ -14,8 +14,8 @@ from dreamshard_planner.support.formatting import size_in_words
 
 COST_SOURCES = {
     "network": "A cost network, fitted to fused kernels that were measured, predicts compute.",
-    "roofline": "Compute follows from bandwidths alone: nothing was measured. Trust the order of plans more than the "
-    "milliseconds.",
+    "roofline": "Compute follows from bandwidths, on GPUs from how published kernels use them: nothing was measured. "
+    "Trust the order of plans more than the milliseconds.",
     "torchrec": "Compute and collectives are the estimates of the TorchRec that is installed.",
 }
 """By kind of cost source, in a sentence."""
@@ -134,7 +134,8 @@ class Content:
             return self.replan.sentence
         text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
         if self.torchrec is not None and chosen.total_ms > 0:
-            text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, {ratio(self.torchrec, chosen)} times"
+            text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, "
+            text += f"{ratio(self.torchrec, chosen)} times as long"
         return f"{self.report.verdict}. {text}."
 
     @cached_property
@@ -144,7 +145,9 @@ class Content:
         found = [("total", ms(chosen.total_ms), "slowest rank's compute and all collectives")]
         if self.torchrec is not None and chosen.total_ms > 0:
             found.append(("TorchRec's own plan", f"{ratio(self.torchrec, chosen)}x", ms(self.torchrec.total_ms)))
-        found.append(("slowest rank", ms(max(chosen.rank_ms, default=0.0)), f"rank {self.slowest}: forward, backward"))
+        found.append(
+            ("slowest rank", ms(max(chosen.rank_ms, default=0.0)), f"rank {self.slowest}: forward and backward")
+        )
         share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
         found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
         for entry in self.report.memory:
