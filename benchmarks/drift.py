@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans whose data drifted: staying, planning afresh, and re-planning by few bytes.
 
-    python benchmarks/drift.py --record benchmarks/results/2026-11-23-drift.jsonl
+    python benchmarks/drift.py --record benchmarks/results/2026-11-24-drift.jsonl
 
 60 tasks, 20 of each kind: pooling factors of some features trade places (``popularity``), an eighth more tables come
 (``tables``), the batch is doubled (``batch``). Models of 16 to 64 tables with row-wise Adagrad, of Meta's published
