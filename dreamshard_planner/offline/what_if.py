@@ -265,7 +265,7 @@ def what_if(
         smallest=any_memory,
         smallest_on_device=on_device,
         worst=worst_table(planned, step) if worst else None,
-        notes=(*refused, *report.notes),
+        notes=(*refused, *(note for note in report.notes if note.code != "stale")),  # of how files are read offline
     )
 
 

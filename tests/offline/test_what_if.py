@@ -148,6 +148,7 @@ def test_a_plan_file_is_the_present_plan(tmp_path: Path) -> None:
     found = what_if(searched, {"batch_size": [1024]}, smallest=False, worst=False, plan_file=path)
     assert found.base.total_ms == pytest.approx(made.report.chosen.total_ms, rel=1e-6)
     assert found.sweeps["batch_size"][0].total_ms == found.base.total_ms
+    assert "since the plan was made" not in " ".join(note.text for note in found.notes)
     other = what_if(replace(searched, batch_size=64), smallest=False, worst=False, plan_file=path)
     assert other.base.total_ms < found.base.total_ms and "plan.json is not the plan of" in other.notes[0].text
 
