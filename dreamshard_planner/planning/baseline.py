@@ -21,7 +21,7 @@ MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
 """Tables x ranks x proposals to try: about a second. Counted, and not timed, so that plans repeat."""
 LEAST_PROPOSALS = 4
-SHARDS_OF_ONE = 500_000
+SHARDS_OF_ONE = 2_000_000
 """Tables x ranks from which on not so many are tried, but one."""
 
 
