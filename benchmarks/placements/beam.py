@@ -170,7 +170,7 @@ def capped_greedy(cost: Cost, parts: Sequence[Tensor], caps_K: Tensor) -> list[t
     """The best greedy placement under any cap of each choice of parts of span 1: overall milliseconds, infinite where
     none fits, and the rank of each part."""
     problem, compute, (ranks, caps) = cost.problem, cost.compute, (cost.problem.num_ranks, len(caps_K))
-    sent_P = problem.bytes_PC.sum(-1)
+    sent_P = problem.output_bytes_P
     orders = [cost.single_ms_P[part_S].argsort(descending=True, stable=True) for part_S in parts]
     ordered = [part_S[order_S] for part_S, order_S in zip(parts, orders, strict=True)]
     part_QS = pad_sequence(ordered, batch_first=True, padding_value=-1).repeat_interleave(caps, 0)
@@ -179,6 +179,7 @@ def capped_greedy(cost: Cost, parts: Sequence[Tensor], caps_K: Tensor) -> list[t
     latent_QDGH = torch.zeros(lanes, ranks, problem.num_groups, cost.latent_PH.shape[1]).double()
     group_ms_QDG = torch.zeros(latent_QDGH.shape[:-1]).double()
     bytes_QCD = torch.zeros(lanes, problem.bytes_PC.shape[1], ranks).double()
+    sent_QD = torch.zeros(lanes, ranks).double()
     free_QDM = problem.capacity_DM.expand(lanes, -1, -1).clone()
     alive_Q, rank_QS = torch.ones(lanes, dtype=torch.bool), torch.zeros_like(part_QS)
     for step in range(part_QS.shape[1]):
@@ -191,13 +192,14 @@ def capped_greedy(cost: Cost, parts: Sequence[Tensor], caps_K: Tensor) -> list[t
         with_ms_XD = compute.group_cost_ms(with_XDH).sum(-1).double()
         after_XD = group_ms_QDG[lane_X].sum(-1) - group_ms_QDG[lane_X, :, group_X] + with_ms_XD
         fits_XD = has_room(need_X1M, free_QDM[lane_X])
-        fits_XD &= bytes_QCD[lane_X].sum(1) + sent_P[part_X, None] <= cap_Q[lane_X, None]
+        fits_XD &= sent_QD[lane_X] + sent_P[part_X, None] <= cap_Q[lane_X, None]
         alive_Q[lane_X] &= fits_XD.any(-1)
         rank_X = after_XD.masked_fill(~fits_XD, torch.inf).argmin(-1)
         rank_QS[lane_X, step] = rank_X
         latent_QDGH[lane_X, rank_X, group_X] = with_XDH[each, rank_X]
         group_ms_QDG[lane_X, rank_X, group_X] = with_ms_XD[each, rank_X]
         bytes_QCD[lane_X, :, rank_X] += problem.bytes_PC[part_X]
+        sent_QD[lane_X, rank_X] += sent_P[part_X]
         free_QDM[lane_X, rank_X] -= need_X1M[:, 0]
     forward_Q, backward_Q = problem.collectives.ms(bytes_QCD)
     overall_Q = group_ms_QDG.sum(-1).amax(-1) + forward_Q + backward_Q

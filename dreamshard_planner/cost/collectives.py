@@ -23,7 +23,10 @@ LATENCY_MS = 0.02
 MAX_BYTES_PER_MS = 1e15
 """What a fit says of a bandwidth that limits nothing; finite, for JSON."""
 OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-"""What is measured between ranks."""
+"""What is measured between ranks, of outputs and gradients."""
+LOOKUPS = ("lookups", "bucketing")
+"""How lookups get to the ranks that compute them, and what each rank takes to sort those of row blocks into the blocks
+before. Checkpoints lack both that were made before these were measured."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class CollectiveFit:
 
 
 def fits_of(measured: Any) -> dict[str, CollectiveFit]:
-    """By operation, of what a file or a checkpoint says was measured between ranks.
+    """By operation, of what a file or a checkpoint says was measured between ranks: all :data:`OPERATIONS`, and
+    :data:`LOOKUPS` where these were.
 
     Raises:
         ValueError: it is something else; names what is wrong.
@@ -76,11 +80,12 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
             raise ValueError(f"its hardware has no {name}")
     # Before all-gathers were measured, they were taken for the reduce-scatters that they undo.
     fits = {"all_gather": measured["fits"].get("reduce_scatter"), **measured["fits"]}
-    missing = [operation for operation in OPERATIONS if not isinstance(fits.get(operation), dict)]
+    known = (*OPERATIONS, *LOOKUPS) if fits.keys() & set(LOOKUPS) else OPERATIONS
+    missing = [operation for operation in known if not isinstance(fits.get(operation), dict)]
     if missing:
         raise ValueError(f"fits lack {', '.join(missing)}")
     try:
-        return {operation: CollectiveFit(**fits[operation]) for operation in OPERATIONS}
+        return {operation: CollectiveFit(**fits[operation]) for operation in known}
     except TypeError as error:
         raise ValueError(f"a fit has other fields: {error}") from error
 
@@ -144,7 +149,10 @@ class Collective:
     forward: CollectiveModel | None
     """Of the ranks that exchange: its ``world_size`` is their number. None where the forward has no such exchange."""
     backward: CollectiveModel | None
-    """The same of the backward: a reduce-scatter's is an all-gather."""
+    """The same of the backward: a reduce-scatter's is an all-gather. None where it has no such exchange: lookups go to
+    the ranks that compute them, and nothing comes back."""
+    of_lookups: bool = False
+    """Whether it carries lookups, and not outputs or gradients."""
 
     @property
     def passes(self) -> tuple[CollectiveModel, ...]:

@@ -75,6 +75,11 @@ class Interconnect:
         inside = self._inside * peers / max(1, peers - others)
         return self._world(inside, self._all_to_all * peers / max(1, others))
 
+    def lookups(self) -> CollectiveModel:
+        """How many they are, lengths and ids, one all-to-all after the other; GPUs are taken to sort ids in no time."""
+        model = self.all_to_all()
+        return replace(model, latency_ms=3 * model.latency_ms)
+
     def reduce_scatter(self) -> CollectiveModel:
         """Between all ranks; an all-gather takes as long."""
         return self._world(self._inside, self._rings)

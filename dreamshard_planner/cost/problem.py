@@ -122,7 +122,7 @@ class Problem:
     capacity_DM: Tensor
     """Bytes that each rank has left for parts, int64."""
     bytes_PC: Tensor
-    """Bytes that a part adds to what its rank sends to each peer in each collective, float64."""
+    """Bytes that a part adds to what its rank sends to each peer in each collective, or gets of it, float64."""
     collectives: Collectives
     names: tuple[str, ...] = ()
     """Of the tables; of the parts, where there are no options."""
@@ -143,6 +143,12 @@ class Problem:
     def exchange_ms_P(self) -> Tensor:
         """Milliseconds of exchange that each part adds, summed over all ranks, which it holds up alike, [P]."""
         return self.bytes_PC @ self.collectives.level_ms_per_byte(self.num_ranks)
+
+    @cached_property
+    def output_bytes_P(self) -> Tensor:
+        """Bytes that each part adds to the exchanges of outputs and gradients, [P]."""
+        outputs_C = [not collective.of_lookups for collective in self.collectives.collectives]
+        return self.bytes_PC[:, outputs_C].sum(-1)
 
     @cached_property
     def _group_of(self) -> list[list[int]]:

@@ -5,7 +5,8 @@
 
 NCCL where each rank has a GPU, else gloo, each rank on cores of its own. The all-to-all is that of pooled embeddings,
 its splits even, or skewed so that one rank sends most; reduce-scatter and all-gather are those of row-wise tables,
-all-reduce that of data-parallel ones. A sample is the time of the slowest rank.
+all-reduce that of data-parallel ones. Lookups are exchanged by TorchRec's own modules, with all that these do before
+and after; bucketing sorts ids into blocks of rows. A sample is the time of the slowest rank.
 
 Shapes: P payloads, R repeats.
 """
@@ -15,26 +16,34 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit, CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit, CollectiveModel, fits_of
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned, rank_cores
+from dreamshard_planner.measure.timing import freed_memory_kept, pinned, rank_cores
 from dreamshard_planner.support.files import brief, check_writable, read_json, write_whole
+from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
-"""Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter or all-reduce, and of what
-it gives to an all-gather."""
+"""Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter or all-reduce, of what it
+gives to an all-gather, of lookups that it gets of one peer, and of its own ids that it sorts."""
 SKEWS = (1.0, 0.5, 0.25, 0.0)
 """What all ranks but the first send in an all-to-all, as a share of what it sends."""
+LOOKUP_SKEWS = (1.0, 0.0)
+"""The same of lookups that they get: evenly, and all for the tables of one rank."""
+FEATURES, LOOKUPS_PER_SAMPLE, ROWS = 4, 10, 100_000
+"""Of the tables of a rank."""
 WARMUP = 2
 
 
@@ -43,17 +52,29 @@ class Payload:
     """One thing to measure."""
 
     operation: str
-    """One of :data:`~dreamshard_planner.cost.collectives.OPERATIONS`."""
+    """One of :data:`~dreamshard_planner.cost.collectives.OPERATIONS` or :data:`~.LOOKUPS`."""
     size_bytes: int
     skew: float = 1.0
 
     def sends(self, world_size: int) -> list[int]:
-        """Bytes that each rank gives each other rank."""
-        return [self.size_bytes, *[round(self.size_bytes * self.skew)] * (world_size - 1)]
+        """Bytes that each rank gives each other rank; of lookups, which it gets."""
+        size = self.size_bytes if self.operation in OPERATIONS else self.samples * FEATURES * self._bag_bytes
+        return [size, *[round(size * self.skew)] * (world_size - 1)]
+
+    @property
+    def samples(self) -> int:
+        """Of a rank's batch of lookups."""
+        return max(1, round(self.size_bytes / (FEATURES * self._bag_bytes)))
+
+    @property
+    def _bag_bytes(self) -> int:
+        return LOOKUPS_PER_SAMPLE * INDEX_BYTES + (LENGTH_BYTES if self.operation == "lookups" else 0)
 
     def moved_bytes(self, world_size: int) -> tuple[float, float]:
         """What a :class:`CollectiveModel` counts: the most that any rank sends or receives, and all ranks' sum."""
         sends = torch.tensor(self.sends(world_size), dtype=torch.float64)
+        if self.operation == "bucketing":
+            return 0.0, float(sends[0])  # by itself
         per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
         return float(per_byte.all_to_all_ms(sends)[0]), float(sends.sum()) * (world_size - 1)
 
@@ -61,6 +82,8 @@ class Payload:
 PAYLOADS = tuple(
     [Payload("all_to_all", size, skew) for size in PAYLOADS_BYTES for skew in SKEWS]
     + [Payload(operation, size) for operation in OPERATIONS[1:] for size in PAYLOADS_BYTES]
+    + [Payload("lookups", size, skew) for size in PAYLOADS_BYTES[::2] for skew in LOOKUP_SKEWS]
+    + [Payload("bucketing", size) for size in PAYLOADS_BYTES[::2]]
 )
 
 
@@ -120,11 +143,13 @@ def measure(
     dist.all_reduce(times_RP, op=dist.ReduceOp.MAX)
     median_P = times_RP[WARMUP:].cpu().median(0).values
     fits = {}
-    for operation in OPERATIONS:
+    for operation in (*OPERATIONS, *LOOKUPS):
         chosen = [index for index, payload in enumerate(PAYLOADS) if payload.operation == operation]
         moved = [PAYLOADS[index].moved_bytes(world_size) for index in chosen]
         slowest_P, total_P = torch.tensor(moved, dtype=torch.float64).unbind(-1)
         fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, median_P[chosen])
+    # What does not grow with the ids is the barrier's.
+    fits["bucketing"] = replace(fits["bucketing"], latency_ms=0.0)
     result = Collectives(
         backend=dist.get_backend(),
         world_size=world_size,
@@ -153,6 +178,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> float:
     """Milliseconds of one collective on this rank."""
+    if payload.operation in LOOKUPS:
+        return _lookups(payload, world_size, device)
     sends = [size // 4 for size in payload.sends(world_size)]
     if payload.operation == "all_to_all":
         inputs = [sends[rank] if peer != rank else 0 for peer in range(world_size)]
@@ -162,10 +189,7 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
     else:
         inputs, outputs = sends, [sends[rank]]
     send, receive = torch.ones(sum(inputs), device=device), torch.zeros(sum(outputs), device=device)
-    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter_ns()
+    start = _together(device)
     if payload.operation == "all_to_all":
         dist.all_to_all_single(receive, send, outputs, inputs)
     elif payload.operation == "reduce_scatter":
@@ -174,6 +198,40 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
         dist.all_gather_into_tensor(receive, send)
     else:
         dist.all_reduce(receive)
+    return _since(start, device)
+
+
+def _lookups(payload: Payload, world_size: int, device: torch.device) -> float:
+    """The same of a batch of lookups, until the ranks that compute them have them in order; or of sorting its ids."""
+    bucketing = payload.operation == "bucketing"
+    features = [FEATURES, *[round(FEATURES * payload.skew)] * (0 if bucketing else world_size - 1)]
+    keys = [f"f{index}" for index in range(sum(features))]
+    lengths = torch.full((len(keys) * payload.samples,), LOOKUPS_PER_SAMPLE, dtype=torch.int32, device=device)
+    ids = torch.randint(ROWS, (len(lengths) * LOOKUPS_PER_SAMPLE,), device=device)
+    batch = KeyedJaggedTensor.from_lengths_sync(keys, ids, lengths)
+    block_sizes = torch.full((len(keys),), -(-ROWS // world_size), device=device)
+    order, order_tensor = list(range(len(keys))), torch.arange(len(keys), dtype=torch.int32, device=device)
+    exchange = KJTAllToAll(pg=dist.group.WORLD, splits=features) if not bucketing else None
+    start = _together(device)
+    if exchange is None:
+        bucketize_kjt_before_all2all(batch, num_buckets=world_size, block_sizes=block_sizes)
+        dist.barrier(device_ids=None if device.type == "cpu" else [device.index])  # ranks that share cores take turns
+    else:
+        # A module brings its features into the order of the ranks that hold their tables.
+        exchange(batch.permute(order, order_tensor)).wait().wait()
+    return _since(start, device)
+
+
+def _together(device: torch.device) -> int:
+    """Now, on all ranks, in nanoseconds."""
+    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter_ns()
+
+
+def _since(start: int, device: torch.device) -> float:
+    """Milliseconds, until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter_ns() - start) * 1e-6
@@ -195,7 +253,7 @@ def main(
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    with pinned(1, None if cuda else rank_cores(local_rank, local_world_size)):
+    with freed_memory_kept(), pinned(1, None if cuda else rank_cores(local_rank, local_world_size)):
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         result = measure(device, local_world_size=local_world_size, seconds=seconds)
     if dist.get_rank() == 0:

@@ -53,7 +53,7 @@ def compare(run: ObservedRun) -> Comparison:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return Comparison(title, kinds, (), verdict, None)
     ratios = _kernel_ratios(run, predicted)
-    exchange = sum(one.ms for name, one in run.collectives.items() if name.startswith("outputs"))
+    exchange = _observed_ms(run, "outputs")
     meaning = (*_of_statistics(run), *_of_kernels(run, ratios), *_of_exchange(run, predicted, exchange))
     verdict, trusted = _verdict(ratios, predicted, exchange)
     return Comparison(title, kinds, meaning, verdict, trusted)
@@ -66,9 +66,13 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
         expected = None if every is None else tuple(every[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
     outputs = {name: one for name, one in run.collectives.items() if name.startswith("outputs")}
-    total_ms = sum(one.ms for one in outputs.values())
-    expected = None if predicted is None else (predicted.collectives_ms,) * len(ranks)
-    yield Compared("exchange of outputs, of the last rank to come", expected, (total_ms,) * len(ranks))
+    exchanges = {
+        "outputs": "exchange of outputs, of the last rank to come",
+        "lookups": "exchange of lookups, observed without what is done to them between",
+    }
+    for carried, what in exchanges.items():
+        expected = None if predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
+        yield Compared(what, expected, (_observed_ms(run, carried),) * len(ranks))
     for name, one in run.collectives.items():
         yield Compared(f"{name}: until it is there", None, one.span_ms)
         yield Compared(f"{name}: waiting alone", None, one.waited_ms)
@@ -79,6 +83,18 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     outside = [rank.median("step") - ms for rank, ms in zip(run.ranks, model, strict=True)]
     yield Compared("outside of the model: data, dense optimizer", None, tuple(outside))
     yield Compared("the whole step", None, tuple(rank.median("step") for rank in run.ranks))
+
+
+def _observed_ms(run: ObservedRun, carried: str) -> float:
+    """Of all exchanges that carry so."""
+    return sum(one.ms for name, one in run.collectives.items() if name.startswith(carried))
+
+
+def _predicted_ms(predicted: Predicted, carried: str) -> float:
+    lookups_ms = sum(
+        ms for name, ms in predicted.each_collective_ms.items() if name.endswith((" lookups", " bucketing"))
+    )
+    return lookups_ms if carried == "lookups" else predicted.collectives_ms - lookups_ms
 
 
 def _kernel_ratios(run: ObservedRun, predicted: Predicted) -> dict[int, float]:
@@ -117,10 +133,11 @@ def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:
 def _of_exchange(run: ObservedRun, predicted: Predicted, observed_ms: float) -> Iterator[str]:
     if _exchange_near(predicted, observed_ms):
         return
-    if not observed_ms or not predicted.collectives_ms:
-        yield f"exchange of outputs: {predicted.collectives_ms:.3f} ms predicted, {observed_ms:.3f} observed"
+    expected_ms = _predicted_ms(predicted, "outputs")
+    if not observed_ms or not expected_ms:
+        yield f"exchange of outputs: {expected_ms:.3f} ms predicted, {observed_ms:.3f} observed"
         return
-    ratio = observed_ms / predicted.collectives_ms
+    ratio = observed_ms / expected_ms
     side = "slow link, or ranks that share cores" if ratio > 1 else "faster link than was assumed"
     moved = sum(max(one.bytes) for name, one in run.collectives.items() if name.startswith("outputs"))
     yield (
@@ -130,9 +147,9 @@ def _of_exchange(run: ObservedRun, predicted: Predicted, observed_ms: float) -> 
 
 
 def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
-    off_ms = abs(observed_ms - predicted.collectives_ms)
-    small_ms = SMALL * (max(predicted.rank_ms) + predicted.collectives_ms)
-    return off_ms <= max(NEAR_EXCHANGE * predicted.collectives_ms, small_ms)
+    expected_ms = _predicted_ms(predicted, "outputs")
+    off_ms, small_ms = abs(observed_ms - expected_ms), SMALL * (max(predicted.rank_ms) + expected_ms)
+    return off_ms <= max(NEAR_EXCHANGE * expected_ms, small_ms)
 
 
 def _verdict(ratios: dict[int, float], predicted: Predicted, exchange_ms: float) -> tuple[str, bool]:

@@ -40,7 +40,8 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     """Collectives for a checkpoint's metadata, and in words what changed.
 
     Only runs count of which all ranks were observed; the first such gives hosts and backend. Operations that were never
-    observed stay as they were measured; else they are taken for the one that was.
+    observed stay as they were measured; else they are taken for the one that was. Of lookups, whose work between the
+    exchanges is not observed, nothing is learned.
 
     Returns:
         The checkpoint's own, where nothing was observed, or held-out exchanges do not confirm it.
@@ -65,7 +66,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         return known, []
     others = {name: CollectiveFit(**fit) for name, fit in _measured(links, known).items()}
     of_any = next(iter(fits.values()))
-    filled = {operation: fits.get(operation) or others.get(operation) or of_any for operation in OPERATIONS}
+    filled = others | {operation: fits.get(operation) or others.get(operation) or of_any for operation in OPERATIONS}
     return {
         "backend": first.backend,
         "world_size": first.world_size,

@@ -7,14 +7,14 @@ Shapes: P parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, fits_of
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras, WithServing
 from dreamshard_planner.cost.interconnect import Interconnect
 from dreamshard_planner.cost.model import Cost
@@ -69,11 +69,13 @@ class NetworkCosts:
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint, "all_to_all") is not None
+        uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
         # Networks tell Adagrad from row-wise Adagrad where calibration did.
         told_apart = not self.uses_network or "adagrad" in self.checkpoint.metadata.get("corrections", {})
         unknown = () if self.takes_estimates else ("other",) if told_apart else ("other", "adagrad")
         return (
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
+            *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
             *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=self.uses_network)),
             *noted("optimizer", costed_optimizers(plan, reader, self.topology, unknown)),
         )
@@ -100,8 +102,8 @@ class TorchRecCosts(NetworkCosts):
         return GivenCost(CostSource("torchrec", "TorchRec's estimates, nothing measured"))
 
     def links(self) -> Links:
-        """None of their own."""
-        return Links(*[FREE] * len(fields(Links)))
+        """None of their own, of lookups none at all."""
+        return Links(*[FREE] * (len(fields(Links)) - len(LOOKUPS)))
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """Forward is everything but the backward."""
@@ -123,7 +125,8 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     """Exchanges as the checkpoint measured them, for ranks of as many hosts of that kind; else over the topology's
     bandwidths."""
     given = Interconnect.of(topology)
-    measured = {operation: _measured(topology, checkpoint, operation) for operation in OPERATIONS}
+    measured = {operation: _measured(topology, checkpoint, operation) for operation in (*OPERATIONS, *LOOKUPS)}
+    bucketing = measured["bucketing"]
     of_host = measured if given.hosts == 1 else dict.fromkeys(OPERATIONS)
     return Links(
         all_to_all=measured["all_to_all"] or given.all_to_all(),
@@ -134,11 +137,21 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
         host_all_gather=of_host["all_gather"] or given.host_reduce_scatter(),
         across=given.across(),
         all_to_one=given.all_to_one(),
+        lookups=measured["lookups"] if measured["all_to_all"] else given.lookups(),
+        # Each rank sorts its own ids, however many ranks there are: as if one of two got them.
+        bucketing=bucketing and replace(bucketing, world_size=2),
+    )
+
+
+def _uncounted_lookups(checkpoint: Checkpoint) -> str:
+    return (
+        f"the exchange of lookups is not counted: collectives of {checkpoint.name} were measured without it "
+        "(python -m dreamshard_planner.measure.collectives measures it)"
     )
 
 
 def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> CollectiveModel | None:
-    """The exchange between all ranks as the checkpoint measured it; None where it was not, or elsewhere. What one host
+    """An exchange between all ranks as the checkpoint measured it; None where it was not, or elsewhere. What one host
     does says nothing of two, nor two of three."""
     measured = checkpoint.metadata.get("collectives")
     if measured is None or measured["hardware"]["device"] != topology.compute_device:
@@ -146,6 +159,8 @@ def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> Col
     hosts = measured.get("hosts", 1)
     if hosts != -(-topology.world_size // topology.local_world_size):
         return None
-    fit = fits_of(measured)[operation]
+    fit = fits_of(measured).get(operation)
+    if fit is None:
+        return None
     ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
     return fit.model(topology.world_size, f"measured with {measured['backend']} on {ranks}, {checkpoint.name}")

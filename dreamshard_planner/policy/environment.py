@@ -87,7 +87,7 @@ class TaskBatch:
             group_TS=pad([problem.group_P[order] for problem, order in zipped]),
             features_TSF=pad([problem.features_PF[order] for problem, order in zipped]),
             single_ms_TS=pad([cost.single_ms_P[order].float() for cost, order in zip(costs, orders, strict=True)]),
-            output_bytes_TS=pad([problem.bytes_PC[order].sum(-1).float() for problem, order in zipped]),
+            output_bytes_TS=pad([problem.output_bytes_P[order].float() for problem, order in zipped]),
             storage_TSM=pad([problem.storage_PM[order] for problem, order in zipped]),
             capacity_TDM=pad([problem.capacity_DM for problem in problems], -1),
             device_mask_TD=pad([torch.ones(problem.num_ranks, dtype=torch.bool) for problem in problems]),

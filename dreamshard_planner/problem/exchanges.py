@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which collectives carry the output of a shard, and how many bytes."""
+"""Which collectives carry the lookups of a shard and its output, and how many bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dreamshard_planner.cost.collectives import Collective, CollectiveModel
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS
-from dreamshard_planner.workload.tables import OUTPUT_BYTES, Workload
+from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Links:
     """An all-to-all between the ranks of the same place on every host."""
     all_to_one: CollectiveModel
     """From all ranks to one, of what all of them send together."""
+    lookups: CollectiveModel | None = None
+    """Of lengths, ids and weights between all ranks, with all that TorchRec does to them there; None: not counted."""
+    bucketing: CollectiveModel | None = None
+    """Of sorting a rank's own ids into blocks of rows before, by the bytes of the ids; None: not counted."""
 
     def model(self, operation: str | None, over: str) -> CollectiveModel | None:
         """Of an exchange of a sharding type; None where there is none."""
@@ -51,8 +55,8 @@ class Links:
 def exchanges_of(
     option: ShardingOption, workload: Workload, topology: Topology, links: Links, element_bytes: float
 ) -> Iterable[tuple[Collective, float]]:
-    """Collectives that carry a shard's output, of so many bytes per element on the wire, each with the bytes that its
-    rank sends to each peer."""
+    """Collectives that carry a shard's output, of so many bytes per element on the wire, and then its lookups, each
+    with the bytes that its rank sends to each peer, or gets of it."""
     spec = type_of(option)
     name = f"{option.dependency or option.path or 'model'} {option.sharding_type}"
     world, host = topology.world_size, topology.intra_group_size
@@ -74,6 +78,13 @@ def exchanges_of(
         is_gradient = exchange.operation == "all_reduce"
         num_bytes = workload.rows * workload.dim * workload.weight_bytes if is_gradient else output_bytes
         yield Collective(label, over, *passes), num_bytes / (host if over == "host" else world)
+    if spec.is_replicated or links.lookups is None:
+        return
+    # Also between hosts, ids go straight to the rank that holds their rows.
+    yield Collective(f"{name} lookups", "world", links.lookups, None, of_lookups=True), workload.lookup_bytes / world
+    if spec.splits_rows and links.bucketing is not None:
+        id_bytes = workload.lookups * INDEX_BYTES
+        yield Collective(f"{name} bucketing", "world", links.bucketing, None, of_lookups=True), id_bytes / world
 
 
 def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None) -> float:

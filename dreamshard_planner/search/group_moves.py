@@ -76,6 +76,6 @@ def _counts(tables: int, others: Sequence[int]) -> list[int]:
 
 
 def _collectives(cost: Cost, now_T: np.ndarray) -> np.ndarray:
-    """The collective that carries most of what each table sends."""
+    """The first collective that each table takes part in, which tables of its module and type share."""
     parts = [options[option].parts[0] for options, option in zip(cost.problem.tables, now_T, strict=True)]
-    return cost.problem.bytes_PC[parts].argmax(-1).numpy()
+    return (cost.problem.bytes_PC[parts].numpy() > 0).argmax(-1)

@@ -165,14 +165,14 @@ def _descend(
     budget: Budget,
     perturbed: Callable[[int], Tensor] | None = None,
 ) -> None:
-    """Steepest descent of every placement on the rank with the largest cost, then on the one with the most output
-    bytes. Where one can get no further, one of ``perturbed`` takes its place, if given, until patience ends."""
+    """Steepest descent of every placement on the rank with the largest cost, then on the one that exchanges most. Where
+    one can get no further, one of ``perturbed`` takes its place, if given, until patience ends."""
     every_B = row_B = torch.arange(len(states.assignment_BP))
     by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)
     fruitless = 0
     while len(row_B) and budget.left() and (perturbed is None or fruitless < config.patience):
         slowest_B = rounded(states.device_ms_D[row_B], best.unit).argmax(-1)
-        busiest_B = states.bytes_CD[row_B][:, states.sends_C].sum(1).argmax(-1)
+        busiest_B = (states.byte_weight_C1 * states.bytes_CD[row_B]).sum(1).argmax(-1)
         bottleneck_B = torch.where(by_bytes_B, busiest_B, slowest_B)
         improved_B, candidates = improve(states, row_B, bottleneck_B, config.candidates_per_step, best.unit)
         budget.spend(candidates)

@@ -132,6 +132,13 @@ class PlacementState(State):
         return self.problem.bytes_PC.any(0)
 
     @cached_property
+    def byte_weight_C1(self) -> Tensor:
+        """What a byte of each of these costs, beside one of the others; alike where none costs anything."""
+        weight_C = self.problem.collectives.level_ms_per_byte(self.problem.num_ranks) * self.sends_C
+        weight_C = weight_C if weight_C.any() else self.sends_C.double()
+        return (weight_C / weight_C.max().clamp_min(1e-300))[:, None]
+
+    @cached_property
     def other_collectives_ms(self) -> list[Tensor]:
         """Forward and backward milliseconds of these others."""
         each_ms = self.problem.collectives.each_ms(self.bytes_CD[0])

@@ -37,6 +37,10 @@ or an SSD of the host (TorchRec's compute kernels ``fused``, ``fused_uvm_caching
 
 INDEX_BYTES = 8
 """Of one id: TorchRec's are int64."""
+LENGTH_BYTES = 4
+"""Of the number of lookups of one bag: int32."""
+LOOKUP_WEIGHT_BYTES = 4
+"""Of a lookup's weight: fp32."""
 OUTPUT_BYTES = 4
 """Of one output element: TorchRec's kernels put out fp32 by default."""
 CACHE_LOAD_FACTOR = 0.2
@@ -266,6 +270,12 @@ class Workload:
         return self.pooling_factor * self.batch_size
 
     @property
+    def lookup_bytes(self) -> float:
+        """Of all ids and weights of one batch, and of the lengths of its bags, as TorchRec sends them to a shard."""
+        each = INDEX_BYTES + (LOOKUP_WEIGHT_BYTES if self.weighted else 0)
+        return self.lookups * each + self.pooled_vectors * LENGTH_BYTES
+
+    @property
     def output_elements(self) -> float:
         """Elements that the kernel writes in the forward pass: one pooled vector per sample and
         feature, or one vector per lookup for a sequence table."""
@@ -273,7 +283,7 @@ class Workload:
 
     @property
     def pooled_vectors(self) -> float:
-        """Vectors of one batch after pooling."""
+        """Bags of one batch, each with a vector after pooling."""
         return self.num_features * self.batch_size * self.output_share
 
 

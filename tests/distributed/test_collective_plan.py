@@ -24,7 +24,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsError
-from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
 from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure, check_patience
 from dreamshard_planner.research import refinement
@@ -330,7 +330,7 @@ def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]
     path = tmp_path / "collectives.json"
     path.write_text(results[0])
     measured = Collectives.load(path)
-    assert set(measured.fits) == set(OPERATIONS) and measured.world_size == len(results)
+    assert set(measured.fits) == {*OPERATIONS, *LOOKUPS} and measured.world_size == len(results)
     times_ms = [sample[-1] for sample in measured.samples_ms]
     assert len(times_ms) == len(PAYLOADS) and min(times_ms) > 0
     assert measured.hosts == measured.metadata()["hosts"] == len(results)
@@ -344,13 +344,14 @@ def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]
         (lambda text: text.replace("fits", "fit"), "not a measurement.*fits"),
         (lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "bytes_per_ms must be a number"),
         (lambda text: text.replace('"all_reduce"', '"reduce"'), "fits lack all_reduce"),
+        (lambda text: text.replace('"bucketing"', '"sorting"'), "fits lack bucketing"),
         (lambda text: f"[{text}]", "must be a mapping"),
     ],
 )
 def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: str, tmp_path: Path) -> None:
     fit = CollectiveFit(latency_ms=1.0, bytes_per_ms=2.0, shared_bytes_per_ms=3.0, relative_error=0.1)
     path = tmp_path / "collectives.json"
-    hardware, fits = {"device": "cpu", "name": "abacus"}, dict.fromkeys(OPERATIONS, fit)
+    hardware, fits = {"device": "cpu", "name": "abacus"}, dict.fromkeys((*OPERATIONS, *LOOKUPS), fit)
     path.write_text(damage(json.dumps(asdict(Collectives("gloo", 2, hardware, fits, ())))))
     with pytest.raises(DreamShardError, match=f"collectives.json: .*{reason}"):
         Collectives.load(path)

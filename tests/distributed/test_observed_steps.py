@@ -94,6 +94,12 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     }
     assert run.collectives["outputs all_to_all forward"].bytes == (sent[0], sent[1])
     assert run.collectives["outputs all_to_all backward"].bytes == (sent[1], sent[0])
+    # Ids and lengths go to the rank that computes them; before, how many they are.
+    asked = [
+        sum(one.lookup_bytes for kernel in rank.kernels for one in kernel.workloads(run.statistics)) / 2
+        for rank in run.ranks
+    ]
+    assert run.collectives["lookups all_to_all"].bytes == pytest.approx((asked[1] + 24, asked[0] + 24))
     assert set(run.collectives) == {"outputs all_to_all forward", "outputs all_to_all backward", "lookups all_to_all"}
     for one in run.collectives.values():
         assert 0 < one.ms <= min(one.span_ms) * (1 + 1e-9) and all(map(float.__le__, one.waited_ms, one.span_ms))

@@ -80,7 +80,7 @@ def batch(step: int, samples: int, first: int, count: int, device: torch.device)
         rows = SHAPES[max(0, feature - 1)][0]
         indices_BL = torch.randint(rows, (samples, pooling_factor), generator=generator)
         indices.append(indices_BL[first : first + count].flatten())
-        lengths.append(torch.full((count,), pooling_factor))
+        lengths.append(torch.full((count,), pooling_factor, dtype=torch.int32))
     labels_B = torch.randint(2, (samples,), generator=generator).float()[first : first + count]
     sparse = KeyedJaggedTensor(list(FEATURES), torch.cat(indices), lengths=torch.cat(lengths))
     return sparse.to(device), labels_B.to(device)

@@ -238,10 +238,11 @@ def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> Observe
     plan = planner.saved_plan()
     predicted = plan.predicted
     ranks = []
+    outputs_ms = sum(ms for name, ms in predicted.each_collective_ms.items() if not name.endswith(" lookups"))
     for rank in range(2):
         ways = {"forward": predicted.forward_ms[rank], "backward": predicted.backward_ms[rank]}
         columns = {f"kernel 0 {way}": (ms * factor,) * 8 for way, ms in ways.items()}
-        columns["outputs all_to_all forward span"] = (predicted.collectives_ms * exchange,) * 8
+        columns["outputs all_to_all forward span"] = (outputs_ms * exchange,) * 8
         columns["outputs all_to_all forward bytes"] = (1e6,) * 8
         ranks.append(rank_steps(0, rank, **columns))
     return replace(observed_run("a", *ranks), plan=plan, planned_lookups={"f0": lookups})

@@ -136,12 +136,12 @@ def test_ranks_and_plans_that_there_are_not() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "types", "remedy"),
     [
-        (torch.optim.Adagrad, ["table_wise", "column_wise"], "min_partition=16) would gain"),
+        (torch.optim.Adagrad, ["table_wise", "column_wise"], "min_partition=32) would gain"),
         (RowWiseAdagrad, ["table_wise"], "column_wise: its constraint's sharding_types leave it out. A smaller table"),
     ],
 )
 def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimizer, types, remedy: str) -> None:
-    tables = [table("hot", 100_000, 64), *(table(f"t{i}", 10_000, 32) for i in range(4))]
+    tables = [table("hot", 100_000, 128), *(table(f"t{i}", 10_000, 32) for i in range(4))]
     module = collection(*tables)
     apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
     pooling = {config.feature_names[0]: FeatureStatistics(300.0 if config.name == "hot" else 2.0) for config in tables}
@@ -162,7 +162,7 @@ def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimi
 def test_why_a_table_stays_whole_counts_no_replicas_as_its_parts_and_level_ranks_are_told_as_such() -> None:
     module = model(64)
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
-    one = planner()
+    one = planner(batch_size=4096)
     one.plan(module, SHARDERS)
     found = one.explain(1)
     assert all("exact_training=False" in entry.why_whole for entry in found.tables), found

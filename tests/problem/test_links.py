@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy.stats import kendalltau
+from small_models import SHARDERS, collection, table
 from torchrec.distributed.planner.types import Topology
 
 import collectives_prior
-from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.cost.collectives import CollectiveModel
+from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.interconnect import NCCL
 from dreamshard_planner.planning.cost_sources import links_of
 
@@ -61,3 +65,35 @@ def test_the_prior_agrees_with_published_collectives() -> None:
     assert len(pairs) == 61 and kendalltau(*zip(*pairs, strict=True)).statistic > 0.85
     large = [(mine, ms) for row, (mine, ms) in zip(rows, pairs, strict=True) if row.size_bytes >= 2**28]
     assert len(large) == 28 and all(1 / 1.4 < mine / ms < 1.4 for mine, ms in large)
+
+
+def test_lookups_are_exchanged_as_measured_and_else_like_other_all_to_alls() -> None:
+    one_host, two_hosts = Topology(4, "cpu", local_world_size=4), Topology(16, "cpu", local_world_size=8)
+    checkpoint = resolve("auto", "cpu")
+    measured, given = links_of(one_host, checkpoint), links_of(two_hosts, checkpoint)
+    assert measured.lookups.source == measured.all_to_all.source and measured.lookups.world_size == 4
+    # A rank sorts its own ids, whatever others do.
+    id_bytes = torch.full((4,), 1e6)
+    alone = CollectiveFit(**checkpoint.metadata["collectives"]["fits"]["bucketing"])
+    assert float(measured.bucketing.all_to_all_ms(id_bytes / 4)[0]) == pytest.approx(
+        1e6 / alone.shared_bytes_per_ms, rel=1e-6
+    )
+    # Splits, lengths and ids.
+    assert given.lookups == replace(given.all_to_all, latency_ms=3 * given.all_to_all.latency_ms)
+    assert given.bucketing is None
+
+
+def test_lookups_that_were_not_measured_are_not_counted_and_the_report_says_so() -> None:
+    shipped = resolve("auto", "cpu")
+    collectives = dict(shipped.metadata["collectives"])
+    collectives["fits"] = {name: fit for name, fit in collectives["fits"].items() if name in OPERATIONS}
+    older = Checkpoint(shipped.policy, shipped.cost, {**shipped.metadata, "collectives": collectives})
+    topology, names = Topology(2, "cpu", local_world_size=2), {}
+    assert links_of(topology, older).lookups is None
+    for checkpoint in (shipped, older):
+        planner = DreamShardPlanner(topology=topology, batch_size=64, checkpoint=checkpoint, stats=[], debug=False)
+        planner.plan(collection(table("t0", 1000, 64), table("t1", 500, 64)), SHARDERS)
+        names[checkpoint is older] = {name.rsplit(" ", 1)[1] for name, _ in planner.report().collectives}
+        noted = [str(note) for note in planner.report().notes if "lookups is not counted" in str(note)]
+        assert len(noted) == (checkpoint is older)
+    assert "lookups" in names[False] and "lookups" not in names[True]

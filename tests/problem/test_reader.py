@@ -68,10 +68,18 @@ def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -
     (option,) = found.problem.tables[0]
     parts = option.parts
     assert len(parts) == {"table_wise": 1, "column_wise": 2, "row_wise": RANKS}[sharding_type]
-    (collective,) = found.problem.collectives.collectives
-    assert collective.name == f"sequence {sharding_type} all-to-all" and collective.over == "world"
+    collectives = {one.name.rsplit(" ", 1)[1]: one for one in found.problem.collectives.collectives}
+    expected = ["all-to-all", "lookups", *(["bucketing"] if sharding_type == "row_wise" else [])]
+    assert list(collectives) == expected and {one.over for one in collectives.values()} == {"world"}
+    assert [name for name, one in collectives.items() if one.backward is None] == expected[1:]
+    sent = dict(zip(expected, found.problem.bytes_PC[parts].sum(0).tolist(), strict=True))
     # All of one rank's lookups come back to it as vectors, whoever sends them.
-    assert float(found.problem.bytes_PC[parts].sum()) == pytest.approx(SAMPLES * LENGTH * DIM * 4)
+    assert sent["all-to-all"] == pytest.approx(SAMPLES * LENGTH * DIM * 4)
+    # Column slices and row blocks each get a length for every sample; slices every id, and blocks one of them.
+    ids, lengths = SAMPLES * LENGTH * 8, SAMPLES * 4 * len(parts)
+    repeated = len(parts) if sharding_type == "column_wise" else 1
+    assert sent["lookups"] == pytest.approx(repeated * ids + lengths)
+    assert sent.get("bucketing", ids) == pytest.approx(ids)
     if sharding_type != "row_wise":
         lookups_P = found.problem.features_PF[parts, FEATURE_INDEX["lookups"]]
         assert lookups_P.tolist() == [workloads[0].lookups] * len(parts)
@@ -99,7 +107,7 @@ def test_index_dedup_asks_for_a_row_once_per_rank(by_global: bool) -> None:
     block = ROWS // RANKS
     expected = (torch.bincount(sent_N // block, minlength=RANKS) * DIM * 4 / RANKS).tolist()
     (unit,) = row_wise.units
-    bytes_B = found.problem.bytes_PC[list(unit.parts)].sum(-1).tolist()
+    bytes_B = found.problem.output_bytes_P[list(unit.parts)].tolist()
     assert bytes_B == pytest.approx(expected, rel=0.1, abs=0.01 * sum(expected))
 
 

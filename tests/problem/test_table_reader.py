@@ -121,12 +121,17 @@ def test_options_become_workloads() -> None:
     row = problem.features_PF[problem.names.index("weighted.d")]
     assert row[FEATURE_INDEX["dim"]] == 32 and row[FEATURE_INDEX["weighted"]] == 1
     # One rank's batch of pooled vectors of 16 floats.
-    assert problem.bytes_PC[problem.names.index("plain.a")].sum() == 64 * 1.75 * 16 * 4
-    # An all-to-all for each module.
+    assert problem.output_bytes_P[problem.names.index("plain.a")] == 64 * 1.75 * 16 * 4
+    # An all-to-all for each module, and one of its lookups.
     assert [c.name for c in problem.collectives.collectives] == [
         "weighted table_wise all-to-all",
+        "weighted table_wise lookups",
         "plain table_wise all-to-all",
+        "plain table_wise lookups",
     ]
+    # Ids, weights where there are any, and a length for each pooled vector.
+    assert problem.bytes_PC[problem.names.index("weighted.d"), 1] == 64 * (1 * (8 + 4) + 4)
+    assert problem.bytes_PC[problem.names.index("plain.a"), 3] == 64 * ((2.0 + 0.75 * 3.0) * 8 + 1.75 * 4)
 
 
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
@@ -156,7 +161,7 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
 
     def output_bytes(sharders, **constraint) -> float:
         _, problem = workloads_and_problem(model, sharders, {"t0": ParameterConstraints(**constraint)})
-        return float(problem.bytes_PC)
+        return float(problem.output_bytes_P)
 
     config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
     quantized = EmbeddingBagCollectionSharder(

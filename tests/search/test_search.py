@@ -36,6 +36,7 @@ def preloaded(cost: Cost, collectives: int) -> Cost:
         Collective("inside", "host", host, slower),
         Collective("across", "across", across, across),
         Collective("gradients", "world", None, slower),
+        Collective("lookups", "world", slower, None, of_lookups=True),
     ]
     part_P, sent_P = torch.arange(cost.problem.num_parts), cost.problem.bytes_PC[:, 0]
     bytes_PC = torch.zeros(len(part_P), collectives + 1, dtype=torch.float64)
@@ -48,7 +49,7 @@ def preloaded(cost: Cost, collectives: int) -> Cost:
     return Cost(problem, cost.compute, preload=Preload(cost.group_latents(part_P % 3) / 2, bytes_CD))
 
 
-@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4)])
+@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4), (2, 5)])
 def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
     """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
     cost = make_cost(12, 4, groups=groups)
@@ -93,7 +94,7 @@ def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatc
     assert result.overall_ms < 0.5 * float(cost.rate(start_S[None]).overall_ms_B)
 
 
-@pytest.mark.parametrize("collectives", [0, 2, 4])
+@pytest.mark.parametrize("collectives", [0, 2, 5])
 def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
     cost = make_cost(24, 4, groups=2)
     cost = preloaded(cost, collectives) if collectives else cost
