@@ -130,5 +130,6 @@ class Interconnect:
     def _model(self, ranks: int, bytes_per_ms: float, between: bool) -> CollectiveModel:
         given = self.between_bytes_per_ms if between else self.inside_bytes_per_ms
         latency_ms = self.reached.between_ms if between else self.reached.inside_ms
-        source = f"topology's {given * 1e3 / 1e9:.0f} GB/s, nothing measured"
+        prior = "prior from published times of NCCL, " if self.reached is NCCL else ""
+        source = f"{prior}topology's {given * 1e3 / 1e9:.0f} GB/s, nothing measured"
         return CollectiveModel(ranks, bytes_per_ms, latency_ms, source)
