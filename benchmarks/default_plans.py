@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Default plans, as a user gets them who changes one line: ours against TorchRec's default planner, run to its end.
 
-    python benchmarks/default_plans.py --record benchmarks/results/2026-11-23-default-plans.jsonl
+    python benchmarks/default_plans.py --record benchmarks/results/2026-11-24-default-plans.jsonl
 
 Six models of tables with row-wise Adagrad in the backward, on one and two hosts of eight H100s, local batch 2,048, all
 planners told the true pooling factors. TorchRec's planner replicates tables as it likes, and they lose that optimizer.

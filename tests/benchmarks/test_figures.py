@@ -38,7 +38,7 @@ def full_search() -> dict[str, tuple[dict, dict | None]]:
 
 def default_plans() -> str:
     """Ours over TorchRec's by TorchRec's estimates, as each comes by default; at worst, and with nothing attached."""
-    rows = read("2026-11-23-default-plans.jsonl")[1:]
+    rows = read("2026-11-24-default-plans.jsonl")[1:]
     ms = {(row["model"], row["hosts"], row["planner"]): row["torchrec_ms"] for row in rows}
     theirs = {(model, hosts): value for (model, hosts, planner), value in ms.items() if planner == "torchrec"}
     ours, alone = (
