@@ -16,13 +16,16 @@ merit. Planners:
     dreamshard_refined, roofline_refined   the same after --refine-seconds of measuring, on all ranks
     torchrec           TorchRec's planner, given the true pooling factors
     torchrec_default   TorchRec's planner without statistics (pooling factor 1), as most users run it
+    only_data_parallel, without_data_parallel, ...
+                       this package's, when it may use this sharding type alone, or all of --sharding-types but this
     lookup_greedy      a greedy rule for whole tables; any other of this package works too
     skewed_0, ...      arbitrary placements of whole tables from balanced to badly skewed, as many as --skewed says:
                        what step_formula.py needs
 
 Planners may use the sharding types that --sharding-types names, whole tables by default, in fused kernels; on CPUs,
 row-wise, table-row-wise and grid sharding through a sharder of this benchmark's own, since TorchRec's offers them on
-GPUs only. Data-parallel tables lose their in-backward optimizer, in TorchRec, and so train otherwise.
+GPUs only. Data-parallel tables get an optimizer of the same rule, whichever planner chose them: TorchRec alone would
+leave theirs out.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ def main() -> None:
         local_rank, local_world_size = local_ranks()
     except (ValueError, DreamShardError) as error:
         parser.error(str(error))
-    for library in ("torch", "torchrec"):  # neither says anything here that its user could act on
+    for library in ("", "torch", "torchrec"):  # none says anything here that its user could act on
         logging.getLogger(library).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=library)
     on_cpu = torch.cuda.device_count() < local_world_size

@@ -4,11 +4,17 @@
 from __future__ import annotations
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import nn
 
 from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
 from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
+
+KERNELS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
+"""The second of data-parallel tables."""
 
 
 class KernelClock:
@@ -24,7 +30,7 @@ class KernelClock:
         self._recorder, self._computed = StepRecorder(Clock(device)), processor_time
         hooks = Hooks(self._recorder)
         for kernel in (kernel for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup)):
-            if isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
+            if isinstance(kernel.emb_module, KERNELS):
                 hooks.listen_to_kernel("kernels", kernel.emb_module, lambda *_: None)
 
     def start(self) -> None:

@@ -15,6 +15,8 @@ from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 SKEWED = "skewed_"
+ONLY, WITHOUT = "only_", "without_"
+"""Before a sharding type: our planner, when it may use that one alone, or each type but that."""
 OURS = {
     "dreamshard": {},
     "roofline": {"cost_source": "roofline"},
@@ -77,6 +79,7 @@ class Config:
         if self.size not in ("", *SIZES):
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
         known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *HEURISTICS)
+        known += tuple(before + kind for before in (ONLY, WITHOUT) for kind in self.kinds)
         chosen = self.names[: len(self.names) - self.skewed]
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):
             raise ValueError(f"planners must be some of {', '.join(known)}, each once; got {self.planners!r}")
@@ -91,6 +94,12 @@ class Config:
     def kinds(self) -> tuple[str, ...]:
         """Sharding types that planners may use."""
         return tuple(kind.strip() for kind in self.sharding_types.split(",") if kind.strip())
+
+    def kinds_of(self, planner: str) -> tuple[str, ...]:
+        """Sharding types that this one may use."""
+        if planner.startswith(ONLY):
+            return (planner.removeprefix(ONLY),)
+        return tuple(kind for kind in self.kinds if planner != WITHOUT + kind)
 
     def on(self, kind: str) -> Config:
         """With what is left to the device: ``cpu`` or ``cuda``. Each change of models drains a GPU's queue: blocks are

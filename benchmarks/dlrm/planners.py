@@ -19,7 +19,7 @@ from torchrec.distributed.planner.types import Partitioner, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm.node import Node
-from dlrm.options import OURS, REFINED, SKEWED, Config
+from dlrm.options import ONLY, OURS, REFINED, SKEWED, WITHOUT, Config
 from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.search_space.sharding_types import DP
@@ -94,12 +94,12 @@ def make_planners(
         common = {
             "topology": node.topology(),
             "batch_size": config.batch_size,
-            "constraints": constraints(config.kinds, informed=name != "torchrec_default"),
+            "constraints": constraints(config.kinds_of(name), informed=name != "torchrec_default"),
             "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
         }
-        if name.removesuffix(REFINED) in OURS:
-            ours = OURS[name.removesuffix(REFINED)] | {"statistics": statistics, "seed": config.seed}
-            ours["checkpoint"] = config.checkpoint
+        if name.removesuffix(REFINED) in OURS or name.startswith((ONLY, WITHOUT)):
+            ours = OURS.get(name.removesuffix(REFINED), {}) | {"statistics": statistics, "seed": config.seed}
+            ours |= {"checkpoint": config.checkpoint, "optimizers_attached": True}
             if name.endswith(REFINED):
                 ours |= {"refine": "measure", "refine_seconds": config.refine_seconds}
             planner = DreamShardPlanner(**common, **ours)

@@ -6,7 +6,9 @@
 NCCL where each rank has a GPU, else gloo, each rank on cores of its own. The all-to-all is that of pooled embeddings,
 its splits even, or skewed so that one rank sends most; reduce-scatter and all-gather are those of row-wise tables,
 all-reduce that of data-parallel ones. Lookups are exchanged by TorchRec's own modules, with all that these do before
-and after; bucketing sorts ids into blocks of rows. A sample is the time of the slowest rank.
+and after; bucketing sorts ids into blocks of rows. A sample is the time of the slowest rank. A payload's time is the
+mean of its repeats without the slowest and fastest tenth: on CPUs an exchange takes 0.2 ms or a tick of the scheduler
+more, steps pay the mean of that, and a median is one or the other by chance.
 
 Shapes: P payloads, R repeats.
 """
@@ -23,6 +25,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from scipy.stats import trim_mean
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -45,6 +48,8 @@ LOOKUP_SKEWS = (1.0, 0.0)
 FEATURES, LOOKUPS_PER_SAMPLE, ROWS = 4, 10, 100_000
 """Of the tables of a rank."""
 WARMUP = 2
+TRIMMED = 0.1
+"""The share of the repeats left out at either end."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Collectives:
     fits: dict[str, CollectiveFit]
     """By operation."""
     samples_ms: tuple[tuple[str, int, float, float], ...]
-    """Operation, bytes, skew and median milliseconds of each payload."""
+    """Operation, bytes, skew and milliseconds of each payload."""
     hosts: int = 1
     """That the ranks were on."""
 
@@ -141,13 +146,17 @@ def measure(
             break
     times_RP = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(times_RP, op=dist.ReduceOp.MAX)
-    median_P = times_RP[WARMUP:].cpu().median(0).values
+    times_RP = times_RP[WARMUP:].cpu()
+    mean_P = torch.as_tensor(trim_mean(times_RP.numpy(), TRIMMED, axis=0))
+    # Sorting is computing: nobody waits for another, and what is far off is the machine's.
+    sorting_P = torch.tensor([payload.operation == "bucketing" for payload in PAYLOADS])
+    time_P = torch.where(sorting_P, times_RP.median(0).values, mean_P)
     fits = {}
     for operation in (*OPERATIONS, *LOOKUPS):
         chosen = [index for index, payload in enumerate(PAYLOADS) if payload.operation == operation]
         moved = [PAYLOADS[index].moved_bytes(world_size) for index in chosen]
         slowest_P, total_P = torch.tensor(moved, dtype=torch.float64).unbind(-1)
-        fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, median_P[chosen])
+        fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, time_P[chosen])
     # What does not grow with the ids is the barrier's.
     fits["bucketing"] = replace(fits["bucketing"], latency_ms=0.0)
     result = Collectives(
@@ -156,8 +165,8 @@ def measure(
         hardware=describe_hardware(device, torch.get_num_threads()),
         fits=fits,
         samples_ms=tuple(
-            (payload.operation, payload.size_bytes, payload.skew, median_ms)
-            for payload, median_ms in zip(PAYLOADS, median_P.tolist(), strict=True)
+            (payload.operation, payload.size_bytes, payload.skew, payload_ms)
+            for payload, payload_ms in zip(PAYLOADS, time_P.tolist(), strict=True)
         ),
         hosts=-(-world_size // (local_world_size or world_size)),
     )
