@@ -77,8 +77,10 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     }
     over = validation.get("policy_over_rule") or {}
     told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
-    fits = (checkpoint.get("collectives") or {}).get("fits", {})
-    told |= {operation: _collective(fit) for operation, fit in fits.items()}
+    from dreamshard_planner.cost.collectives import fits_of
+
+    collectives = checkpoint.get("collectives")
+    told |= {name: _collective(asdict(fit)) for name, fit in (fits_of(collectives) if collectives else {}).items()}
     return {name: text for name, text in told.items() if text}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ MAX_BYTES_PER_MS = 1e15
 """What a fit says of a bandwidth that limits nothing; finite, for JSON."""
 OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """What is measured between ranks, of outputs and gradients."""
+REVISION = 2
+"""Of how payloads are measured. In 1, an all-reduce between n ranks was of an n-th of the bytes that it was said to be
+of: its bandwidths came out n times too high."""
 LOOKUPS = ("lookups", "bucketing")
 """How lookups get to the ranks that compute them, and what each rank takes to sort those of row blocks into the blocks
 before. Checkpoints lack both that were made before these were measured."""
@@ -58,6 +61,12 @@ class CollectiveFit:
             latency, 1 / slope if slope else MAX_BYTES_PER_MS, 1 / shared if shared else MAX_BYTES_PER_MS, float(error)
         )
 
+    def slowed(self, times: float) -> CollectiveFit:
+        """With bandwidths so many times lower, and the same latency."""
+        bandwidths = (self.bytes_per_ms, self.shared_bytes_per_ms)
+        bytes_per_ms, shared = (rate if rate == MAX_BYTES_PER_MS else rate / times for rate in bandwidths)
+        return replace(self, bytes_per_ms=bytes_per_ms, shared_bytes_per_ms=shared)
+
     def model(self, world_size: int, source: str) -> CollectiveModel:
         """Of an all-to-all between that many ranks."""
         return CollectiveModel(world_size, self.bytes_per_ms, self.latency_ms, source, self.shared_bytes_per_ms)
@@ -84,10 +93,16 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
     missing = [operation for operation in known if not isinstance(fits.get(operation), dict)]
     if missing:
         raise ValueError(f"fits lack {', '.join(missing)}")
+    revision = measured.get("revision", 1)
+    if revision not in range(1, REVISION + 1):
+        raise ValueError(f"revision must be 1 to {REVISION}, got {revision!r:.50}: a newer version made it")
     try:
-        return {operation: CollectiveFit(**fits[operation]) for operation in known}
+        read = {operation: CollectiveFit(**fits[operation]) for operation in known}
     except TypeError as error:
         raise ValueError(f"a fit has other fields: {error}") from error
+    if revision < 2:
+        read["all_reduce"] = read["all_reduce"].slowed(measured["world_size"])
+    return read
 
 
 @dataclass(frozen=True)

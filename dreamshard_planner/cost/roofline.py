@@ -190,10 +190,11 @@ class RooflineCost(ComputeCost):
         )
 
 
-DENSE_PASSES = {"sgd": 6, "rowwise_adagrad": 7, "adagrad": 14, "other": 14}
+DENSE_PASSES = {"sgd": 8, "rowwise_adagrad": 9, "adagrad": 16, "other": 16}
 """Times that a data-parallel table's size passes through memory beside its kernels, by optimizer: the gradient is
-zeroed, read and written into DDP's bucket, and read by an optimizer that reads and writes all weights; row-wise Adagrad
-reads it once more, and one with a state for every weight passes over that, and a temporary, eight times."""
+zeroed, read and written into DDP's bucket, read and written by DDP's division by the number of ranks, and read by an
+optimizer that reads and writes all weights; row-wise Adagrad reads it once more, and one with a state for every weight
+passes over that, and a temporary, eight times."""
 CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.2e-6
 """Measured on one core of an AMD EPYC (family 25 model 17), with SGD and without DDP: what four such passes add to a
 fused backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""

@@ -30,7 +30,14 @@ from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit, CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import (
+    LOOKUPS,
+    OPERATIONS,
+    REVISION,
+    CollectiveFit,
+    CollectiveModel,
+    fits_of,
+)
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
@@ -39,8 +46,9 @@ from dreamshard_planner.support.files import brief, check_writable, read_json, w
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 PAYLOADS_BYTES = tuple(2**power for power in range(12, 25))
-"""Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter or all-reduce, of what it
-gives to an all-gather, of lookups that it gets of one peer, and of its own ids that it sorts."""
+"""Bytes of an all-to-all from one rank to one peer, of what a rank keeps of a reduce-scatter, of an n-th of an
+all-reduce, of what a rank gives to an all-gather, of lookups that it gets of one peer, and of its own ids that it
+sorts."""
 SKEWS = (1.0, 0.5, 0.25, 0.0)
 """What all ranks but the first send in an all-to-all, as a share of what it sends."""
 LOOKUP_SKEWS = (1.0, 0.0)
@@ -105,6 +113,7 @@ class Collectives:
     """Operation, bytes, skew and milliseconds of each payload."""
     hosts: int = 1
     """That the ranks were on."""
+    revision: int = REVISION
 
     def metadata(self) -> dict[str, Any]:
         """What a checkpoint keeps: all but the samples."""
@@ -116,7 +125,7 @@ class Collectives:
         document = read_json(path, DreamShardError)
         try:
             fits = fits_of(document)
-            return cls(**{**document, "fits": fits})
+            return cls(**{**document, "fits": fits, "revision": REVISION})
         except (ValueError, TypeError) as error:
             raise DreamShardError(f"{path}: not a measurement of collectives ({brief(error)})") from error
 
@@ -195,6 +204,8 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
         outputs = [sends[peer] if peer != rank else 0 for peer in range(world_size)]
     elif payload.operation == "all_gather":
         inputs, outputs = [sends[rank]], sends
+    elif payload.operation == "all_reduce":
+        inputs, outputs = [], sends
     else:
         inputs, outputs = sends, [sends[rank]]
     send, receive = torch.ones(sum(inputs), device=device), torch.zeros(sum(outputs), device=device)

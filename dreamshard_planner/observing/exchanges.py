@@ -12,7 +12,14 @@ import numpy as np
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, OPERATIONS, CollectiveFit, CollectiveModel
+from dreamshard_planner.cost.collectives import (
+    MAX_BYTES_PER_MS,
+    OPERATIONS,
+    REVISION,
+    CollectiveFit,
+    CollectiveModel,
+    fits_of,
+)
 from dreamshard_planner.cost.correction import LEAST_GAIN
 from dreamshard_planner.observing.observation import Observation, ObservedRun
 from dreamshard_planner.planning.cost_sources import links_of
@@ -64,7 +71,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
             said.append(f"outputs by {operation}: were {100 * before:.0f} % off, are now {100 * after:.0f} % off")
     if not fits:
         return known, []
-    others = {name: CollectiveFit(**fit) for name, fit in _measured(links, known).items()}
+    others = _measured(links, known)
     of_any = next(iter(fits.values()))
     filled = others | {operation: fits.get(operation) or others.get(operation) or of_any for operation in OPERATIONS}
     return {
@@ -72,13 +79,14 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         "world_size": first.world_size,
         "hosts": first.hosts,
         "hardware": observation.hardware,
+        "revision": REVISION,
         "fits": {operation: asdict(fit) for operation, fit in filled.items()},
     }, said
 
 
-def _measured(links: Links, known: Any) -> dict[str, Any]:
+def _measured(links: Links, known: Any) -> dict[str, CollectiveFit]:
     """Fits of a checkpoint, where they are what plans for these ranks would take."""
-    return known["fits"] if known and links.all_to_all.source.startswith("measured") else {}
+    return fits_of(known) if known and links.all_to_all.source.startswith("measured") else {}
 
 
 def _of(run: ObservedRun) -> Iterator[Exchange]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -111,18 +112,25 @@ class ReplicaOptimizer(FusedOptimizer):
         arguments: Mapping[str, Any],
     ) -> None:
         self.weights: nn.Parameter = kernel.weights
-        self._tables: list[Tensor] = kernel.split_embedding_weights()
         rule = replica_rule(arguments)
         if rule is None:
             raise ValueError(f"no rule for replicas of {arguments}")
         self._update = rule.update
         self._eps = float(arguments.get("eps", FUSED_DEFAULTS["eps"]))
         self._learning_rate = float(arguments.get("learning_rate", FUSED_DEFAULTS["learning_rate"]))
+        # Tables of one width lie in memory like one: dozens of small ones take as many passes as one does.
+        tables = kernel.split_embedding_weights()
+        widths = [(dim, list(alike)) for dim, alike in groupby(tables, key=lambda weight_RC: weight_RC.shape[1])]
+        sizes = [sum(weight_RC.numel() for weight_RC in alike) for _, alike in widths]
+        parts = kernel.weights.detach().split(sizes)
+        self._stacks = [part.view(-1, dim) for part, (dim, _) in zip(parts, widths, strict=True)]
+        self._states: Sequence[Tensor | None] = [None] * len(self._stacks)
         state: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in parameters.values()}
-        self._states: Sequence[Tensor | None] = [None] * len(parameters)
         if rule.state is not None:
-            self._states = momenta = [rule.state(weight_RC) for weight_RC in self._tables]
-            for (name, parameter), momentum in zip(parameters.items(), momenta, strict=True):
+            self._states = momenta = [rule.state(stack_RC) for stack_RC in self._stacks]
+            rows = [[len(weight_RC) for weight_RC in alike] for _, alike in widths]
+            of_tables = chain.from_iterable(momentum.split(each) for momentum, each in zip(momenta, rows, strict=True))
+            for (name, parameter), momentum in zip(parameters.items(), of_tables, strict=True):
                 state[parameter][f"{name.split('.')[-2]}.momentum1"] = momentum
         super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": self._learning_rate}])
         for parameter in parameters.values():
@@ -135,9 +143,9 @@ class ReplicaOptimizer(FusedOptimizer):
         Args:
             gradient: of the flat weights, averaged over the ranks.
         """
-        gradients = gradient.split([weight_RC.numel() for weight_RC in self._tables])
-        for weight_RC, part, state in zip(self._tables, gradients, self._states, strict=True):
-            self._update(weight_RC, part.view_as(weight_RC), state, self._learning_rate, self._eps)
+        gradients = gradient.split([stack_RC.numel() for stack_RC in self._stacks])
+        for stack_RC, part, state in zip(self._stacks, gradients, self._states, strict=True):
+            self._update(stack_RC, part.view_as(stack_RC), state, self._learning_rate, self._eps)
 
     def step(self, closure: Any = None) -> None:
         """Takes over the learning rate; the tables were updated in the backward."""

@@ -24,7 +24,14 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, StatisticsError
-from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveFit
+from dreamshard_planner.cost.collectives import (
+    LOOKUPS,
+    MAX_BYTES_PER_MS,
+    OPERATIONS,
+    REVISION,
+    CollectiveFit,
+    fits_of,
+)
 from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
 from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure, check_patience
 from dreamshard_planner.research import refinement
@@ -337,9 +344,19 @@ def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]
     assert "samples_ms" not in measured.metadata()
 
 
+def test_all_reduces_measured_before_are_read_as_what_they_were_of() -> None:
+    """Revision 1 sent an n-th of what was counted, which took as long as it takes a slower link to send all of it."""
+    fits = {operation: asdict(CollectiveFit(1.0, 8.0, MAX_BYTES_PER_MS, 0.1)) for operation in OPERATIONS}
+    document = {"backend": "gloo", "world_size": 4, "hardware": {"device": "cpu", "name": "abacus"}, "fits": fits}
+    before, now = fits_of(document), fits_of(document | {"revision": REVISION})
+    assert now["all_reduce"] == now["all_to_all"] == before["all_to_all"]
+    assert before["all_reduce"] == CollectiveFit(1.0, 2.0, MAX_BYTES_PER_MS, 0.1)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (lambda text: text.replace('"revision": 2', '"revision": 3'), "revision must be 1 to 2, got 3: a newer"),
         (lambda text: text[:50], "not a JSON file"),
         (lambda text: text.replace("fits", "fit"), "not a measurement.*fits"),
         (lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "bytes_per_ms must be a number"),
