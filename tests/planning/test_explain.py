@@ -17,6 +17,9 @@ from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatis
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+TWO_GPUS = topology(device="cuda")
+"""Whose exchanges cost little beside kernels, whatever checkpoint there is."""
+
 
 def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
     statistics = TableStatistics({f"t{i}_f0": FeatureStatistics(hot if i == 2 else 5.0) for i in range(8)})
@@ -54,9 +57,9 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
 def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=128)}
-    one = planner(hot=900.0, constraints=split, cost_source="roofline")
+    one = planner(hot=900.0, constraints=split, topology=TWO_GPUS)
     one.plan(model(256), SHARDERS)
-    theirs = planner(hot=900.0, constraints=whole, cost_source="roofline")
+    theirs = planner(hot=900.0, constraints=whole, topology=TWO_GPUS)
     plan = theirs.plan(model(256), SHARDERS)
     found = one.explain(plan=plan)
     assert found.bottleneck == "t2" and found.tables[0].table == "t2"
@@ -74,17 +77,17 @@ def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottle
     module = model(256)
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
     types = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
-    one = planner(hot=900.0, cost_source="roofline", sharding_types=("table_wise", "column_wise"))
+    one = planner(hot=900.0, topology=TWO_GPUS, sharding_types=("table_wise", "column_wise"))
     one.plan(module, SHARDERS)
     found = one.explain()
     assert found.bottleneck == "t2" and "With exact_training=False column_wise on ranks 0-1" in found.headline
     gain_ms = float(found.headline.rpartition(" would gain ")[2].removesuffix(" ms."))
     assert 0 < gain_ms <= one.beyond_exact_training().exact_ms - one.beyond_exact_training().total_ms + 1e-3
-    fixed = planner(hot=900.0, cost_source="roofline", constraints=types)
+    fixed = planner(hot=900.0, topology=TWO_GPUS, constraints=types)
     fixed.plan(module, SHARDERS)
     told = str(fixed.explain())
     assert "exact_training=False" not in told
-    assert "split further: not possible, column_wise: its constraint's sharding_types leave it out" in told
+    assert "split further: not possible, column_wise, row_wise, table_row_wise: its constraint's sharding_types leave " in told
 
 
 def test_collectives_come_first_where_they_dominate_and_assumptions_are_told() -> None:
@@ -162,7 +165,8 @@ def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimi
 def test_why_a_table_stays_whole_counts_no_replicas_as_its_parts_and_level_ranks_are_told_as_such() -> None:
     module = model(64)
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
-    one = planner(batch_size=4096)
+    types = ("table_wise", "column_wise", "data_parallel")
+    one = planner(batch_size=4096, topology=TWO_GPUS, sharding_types=types)
     one.plan(module, SHARDERS)
     found = one.explain(1)
     assert all("exact_training=False" in entry.why_whole for entry in found.tables), found
