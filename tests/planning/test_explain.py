@@ -87,7 +87,8 @@ def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottle
     fixed.plan(module, SHARDERS)
     told = str(fixed.explain())
     assert "exact_training=False" not in told
-    assert "split further: not possible, column_wise, row_wise, table_row_wise: its constraint's sharding_types leave " in told
+    left_out = "column_wise, row_wise, table_row_wise: its constraint's sharding_types leave it out"
+    assert f"split further: not possible, {left_out}" in told
 
 
 def test_collectives_come_first_where_they_dominate_and_assumptions_are_told() -> None:

@@ -49,10 +49,11 @@ def test_a_hot_table_is_split_no_further_than_it_pays() -> None:
 
 
 def _with_a_hot_table(**constraint: int) -> list[int]:
-    """Widths of the hot table's slices, of a model whose other tables cost a third as much together, and whose kernels outweigh the
-    latency of an exchange more."""
+    """Widths of the hot table's slices, of a model whose other tables cost a third as much together, and whose kernels
+    outweigh one more exchange."""
     tables = [table("hot", 100_000, 128), *(table(f"t{i}", 10_000, 64) for i in range(6))]
-    pooling = {config.feature_names[0]: FeatureStatistics(3000.0 if config.name == "hot" else 120.0) for config in tables}
+    lookups = {"hot": 3000.0}
+    pooling = {one.feature_names[0]: FeatureStatistics(lookups.get(one.name, 120.0)) for one in tables}
     constraints = {"hot": ParameterConstraints(sharding_types=["table_wise", "column_wise"], **constraint)}
     made = planner(topology=topology(3), constraints=constraints, statistics=TableStatistics(pooling))
     plan = made.plan(collection(*tables), SHARDERS)
