@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Moving a model of 1.5 GiB to another plan: memory beside a rank's own shards, losses, and steps before and after.
 
-    python benchmarks/moving.py --record benchmarks/results/2026-11-23-moving.json
+    python benchmarks/moving.py --record benchmarks/results/2026-11-24-moving.json
 
 Two gloo ranks. A model with row-wise Adagrad is trained under TorchRec's plan and saved; then loaded under this
 planner's plan, told pooling factors and to split one table by rows, by ``load_across_plans`` and from a checkpoint that
@@ -19,9 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from scipy.stats import bootstrap
 from torch import nn
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -38,7 +40,7 @@ from common.provenance import provenance
 from dreamshard_planner.across_plans.convert import convert
 
 ROWS, DIM = (2_400_000, 400_000, 150_000, 50_000), 128
-RANKS, TRAINED, TIMED = 2, 5, 44
+RANKS, TRAINED, TIMED = 2, 5, 124
 MIB = 2**20
 
 
@@ -148,7 +150,7 @@ def rank_main(rank: int, folder: str, batch_size: int, pooling: list[int], split
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, default=512, help="samples of a rank (512)")
+    parser.add_argument("--batch-size", type=int, default=2048, help="samples of a rank (2048)")
     parser.add_argument("--record", type=Path, help="file to write")
     parser.add_argument("--pooling", default="60,4,60,4", help="ids per sample of the four tables (60,4,60,4)")
     parser.add_argument("--split", default="t1", help="table to split by rows (t1)")
@@ -172,6 +174,7 @@ def main() -> None:
         "ranks": of_ranks,
         "step_ms": {"torchrec": statistics.quantiles(theirs), "ours": statistics.quantiles(ours)},
         "ratio": statistics.quantiles(ratios),
+        "median_ratio_95": [float(end) for end in bootstrap((ratios,), np.median, rng=0).confidence_interval],
     }
     print(result)
     write_result(arguments.record, provenance(torch.device("cpu")), result)
