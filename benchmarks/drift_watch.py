@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Alarms of ``DriftWatch``: on data that does not drift, and on data that does, and what a call takes.
 
-    python benchmarks/drift_watch.py --record benchmarks/results/2026-11-23-drift-watch.json
+    python benchmarks/drift_watch.py --record benchmarks/results/2026-11-24-drift-watch.json
     python benchmarks/drift_watch.py --training 400 --record benchmarks/results/2026-11-24-watched-training.json
 
 20 jobs of each kind: 16 tables with power-law ids on 4 CPU ranks, planned by 32 batches of 256 samples, watched for

@@ -269,7 +269,8 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
         saved(tmp_path / f"saved{number}", rows=rows)
         plans.append(plan_of(tmp_path / "plan.json", (0, 0, 0, rows, 8), (1, 0, 8, rows, 8), rows=rows))
     assert ended(start(_peak_bytes, tmp_path, plans)) == [0]
-    assert int((tmp_path / "peak").read_text()) < 8 * PIECE_BYTES
+    # A few pieces, and what the allocator keeps.
+    assert int((tmp_path / "peak").read_text()) < 12 * PIECE_BYTES
 
 
 def _killed(what: str, folder: Path, plan: SavedPlan, count: int) -> None:

@@ -123,7 +123,7 @@ def gain_of_few_bytes() -> str:
 
 
 def alarms() -> str:
-    result = read("2026-11-23-drift-watch.json")
+    result = read("2026-11-24-drift-watch.json")
     assert result["false_alarms"] == 0 and result["runs_without_drift"] == 20
     assert result["alarms_within_two_windows"] == result["of_those_worth"] == result["worth_5_percent"]
     return f"in the {result['of_those_worth']} where"
