@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import LOOKUPS, CollectiveModel, fits_of
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras, WithServing
 from dreamshard_planner.cost.interconnect import Interconnect
 from dreamshard_planner.cost.model import Cost
@@ -68,7 +68,7 @@ class NetworkCosts:
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""
-        measured = not self.takes_estimates and _measured(self.topology, self.checkpoint, "all_to_all") is not None
+        measured = not self.takes_estimates and bool(_measured(self.topology, self.checkpoint))
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
         # Networks tell Adagrad from row-wise Adagrad where calibration did.
         told_apart = not self.uses_network or "adagrad" in self.checkpoint.metadata.get("corrections", {})
@@ -125,19 +125,19 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     """Exchanges as the checkpoint measured them, for ranks of as many hosts of that kind; else over the topology's
     bandwidths."""
     given = Interconnect.of(topology)
-    measured = {operation: _measured(topology, checkpoint, operation) for operation in (*OPERATIONS, *LOOKUPS)}
-    bucketing = measured["bucketing"]
-    of_host = measured if given.hosts == 1 else dict.fromkeys(OPERATIONS)
+    measured = _measured(topology, checkpoint)
+    bucketing = measured.get("bucketing")
+    of_host = measured if given.hosts == 1 else {}
     return Links(
-        all_to_all=measured["all_to_all"] or given.all_to_all(),
-        reduce_scatter=measured["reduce_scatter"] or given.reduce_scatter(),
-        all_gather=measured["all_gather"] or given.reduce_scatter(),
-        all_reduce=measured["all_reduce"] or given.all_reduce(),
-        host_reduce_scatter=of_host["reduce_scatter"] or given.host_reduce_scatter(),
-        host_all_gather=of_host["all_gather"] or given.host_reduce_scatter(),
+        all_to_all=measured.get("all_to_all") or given.all_to_all(),
+        reduce_scatter=measured.get("reduce_scatter") or given.reduce_scatter(),
+        all_gather=measured.get("all_gather") or given.reduce_scatter(),
+        all_reduce=measured.get("all_reduce") or given.all_reduce(),
+        host_reduce_scatter=of_host.get("reduce_scatter") or given.host_reduce_scatter(),
+        host_all_gather=of_host.get("all_gather") or given.host_reduce_scatter(),
         across=given.across(),
         all_to_one=given.all_to_one(),
-        lookups=measured["lookups"] if measured["all_to_all"] else given.lookups(),
+        lookups=measured.get("lookups") if measured else given.lookups(),
         # Each rank sorts its own ids, however many ranks there are: as if one of two got them.
         bucketing=bucketing and replace(bucketing, world_size=2),
     )
@@ -150,17 +150,15 @@ def _uncounted_lookups(checkpoint: Checkpoint) -> str:
     )
 
 
-def _measured(topology: Topology, checkpoint: Checkpoint, operation: str) -> CollectiveModel | None:
-    """An exchange between all ranks as the checkpoint measured it; None where it was not, or elsewhere. What one host
-    does says nothing of two, nor two of three."""
+def _measured(topology: Topology, checkpoint: Checkpoint) -> dict[str, CollectiveModel]:
+    """Exchanges between all ranks as the checkpoint measured them, by operation; none where it did not, or elsewhere.
+    What one host does says nothing of two, nor two of three."""
     measured = checkpoint.metadata.get("collectives")
     if measured is None or measured["hardware"]["device"] != topology.compute_device:
-        return None
+        return {}
     hosts = measured.get("hosts", 1)
     if hosts != -(-topology.world_size // topology.local_world_size):
-        return None
-    fit = fits_of(measured).get(operation)
-    if fit is None:
-        return None
+        return {}
     ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
-    return fit.model(topology.world_size, f"measured with {measured['backend']} on {ranks}, {checkpoint.name}")
+    source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
+    return {operation: fit.model(topology.world_size, source) for operation, fit in fits_of(measured).items()}
