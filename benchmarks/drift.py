@@ -2,12 +2,16 @@
 """Plans whose data drifted: staying, planning afresh, and re-planning by few bytes.
 
     python benchmarks/drift.py --record benchmarks/results/2026-11-24-drift.jsonl
+    python benchmarks/drift.py --measured 5 --record benchmarks/results/2026-11-24-drift-measured.jsonl
 
 60 tasks, 20 of each kind: pooling factors of some features trade places (``popularity``), an eighth more tables come
 (``tables``), the batch is doubled (``batch``). Models of 16 to 64 tables with row-wise Adagrad, of Meta's published
 statistics and at random, on 4 to 16 H100s. A plan is made for what was, and re-planned for what is; costs are those
-that plans are chosen by. Shares of bytes are of those that moving to the plan made afresh takes, with its ranks named
-so that most stay. Of tables that come, staying has each where the plan made afresh has it, and the others as they were.
+that plans are chosen by. With ``--measured``, the same is planned for as many CPU ranks of 256 samples each, and
+the kernels of all plans are timed in turns, so often each; exchanges stay modelled.
+
+Shares of bytes are of those that moving to the plan made afresh takes, with its ranks named so that most stay. Of
+tables that come, staying has each where the plan made afresh has it, and the others as they were.
 """
 
 from __future__ import annotations
@@ -26,17 +30,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.planner.types import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from all_types.tasks import RANKS_PER_HOST
+from common.measured_plans import measured_costs
 from common.meta_model import feature_names, meta_collection
 from common.output import table_of, wide_console
 from common.provenance import provenance
 from default_plans import drawn
 from dreamshard_planner import DreamShardPlanner, TableStatistics
+from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.measure.kernels import Arena
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.given_plans import GivenPlans
 from dreamshard_planner.plans.replan import Replan
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.enumeration import torchrec_estimators
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import Table
 from full_search import SHARDERS, append
@@ -48,6 +60,27 @@ EACH = 20
 """Tasks of a kind."""
 NEW = 8
 """One of so many tables comes later."""
+STEPS = 10**9
+"""That remain: the cheapest plan within its bytes is always worth the way."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What plans are for."""
+
+    device: str
+    batch_size: int
+    """Of a rank, before the drift."""
+
+    def machine(self, ranks: int) -> Machine:
+        """With so many ranks."""
+        gpu = "h100" if self.device == "cuda" else None
+        per_host = min(ranks, RANKS_PER_HOST)
+        return Machine(ranks_per_host=per_host, hosts=-(-ranks // RANKS_PER_HOST), device=self.device, gpu=gpu)
+
+
+PREDICTED = Setting("cuda", 2048)
+MEASURED = Setting("cpu", 256)
 
 
 @dataclass(frozen=True)
@@ -56,6 +89,7 @@ class DriftTask:
 
     kind: str
     index: int
+    setting: Setting
 
     @property
     def name(self) -> str:
@@ -81,19 +115,31 @@ class DriftTask:
                 )
         return made
 
+    @property
+    def topology(self) -> Topology:
+        """Of its ranks."""
+        return self.setting.machine((4, 8, 16)[self.index % 3]).topology()
+
+    def batch_size(self, after: bool) -> int:
+        """Of a rank."""
+        return self.setting.batch_size * (2 if after and self.kind == "batch" else 1)
+
+    def statistics(self, after: bool) -> TableStatistics:
+        """Of all features."""
+        return TableStatistics(
+            {
+                name: feature
+                for table in self.tables(after)
+                for name, feature in zip(feature_names(table), table.features, strict=True)
+            }
+        )
+
     def planner(self, after: bool) -> DreamShardPlanner:
         """For what is before or after."""
-        ranks = (4, 8, 16)[self.index % 3]
-        machine = Machine(ranks_per_host=min(ranks, RANKS_PER_HOST), hosts=-(-ranks // RANKS_PER_HOST), gpu="h100")
-        known = {
-            name: feature
-            for table in self.tables(after)
-            for name, feature in zip(feature_names(table), table.features, strict=True)
-        }
         return DreamShardPlanner(
-            topology=machine.topology(),
-            batch_size=2048 * (2 if after and self.kind == "batch" else 1),
-            statistics=TableStatistics(known),
+            topology=self.topology,
+            batch_size=self.batch_size(after),
+            statistics=self.statistics(after),
             stats=[],
             debug=False,
             optimizers_attached=True,
@@ -128,6 +174,41 @@ class DriftTask:
             "replan_seconds": round(time.process_time() - planned, 2),
         }
 
+    def measure(self, repeats: int, arena: Arena) -> dict[str, Any]:
+        """What kernels that run here say of the same plans."""
+        before, now = self.planner(False), self.planner(True)
+        before.plan(self.model(False), SHARDERS)
+        now.plan(self.model(True), SHARDERS)
+        runs = before.saved_plan()
+        found = now.replan(runs, steps=STEPS)
+        plans = {"stay": now.replan(runs, steps=0).plan, "afresh": now.saved_plan()}
+        for share in SHARES:
+            limit = int(share * found.afresh.bytes_moved)
+            plans[f"{share:.0%}"] = now.replan(runs, steps=STEPS, max_bytes_moved=limit).plan
+        context = PlanningContext(
+            self.topology,
+            OptionReader(None, self.statistics(True), SHARDERS),
+            resolve("auto", "cpu"),
+            sharders=SHARDERS,
+        )
+        perf = torchrec_estimators(self.topology, None)[0]
+        space = context.enumerator(self.batch_size(True), perf).enumerate(self.model(True), SHARDERS)
+        given = GivenPlans(context, space, self.topology)
+        rated = [given.rated(plan) for plan in plans.values()]
+        measured = dict(zip(plans, measured_costs(rated, context, repeats, arena), strict=True))
+        cost_ms = {name: float(costs.overall_ms_B[0]) for name, costs in measured.items()}
+        return {
+            "task": self.name,
+            "tables": len(self.tables(True)),
+            "ranks": self.topology.world_size,
+            "stay_ms": cost_ms["stay"],
+            "afresh_ms": cost_ms["afresh"],
+            "afresh_bytes": found.afresh.bytes_moved,
+            "share_ms": {f"{share:.0%}": cost_ms[f"{share:.0%}"] for share in SHARES},
+            "kernels_ms": {name: float(costs.device_ms_BD.max()) for name, costs in measured.items()},
+            "predicted_ms": {name: float(plan.costs.overall_ms_B[0]) for name, plan in zip(plans, rated, strict=True)},
+        }
+
     @staticmethod
     def at(found: Replan, share: float) -> float:
         """Milliseconds of the cheapest plan with this share of the bytes."""
@@ -135,9 +216,9 @@ class DriftTask:
         return min((move.step_ms for move in found.curve if move.bytes_moved <= limit), default=found.now.step_ms)
 
 
-def tasks() -> list[DriftTask]:
+def tasks(setting: Setting) -> list[DriftTask]:
     """Kinds in turns."""
-    return [DriftTask(kind, index) for index in range(EACH) for kind in KINDS]
+    return [DriftTask(kind, index, setting) for index in range(EACH) for kind in KINDS]
 
 
 def summarize(lines: Sequence[dict[str, Any]]) -> None:
@@ -163,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path("drift.jsonl"))
     parser.add_argument("--tasks", type=int, default=EACH * len(KINDS), help="the first so many")
+    parser.add_argument("--measured", type=int, metavar="REPEATS", help="time kernels on this CPU, so often each")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -171,9 +253,10 @@ def main() -> None:
         append(args.record, provenance(torch.device("cpu")))
     lines = [line for line in map(json.loads, args.record.read_text().splitlines()) if "task" in line]
     done = {line["task"] for line in lines}
-    for task in tasks()[: args.tasks]:
+    arena = Arena("cpu") if args.measured else None
+    for task in tasks(MEASURED if args.measured else PREDICTED)[: args.tasks]:
         if task.name not in done:
-            lines.append(task.run())
+            lines.append(task.measure(args.measured, arena) if arena else task.run())
             append(args.record, lines[-1])
     summarize(lines)
 
