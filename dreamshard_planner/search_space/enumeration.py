@@ -8,10 +8,8 @@ row-wise shards have two or three. Each size is estimated once.
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,6 +31,7 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import fqn_of, refused
+from dreamshard_planner.support.collector import collector_paused
 
 
 class OncePerSize(ShardEstimator):
@@ -151,19 +150,6 @@ def estimate_all(
         estimator.estimate(sharding_options, **arguments)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without Python's cyclic collector, which would go through hundreds of thousands of new objects, all in use, again
-    and again: a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class FastEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator: the same options with the same estimates.
 
@@ -205,7 +191,7 @@ class FastEnumerator(EmbeddingEnumerator):
         """
         self._enumerating = True
         try:
-            with _collector_paused():
+            with collector_paused():
                 return super().enumerate(module, sharders)
         finally:
             self._enumerating = False
