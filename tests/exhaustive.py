@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, TW,
 from dreamshard_planner.search_space.usable_options import certain_options
 from tests.small_models import collection, table
 
+Shape: TypeAlias = tuple[int, int, int, tuple[str, ...]]
+"""Ranks, ranks of a host, tables and their types."""
 ALL = (TW, CW, RW, DP, TWRW, GRID)
-SHAPES = (
+SHAPES: tuple[Shape, ...] = (
     (2, 1, 4, ALL),
     (4, 2, 3, ALL),
     (2, 2, 8, (TW, RW, DP)),
@@ -31,13 +34,14 @@ SHAPES = (
     (4, 4, 6, (TW, DP)),
     (4, 2, 6, (TW, DP)),
 )
-"""Ranks, ranks of a host, tables and their types."""
 
 
-def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamShardPlanner, nn.Module]:
+def small_problem(
+    seed: int, cost_source: str, shapes: Sequence[Shape] = SHAPES, **changed: Any
+) -> tuple[DreamShardPlanner, nn.Module]:
     """A random model of a few tables, and a planner that may shard each in every way."""
     rng = random.Random(seed)
-    ranks, ranks_per_host, count, kinds = SHAPES[seed % len(SHAPES)]
+    ranks, ranks_per_host, count, kinds = shapes[seed % len(shapes)]
     tables = [table(f"t{i}", int(10 ** rng.uniform(1, 6.5)), rng.choice([32, 64])) for i in range(count)]
     constraints = {
         config.name: ParameterConstraints(
@@ -63,11 +67,17 @@ def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamSha
 
 def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
     """What a plan costs that the planner makes, and what the best one does."""
-    planner, model = small_problem(seed, cost_source)
+    planned_ms, cost = planned(seed, cost_source)
+    return planned_ms, optimum_ms(cost)
+
+
+def planned(seed: int, cost_source: str, shapes: Sequence[Shape] = SHAPES) -> tuple[float, Cost]:
+    """What a plan costs that the planner makes, and the cost of all shardings that it chose from."""
+    planner, model = small_problem(seed, cost_source, shapes)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     proposer, context, left = planner._proposers[0], planner._session.context, planner._session.left
     options = certain_options(proposer._options, context.reader.is_guess)
-    return planner.report().chosen.total_ms, optimum_ms(context.cost(context.read(options, left)))
+    return planner.report().chosen.total_ms, context.cost(context.read(options, left))
 
 
 @torch.inference_mode()
