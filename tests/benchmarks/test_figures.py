@@ -94,7 +94,7 @@ def split_tables() -> str:
 
 
 def hot_step() -> str:
-    planners = {planner["name"]: planner for planner in read("2026-11-22-run_dlrm-hot.json")["planners"]}
+    planners = {planner["name"]: planner for planner in read("2026-11-24-run_dlrm-hot.json")["planners"]}
     low, ratio, high = planners["dreamshard"]["ratio"]
     assert planners["dreamshard"]["losses"] == planners["torchrec"]["losses"]
     return f"{ratio:.3f} ({low:.3f}–{high:.3f})"
