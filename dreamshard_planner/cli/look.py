@@ -62,12 +62,11 @@ def info(
 def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What people ask of a checkpoint, with units; the JSON has the rest."""
     hardware, validation, data = (checkpoint.get(name) or {} for name in ("hardware", "validation", "dataset"))
-    libraries = [f"{name} {hardware[name]}" for name in ("torch", "fbgemm", "torchrec", "python") if name in hardware]
     told = {
         "file": checkpoint.get("file"),
         "taken because": checkpoint.get("why"),
         "hardware": checkpoint.get("hardware_name") or hardware.get("name"),
-        "made with": ", ".join(libraries),
+        "made with": _made_with(hardware),
         "created": checkpoint.get("created"),
         "recipe": checkpoint.get("recipe"),
         "measured": f"{data['sets']:,} sets of tables to learn from, {data['test_sets']:,} held out" if data else None,
@@ -82,6 +81,26 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     collectives = checkpoint.get("collectives")
     told |= {name: _collective(asdict(fit)) for name, fit in (fits_of(collectives) if collectives else {}).items()}
     return {name: text for name, text in told.items() if text}
+
+
+def _dataset_in_words(dataset: dict[str, Any]) -> dict[str, Any]:
+    hardware = dataset["hardware"]
+    return {
+        "sets": f"{dataset['sets']:,} of {dataset['shards']:,} shards",
+        "samples of a batch": ", ".join(f"{size:,}" for size in dataset["batch_sizes"]),
+        "measured": f"{dataset['repeats']} times each, {dataset['spread_of_repeats']:.1%} apart",
+        "reference set": f"{dataset['usual_ms']:.3f} ms, which tells how fast the machine is",
+        "hardware": f"{hardware['name']}, {hardware['threads']} thread(s)",
+        "made with": _made_with(hardware),
+        "seed": dataset["seed"],
+        "created": dataset["created"],
+        "digest": dataset["digest"],
+    }
+
+
+def _made_with(hardware: dict[str, Any]) -> str:
+    libraries = ("torch", "fbgemm", "torchrec", "python")
+    return ", ".join(f"{name} {hardware[name]}" for name in libraries if name in hardware)
 
 
 def _plan_in_words(plan: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +131,7 @@ def _tables_in_words(tables: dict[str, Any]) -> dict[str, Any]:
 
 IN_WORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "checkpoint": _checkpoint_in_words,
+    "dataset": _dataset_in_words,
     "plan": _plan_in_words,
     "statistics": _statistics_in_words,
     "tables": _tables_in_words,
