@@ -116,13 +116,13 @@ class OptionReader(TableReader):
         )
         return ReadProblem(
             problem,
-            tuple(tuple(choices) for choices in tables.values()),
-            tuple(parts.shards),
-            tuple(parts.workloads),
-            torch.tensor(parts.dense_elements, dtype=torch.float64),
-            torch.tensor(parts.dense_passes, dtype=torch.float64),
-            torch.tensor(parts.ssd_bytes, dtype=torch.float64),
-            torch.tensor(parts.synced_bytes, dtype=torch.float64),
+            options=tuple(tuple(choices) for choices in tables.values()),
+            shard_P=tuple(parts.shards),
+            workload_P=tuple(parts.workloads),
+            dense_elements_P=torch.tensor(parts.dense_elements, dtype=torch.float64),
+            dense_passes_P=torch.tensor(parts.dense_passes, dtype=torch.float64),
+            ssd_bytes_P=torch.tensor(parts.ssd_bytes, dtype=torch.float64),
+            synced_bytes_P=torch.tensor(parts.synced_bytes, dtype=torch.float64),
         )
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:
