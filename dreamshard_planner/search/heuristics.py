@@ -31,9 +31,9 @@ HEURISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "lookup_greedy": lambda features_SF: _column(features_SF, "dim") * _column(features_SF, "pooling_factor"),
     "size_lookup_greedy": _size_lookup,
 }
-"""Scores [S] from features [S, F], as DreamShard's appendix lists its baselines: bytes of the weights, dim,
-dim x pooling factor, and that times the logarithm of the rows. Each is a start and a baseline of every plan; heuristics
-that need more than features are in :func:`~dreamshard_planner.policy.place.place`."""
+"""Scores [S] from features [S, F]. The first four are the baselines of DreamShard's appendix: bytes of the weights,
+dim, dim x pooling factor, and that times the logarithm of the rows. Each is a start and a baseline of every plan;
+heuristics that need more than features are in :func:`~dreamshard_planner.policy.place.place`."""
 
 
 def greedy_by_score(

@@ -47,7 +47,7 @@ WORK = (
     "distinct_elements",
     "output_elements",
 )
-"""How much a shard asks for, in plain units; these add up over the shards of a fused group."""
+"""How much a shard asks for in one step, in plain units; these add up over the shards of a fused group."""
 
 PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
