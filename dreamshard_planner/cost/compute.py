@@ -60,7 +60,7 @@ class ComputeCost(ABC):
     """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents.
 
     A cost around another one, such as :class:`WithExtras`, adds to :meth:`group_cost_ms` and :meth:`approximate_ms`
-    alike, and passes on ``source``, ``approximates``, :meth:`notes` and, unless it adds channels,
+    alike, and passes on ``source``, ``approximates``, :meth:`extra_ms`, :meth:`notes` and, unless it adds channels,
     ``approximate_channels``.
     """
 
@@ -154,6 +154,11 @@ class WithServing(ComputeCost):
         trained_XH, served_XH = self._split(latent_XH)
         return self._trained.approximate_ms(trained_XH) + self._served.approximate_ms(served_XH).float()
 
+    def extra_ms(self, latent_XH: Tensor) -> Tensor:
+        """Of both."""
+        trained_XH, served_XH = self._split(latent_XH)
+        return self._trained.extra_ms(trained_XH) + self._served.extra_ms(served_XH)
+
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Of both, by the parts that each rates."""
         is_served_S = features_SF[:, FEATURE_INDEX["served"]] > 0
@@ -182,13 +187,17 @@ class WithExtras(ComputeCost):
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """Forward and backward milliseconds [..., 2]."""
-        return self._compute.group_cost_ms(latent_XH[..., :-2]) + self.extra_ms(latent_XH)
+        return self._compute.group_cost_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH)
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """The compute cost's, and the extras."""
-        return self._compute.approximate_ms(latent_XH[..., :-2]) + self.extra_ms(latent_XH).float()
+        return self._compute.approximate_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH).float()
 
     def extra_ms(self, latent_XH: Tensor) -> Tensor:
+        """The compute cost's, and the extras."""
+        return self._compute.extra_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH)
+
+    def _own_ms(self, latent_XH: Tensor) -> Tensor:
         """The extras, without the rounding of what was subtracted."""
         return latent_XH[..., -2:].clamp_min(0)
 
