@@ -30,13 +30,11 @@ leave theirs out.
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import random
 import sys
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -44,30 +42,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.datasets.utils import Batch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from common.output import wide_console, write_result
+from dlrm.job import Job
 from dlrm.memory import memory_of_models
-from dlrm.model import EveryTypeSharder, fill_tables, make_batches, make_model, scale_tables
+from dlrm.model import scale_tables
 from dlrm.node import Node
-from dlrm.options import OPTIMIZERS, Config, argument_parser
+from dlrm.options import Config, argument_parser
 from dlrm.planners import Planned, make_planners, plan_all
 from dlrm.results import Result
 from dlrm.steps import Trainee, train_side_by_side
 from dlrm.summary import print_table
-from dreamshard_planner import DistributedModelParallel
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import available_bytes
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.pools import named_pool
-from dreamshard_planner.workload.tables import Table
-
-BATCHES_KEPT = 16
-"""Distinct batches; training goes round them, so that drawing data costs no time."""
 
 
 def main() -> None:
@@ -99,40 +90,16 @@ def run(config: Config, node: Node) -> Result | None:
     if config.count:
         pool = random.Random(config.seed).sample(pool, min(config.count, len(pool)))
     tables, scaling = scale_tables(pool, config.max_rows, config.dim, config.hot)
-    batches = draw_batches(tables, config, node)
-    bare_model = make_model(tables, config.size, config.seed, node.device)
-    sharders = [EveryTypeSharder() if needs_every_type(config, node) else EmbeddingBagCollectionSharder()]
-
-    def fresh_model() -> nn.Module:
-        model = copy.deepcopy(bare_model)
-        tables_of = model.model.sparse_arch.parameters()
-        apply_optimizer_in_backward(OPTIMIZERS[config.optimizer], tables_of, {"lr": 0.01})
-        return model
-
-    planned = plan_all(make_planners(tables, batches, config, node), fresh_model, sharders, config, node)
-    check_memory(planned, bare_model, config, node)
+    job = Job.of(tables, config, node)
+    planners = make_planners(tables, job.batches, config, node)
+    planned = plan_all(planners, job.fresh_model, job.sharders, config, node)
+    check_memory(planned, job.bare_model, config, node)
 
     def build(name: str) -> Trainee:
-        plan = planned.plans[name]
-        model = DistributedModelParallel(fresh_model(), plan=plan, sharders=sharders, device=node.device)
-        fill_tables(model, tables, config.seed)
-        return Trainee(model, batches, node, config.processor_time, planned.judge)
+        return job.trainee(planned.plans[name], planned.judge)
 
     ranks = node.gather(train_side_by_side(build, config, node))
     return None if node.rank else Result.of(ranks, planned, scaling, config, node)
-
-
-def draw_batches(tables: Sequence[Table], config: Config, node: Node) -> list[Batch]:
-    """This rank's."""
-    count = min(config.steps, BATCHES_KEPT)
-    batches = make_batches(tables, count, config.batch_size, node.rank, node.world_size, config.seed)
-    # Else each copy waits for the device.
-    return [batch.pin_memory() for batch in batches] if node.device.type == "cuda" else batches
-
-
-def needs_every_type(config: Config, node: Node) -> bool:
-    """Whether planners may use a type that TorchRec's own sharder does not offer on this device."""
-    return not set(config.kinds) <= set(EmbeddingBagCollectionSharder().sharding_types(node.device.type))
 
 
 def check_memory(planned: Planned, bare_model: nn.Module, config: Config, node: Node) -> None:

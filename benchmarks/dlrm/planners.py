@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from dlrm.node import Node
 from dlrm.options import ONLY, OURS, REFINED, SKEWED, WITHOUT, Config
-from dreamshard_planner import DreamShardPlanner, TableStatistics
+from dreamshard_planner import Checkpoint, DreamShardPlanner, TableStatistics
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.search_space.sharding_types import DP
 from dreamshard_planner.torchrec_components import RulePartitioner
@@ -68,11 +69,16 @@ def plan_all(
 
 
 def make_planners(
-    tables: Sequence[Table], batches: Sequence[Batch], config: Config, node: Node
+    tables: Sequence[Table],
+    batches: Sequence[Batch],
+    config: Config,
+    node: Node,
+    more: Mapping[str, Checkpoint] = MappingProxyType({}),
 ) -> dict[str, tuple[EmbeddingShardingPlanner, list[ShardingOption]]]:
     """By name: the planner, and a list that holds its plan's options once it has planned.
 
-    ``dreamshard`` is always there, and first; the others are TorchRec's planner with other parts or less knowledge.
+    ``dreamshard`` is always there, and first; the others are TorchRec's planner with other parts or less knowledge. Of
+    ``more``, ours with other checkpoints, by name.
     """
 
     def constraints(kinds: Sequence[str], informed: bool) -> dict[str, ParameterConstraints]:
@@ -89,7 +95,7 @@ def make_planners(
     whole = constraints(["table_wise"], informed=True)
     statistics = TableStatistics.from_batches(batch.sparse_features for batch in batches)
     planners = {}
-    for name in dict.fromkeys(("dreamshard", *config.names)):
+    for name in dict.fromkeys(("dreamshard", *config.names, *more)):
         options: list[ShardingOption] = []
         common = {
             "topology": node.topology(),
@@ -97,9 +103,9 @@ def make_planners(
             "constraints": constraints(config.kinds_of(name), informed=name != "torchrec_default"),
             "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
         }
-        if name.removesuffix(REFINED) in OURS or name.startswith((ONLY, WITHOUT)):
+        if name in more or name.removesuffix(REFINED) in OURS or name.startswith((ONLY, WITHOUT)):
             ours = OURS.get(name.removesuffix(REFINED), {}) | {"statistics": statistics, "seed": config.seed}
-            ours |= {"checkpoint": config.checkpoint, "optimizers_attached": True}
+            ours |= {"checkpoint": more.get(name, config.checkpoint), "optimizers_attached": True}
             if name.endswith(REFINED):
                 ours |= {"refine": "measure", "refine_seconds": config.refine_seconds}
             planner = DreamShardPlanner(**common, **ours)

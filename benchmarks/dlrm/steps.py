@@ -7,11 +7,12 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,16 +65,12 @@ def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: No
     reference = FusedKernel(REFERENCE_SETS[node.device.type], node.device, config.seed, arena)
     models = list(itertools.product(config.names, range(config.copies)))
     trainees = {(name, index): build(name) for name, index in order.sample(models, len(models))}
-    for trainee in trainees.values():
-        trainee.train(WARMUP_STEPS, timed=False)
     reference_ms: list[float] = []
-    deadline = time.monotonic() + (config.train_seconds or math.inf)
-    for count in range(config.rounds):
-        if count and any(node.gather(time.monotonic() > deadline)):
-            break
+
+    def time_machine() -> None:
         reference_ms.append(float(time_reference(reference, config).median_ms.sum()))
-        for name in order.sample(models, len(models)):
-            trainees[name].train(config.block)
+
+    take_turns(trainees, config, node, order, time_machine)
     by_planner = {name: [trainees[name, index] for index in range(config.copies)] for name in config.names}
     losses = {name: [torch.stack(trainee.losses).tolist() for trainee in mine] for name, mine in by_planner.items()}
     profiles = {
@@ -89,6 +86,25 @@ def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: No
         profiles,
         float(np.median(reference_ms)),
     )
+
+
+def take_turns(
+    trainees: Mapping[Any, Trainee],
+    config: Config,
+    node: Node,
+    order: random.Random,
+    before_round: Callable[[], object] = lambda: None,
+) -> None:
+    """Train models that are there, a block of each in every round."""
+    for trainee in trainees.values():
+        trainee.train(WARMUP_STEPS, timed=False)
+    deadline = time.monotonic() + (config.train_seconds or math.inf)
+    for count in range(config.rounds):
+        if count and any(node.gather(time.monotonic() > deadline)):
+            break
+        before_round()
+        for name in order.sample(sorted(trainees), len(trainees)):
+            trainees[name].train(config.block)
 
 
 def time_reference(kernel: FusedKernel, config: Config) -> Samples:
@@ -119,6 +135,8 @@ class Trainee:
         self._batches: Iterator[Batch] = itertools.cycle(batches)
         self.losses: list[Tensor] = []
         self.blocks: list[tuple[float, float, float]] = []
+        self.computed_ms: list[float] = []
+        """Per step of each block, by all threads of this process."""
 
     def observed(self, steps: int) -> Observation:
         """Of so many steps, on this rank."""
@@ -126,16 +144,24 @@ class Trainee:
             self.train(steps + 1, timed=False)
         return seen.observation()
 
-    def train(self, steps: int, timed: bool = True) -> None:
-        """Train some steps; if timed, keep the milliseconds per step: all, and the kernels' forward and backward."""
+    def train(self, steps: int, timed: bool = True) -> tuple[float, float]:
+        """Train some steps; if timed, keep the milliseconds per step: all, and the kernels' forward and backward.
+
+        Returns:
+            Milliseconds per step that passed, and that this process computed.
+        """
         self._node.synchronize()
         dist.barrier()
         if timed:
             self.clock.start()
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.losses.append(self._pipeline.progress(self._batches)[0])
         self._node.synchronize()
-        step_ms = 1e3 * (time.perf_counter() - start) / steps
+        step_ms, computed_ms = (
+            1e3 * seconds / steps for seconds in (time.perf_counter() - start, time.process_time() - computed)
+        )
         if timed:
             self.blocks.append((step_ms, *self.clock.stop(steps)))
+            self.computed_ms.append(computed_ms)
+        return step_ms, computed_ms
