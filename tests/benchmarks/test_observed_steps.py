@@ -1,0 +1,113 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The benchmark of observed steps: what it makes of times, and the whole command on two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.bootstrap import interval, trimmed_mean
+from observed import overhead
+from observed.record import Record
+from observed.setting import trains_exactly
+from observed.summary import summary_of
+from tests.faults import PATIENCE_SECONDS
+
+COMMAND = Path(__file__).parents[2] / "benchmarks" / "observed_steps.py"
+
+
+def test_trimmed_means_leave_out_both_ends() -> None:
+    values = np.array([[1000.0, *[1.0] * 4, *[3.0] * 4, -1000.0], [5.0] * 10])
+    assert trimmed_mean(values).tolist() == [2.0, 5.0]
+    low, value, high = interval(lambda some: trimmed_mean(values[0][some]), 10)
+    assert low < value == 2.0 < high
+
+
+def test_overhead_is_that_of_steps_and_a_hundredth_of_a_counted_batch() -> None:
+    generator = np.random.default_rng(0)
+    ms = np.full((2, 60, 2, 8, 2), 100.0)  # ranks, pairs, on and off, steps, clocks
+    ms *= 1 + 0.001 * generator.standard_normal(ms.shape)
+    ms[:, :, 0] *= 1.004
+    ms[:, :, 0, 0] += 20.0  # the counted batch
+    ms[1, ::7, 1, 3] += 50.0  # somebody else's
+    told = overhead.told(ms)
+    assert told["pairs"] == 60
+    for clock in ("wall", "computed"):
+        assert told[clock]["hooks"][1] == pytest.approx(0.004, abs=0.0005)
+        assert told[clock]["counting"][1] == pytest.approx(0.002, abs=0.0003)
+        low, share, high = told[clock]["share"]
+        assert low < share < high < 0.007
+        assert share == pytest.approx(told[clock]["hooks"][1] + told[clock]["counting"][1])
+
+
+def _row(model: int, optimizer: str, errors: dict[str, float], ratios: dict[str, float]) -> dict[str, Any]:
+    plans = {
+        name: {f"{kind}_ratio": [ratio, ratio, ratio] for kind in ("step", "computed", "kernels")}
+        for name, ratio in ratios.items()
+    }
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "errors": {name: [error, error] for name, error in errors.items()},
+        "plans": plans,
+    }
+
+
+def test_summary_of_models() -> None:
+    learned, plans = "roofline-learned", {"torchrec": 1.0, "shipped": 0.8}
+    rows = [
+        _row(0, "sgd", {"roofline": 0.8, learned: 0.2}, plans | {learned: 0.8}),
+        _row(1, "adagrad", {"roofline": 0.4, learned: 0.1}, plans | {learned: 1.0}),
+    ]
+    summary = summary_of(rows)
+    assert list(summary["errors"]) == ["all", "sgd", "adagrad", "all but adagrad"]
+    assert summary["errors"]["all"]["roofline-learned over"]["roofline"] == pytest.approx([0.25] * 3)
+    assert summary["steps"]["step"]["shipped"]["ratio"] == pytest.approx([0.8] * 3)
+    assert summary["steps"]["step"]["roofline-learned"]["share_of_win"] == pytest.approx([0.0, 0.5, 1.0])
+    assert summary_of([]) == {}
+
+
+def test_records_go_on_with_the_same_settings(tmp_path: Path) -> None:
+    record = Record(tmp_path / "rows.jsonl", {"steps": 3, "plans": ("a",)})
+    assert record.rows() == []
+    record.add({"model": 0})
+    assert [row["model"] for row in record.rows()] == [0]
+    with pytest.raises(ValueError, match="other settings"):
+        Record(record.path, {"steps": 4}).rows()
+
+
+def test_slices_of_columns_change_row_wise_optimizers_alone() -> None:
+    assert trains_exactly("column_wise", "adagrad") and trains_exactly("table_wise", "rowwise_adagrad")
+    assert not trains_exactly("column_wise", "rowwise_adagrad")
+
+
+def test_two_ranks_learn_and_plan(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(COMMAND)]
+    command += [
+        "--first-model=1",
+        "--models=1",
+        "--count=4",
+        "--max-rows=500",
+        "--dim=8",
+        "--batch-size=8",
+        "--steps=6",
+    ]
+    command += ["--learned-from=planners", "--steps-measured=8", "--copies=2", "--min-partition=4"]
+    command += [f"--record={tmp_path / 'rows.jsonl'}", f"--json={tmp_path / 'all.json'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "Step over that under TorchRec's plan" in done.stdout
+    result = json.loads((tmp_path / "all.json").read_text())
+    (row,) = result["models"]
+    assert (row["model"], row["optimizer"], set(row["errors"])) == (
+        1, "adagrad", {"roofline", "roofline-learned", "shipped", "shipped-learned"}
+    )  # fmt: skip
+    assert set(row["plans"]) == {"shipped", "torchrec", "roofline-learned"}
+    assert row["plans"]["torchrec"]["step_ratio"][1] == pytest.approx(1.0)
+    assert {"errors", "steps", "overhead"} < set(result)
