@@ -4,14 +4,15 @@
     dreamshard train --out trained.safetensors             # five minutes of measuring, on one core
     torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --network trained.safetensors \\
         --record observed.jsonl --json observed.json
-    torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --models 0 --pairs 150 --json overhead.json
+    torchrun --standalone --nproc_per_node=2 benchmarks/observed_steps.py --models 0 --pairs 400 --json overhead.json
 
-CPU ranks over gloo, one thread each. Each model has --count tables of the collection, drawn by its seed, the one that
-is read most --hot times as often, and one of three optimizers. It trains --steps steps under each of two plans,
-arbitrary placements of whole tables, or with ``--learned-from planners`` TorchRec's plan and ours by bandwidths, which
-may split tables, while it is observed; ``learn`` corrects bandwidths (``roofline``), and the checkpoint that ships, by
-these; then errors are told on the kernels of five other arbitrary placements, observed likewise. Those of a --network
-are told as it is.
+CPU ranks over gloo, one thread each. Each model has --count tables of the collection, drawn by its seed, all read
+--lookups times as often and the hottest --hot times more, so that kernels are a good part of a step; and one of three
+optimizers. It trains --steps steps under each of two plans, arbitrary placements of whole tables, while it is observed;
+with ``--learned-from planners`` under TorchRec's plan and ours by bandwidths, which may split tables; with ``mixed``
+under one of those placements and TorchRec's plan. ``learn`` corrects bandwidths (``roofline``), and the checkpoint that
+ships, by these; then errors are told on the kernels of five other arbitrary placements, observed likewise. Those of a
+--network are told as it is.
 
 Then --plans are made for the model: by the costs of these names, the networks' included, and by TorchRec's planner with
 true pooling factors; all may use the same --sharding-types, of which those are left out that would train the model
@@ -46,6 +47,7 @@ import torch.distributed as dist
 from common.output import named, wide_console, write_result
 from common.provenance import provenance
 from dlrm.node import Node
+from dreamshard_planner import Checkpoint
 from observed.learned import LEARNED, PLANS, PRIORS, Observed
 from observed.overhead import overhead
 from observed.plans import measure_plans
@@ -65,12 +67,18 @@ def run_model(seed: int, setting: Setting, networks: Mapping[str, Path], node: N
         "optimizer": job.config.optimizer,
         "kernels": seen.kernels,
         "errors": {name: seen.errors(checkpoint, job) for name, checkpoint in costs.items()},
-        "learned": {name: costs[name + LEARNED].metadata.get("corrections") for name in PRIORS},
+        "learned": {name: learned_of(costs[name + LEARNED]) for name in PRIORS},
         "plans": measure_plans(job, {name: costs[name] for name in setting.plans}) if setting.plans else {},
         "seconds": round(time.monotonic() - start),
     }
     gc.collect()  # models are cyclic
     return told
+
+
+def learned_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was learned: corrections of kernels, and fits of exchanges."""
+    metadata = checkpoint.metadata
+    return {"corrections": metadata.get("corrections"), "collectives": (metadata.get("collectives") or {}).get("fits")}
 
 
 def main() -> None:
@@ -117,8 +125,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=16, help="tables of a model")
     parser.add_argument("--max-rows", type=int, default=50_000)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--hot", type=float, default=6.0, help="multiply the lookups of the table that is read most")
-    parser.add_argument("--batch-size", type=int, default=1024, help="of a rank")
+    parser.add_argument("--lookups", type=float, default=4.0, help="multiply those of all tables")
+    parser.add_argument("--hot", type=float, default=2.0, help="multiply those of the hottest table once more")
+    parser.add_argument("--batch-size", type=int, default=512, help="of a rank")
     parser.add_argument("--steps", type=int, default=100, help="observed under each plan")
     parser.add_argument("--learned-from", choices=tuple(PLANS), default="arbitrary", help="which two plans")
     parser.add_argument(

@@ -58,7 +58,7 @@ def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float 
         raise ValueError(f"DLRM needs one embedding dim, these tables have {dims}: choose one with --dim")
     cut = sum(old.rows > new.rows for old, new in zip(pool, tables, strict=True))
     hottest = max(range(len(tables)), key=lambda index: tables[index].pooling_factor)
-    tables[hottest] = _heated(tables[hottest], hot)
+    tables[hottest] = heated(tables[hottest], hot)
     heat = f", {tables[hottest].name} read {hot:g} times as often" if hot != 1 else ""
     before, after = (sum(table.rows for table in some) for some in (pool, tables))
     size_gb = [sum(table.size_bytes for table in some) / 1e9 for some in (pool, tables)]
@@ -68,7 +68,7 @@ def scale_tables(pool: Sequence[Table], max_rows: int, dim: int = 0, hot: float 
     )
 
 
-def _heated(table: Table, times: float) -> Table:
+def heated(table: Table, times: float) -> Table:
     """The table with more lookups per sample; how they reuse rows is then derived from rows and lookups."""
     if times == 1:
         return table

@@ -91,7 +91,12 @@ def planned(job: Job, index: int) -> ShardingPlan:
     return planners[name][0].collective_plan(job.fresh_model(), job.sharders, dist.group.WORLD)
 
 
-PLANS = {"arbitrary": arbitrary_plan, "planners": planned}
+def mixed(job: Job, index: int) -> ShardingPlan:
+    """An arbitrary placement, and TorchRec's plan."""
+    return planned(job, 0) if index else arbitrary_plan(job, 0)
+
+
+PLANS = {"arbitrary": arbitrary_plan, "planners": planned, "mixed": mixed}
 """To learn from, by name."""
 
 

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm.job import Job
 from dlrm.planners import make_planners, plan_all
 from dlrm.results import ratio_interval
 from dlrm.steps import Trainee, take_turns
-from dreamshard_planner import Checkpoint
+from dreamshard_planner import Checkpoint, DreamShardPlanner
 
 BASE = "torchrec"
 SHIPPED_PLAN = "dreamshard"
@@ -40,6 +41,8 @@ def measure_plans(job: Job, costs: Mapping[str, Checkpoint]) -> dict[str, Any]:
     del trainees
     gc.collect()  # models are cyclic
     told = job.node.gather(planned.told)[0]
+    ours = {name: planners[name][0] for name in more}
+    predicted = {} if job.node.rank else {name: _predicted(ours[name], name, planned.options) for name in ours}
     return {
         "shipped" if name == SHIPPED_PLAN else name: {
             **_told(times_ms[first[name]], times_ms[first[BASE]]),
@@ -47,8 +50,18 @@ def measure_plans(job: Job, costs: Mapping[str, Checkpoint]) -> dict[str, Any]:
             "plan_seconds": told[name]["plan_seconds"],
             "ranks": told[name]["ranks"],
             "split": told[name]["split"],
+            "predicted": predicted.get(name),
         }
         for name in planned.plans
+    }
+
+
+def _predicted(planner: DreamShardPlanner, name: str, options: Mapping[str, list[ShardingOption]]) -> dict[str, Any]:
+    """What a planner thinks of its own plan, and of the base's."""
+    entries = {which: planner.predict(options[which], which) for which in (name, BASE)}
+    return {
+        which: {"total_ms": entry.total_ms, "rank_ms": list(entry.rank_ms), "collectives_ms": entry.collectives_ms}
+        for which, entry in zip(("own", BASE), entries.values(), strict=True)
     }
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dlrm.job import Job
-from dlrm.model import scale_tables
+from dlrm.model import heated, scale_tables
 from dlrm.node import Node
 from dlrm.options import OPTIMIZERS, Config
 from dreamshard_planner.measure.ranks import local_ranks
@@ -28,6 +28,7 @@ class Setting:
     count: int
     max_rows: int
     dim: int
+    lookups: float
     hot: float
     batch_size: int
     steps: int
@@ -43,7 +44,7 @@ class Setting:
         """One of the models."""
         pool = named_pool(self.tables)
         drawn = random.Random(seed).sample(pool, min(self.count, len(pool)))
-        tables, _ = scale_tables(drawn, self.max_rows, self.dim, self.hot)
+        tables, _ = scale_tables([heated(table, self.lookups) for table in drawn], self.max_rows, self.dim, self.hot)
         return Job.of(tables, self.config(seed), node)
 
     def config(self, seed: int) -> Config:
