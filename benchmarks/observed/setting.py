@@ -74,6 +74,5 @@ def trains_exactly(kind: str, optimizer: str) -> bool:
 def cpu_rank() -> Iterator[Node]:
     """This process as a rank with one thread, on cores of its own where there are enough."""
     local_rank, local_world_size = local_ranks()
-    all_have_cores = rank_cores(local_world_size - 1, local_world_size) is not None
-    with pinned(1, rank_cores(local_rank, local_world_size) if all_have_cores else None):
+    with pinned(1, rank_cores(local_rank, local_world_size)):
         yield Node.join()

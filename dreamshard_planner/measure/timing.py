@@ -99,7 +99,8 @@ def rank_cores(local_rank: int, local_world_size: int) -> list[int] | None:
     fewer cores than ranks, or no affinities."""
     if not hasattr(os, "sched_getaffinity"):
         return None
-    return sorted(os.sched_getaffinity(0))[local_rank::local_world_size] or None
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[local_rank::local_world_size] if len(cores) >= local_world_size else None
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h

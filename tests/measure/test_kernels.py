@@ -22,7 +22,7 @@ from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel, draw_inputs
-from dreamshard_planner.measure.timing import pinned, processor_time, time_groups
+from dreamshard_planner.measure.timing import pinned, processor_time, rank_cores, time_groups
 from dreamshard_planner.workload.tables import Workload
 
 REUSE = (0.5, 0.3, 0.2) + (0.0,) * 14
@@ -288,6 +288,12 @@ def test_pinned_restores_threads_and_cores() -> None:
     assert torch.get_num_threads() == threads and os.sched_getaffinity(0) == cores
     with pytest.raises(TaskError, match="0"), pinned(0):
         pass
+
+
+def test_ranks_have_cores_of_their_own_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5, 7}, raising=False)
+    assert [rank_cores(rank, 2) for rank in range(2)] == [[2, 7], [5]]
+    assert [rank_cores(rank, 4) for rank in range(4)] == [None] * 4
 
 
 def test_hardware_names_what_it_ran_on() -> None:
