@@ -51,15 +51,18 @@ class AlikeShards:
 def alike(shards: Iterable[Shard]) -> list[AlikeShards]:
     """Shards of one option without ranks, those that are alike once."""
     runs: list[AlikeShards] = []
+    row = column = 0  # where the next one of the last run would start
     for shard in shards:
         if runs:
             run = runs[-1]
             one = run.first
             if shard.size == one.size and shard.storage == one.storage and shard.perf == one.perf:
                 if run.count == 1:
-                    run.step = (shard.offset[0] - one.offset[0], shard.offset[1] - one.offset[1])
-                if shard.offset == run.offset(run.count):
+                    row, column = shard.offset
+                    run.step = (row - one.offset[0], column - one.offset[1])
+                if shard.offset[0] == row and shard.offset[1] == column:
                     run.count += 1
+                    row, column = row + run.step[0], column + run.step[1]
                     continue
         runs.append(AlikeShards(shard, (0, 0)))
     return runs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,8 +30,15 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
 from dreamshard_planner.search_space.kernels import serves
+from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.support.collector import collector_paused
+
+TableKey = tuple[int, str]
+"""A table's module, by ``id``, and its name there."""
+SHARDS_AT_ONCE = 2**18
+"""Tables times ranks that are enumerated at once: each makes several objects for each of a table's options, some 2 KB
+in all."""
 
 
 class OncePerSize(ShardEstimator):
@@ -150,6 +157,18 @@ def estimate_all(
         estimator.estimate(sharding_options, **arguments)
 
 
+def _sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
+    """A sharder that offers some of its tables alone."""
+
+    def shardable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+        offered = sharder.shardable_parameters(module)
+        return {name: parameter for name, parameter in offered.items() if (id(module), name) in tables}
+
+    some = copy.copy(sharder)
+    vars(some)["shardable_parameters"] = shardable_parameters
+    return some
+
+
 class FastEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator: the same options with the same estimates.
 
@@ -189,12 +208,31 @@ class FastEnumerator(EmbeddingEnumerator):
         Raises:
             PlannerError: where ``keep`` leaves a table without options.
         """
+        tables = dict.fromkeys((id(table.module), table.name) for table in shardable_tables(module, sharders))
+        at_once = max(1, SHARDS_AT_ONCE // self._world_size)
+        known = self._last_stored_module == module and self._last_stored_sharders == sharders
         self._enumerating = True
         try:
             with collector_paused():
-                return super().enumerate(module, sharders)
+                if known or len(tables) <= at_once or self._use_exact_enumerate_order:
+                    return super().enumerate(module, sharders)
+                return self._in_parts(module, sharders, [*tables], at_once)
         finally:
             self._enumerating = False
+
+    def _in_parts(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], tables: list[TableKey], at_once: int
+    ) -> list[ShardingOption]:
+        """The options of some tables after those of others: TorchRec makes every shard of all that it enumerates before
+        any can be kept once."""
+        options: list[ShardingOption] = []
+        stored: list[ShardingOption] = []
+        for first in range(0, len(tables), at_once):
+            some = frozenset(tables[first : first + at_once])
+            options += super().enumerate(module, [_sharding_only(some, sharder) for sharder in sharders])
+            stored += self.last_stored_search_space or []
+        self._last_stored_search_space, self._last_stored_sharders = stored, sharders
+        return options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """See ``torchrec.distributed.planner.types.Enumerator``."""

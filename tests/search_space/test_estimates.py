@@ -212,6 +212,23 @@ class OwnNetwork(EmbeddingPerfEstimatorConfig):
         return context.emb_dim * 0.5
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_enumerated_in_parts_have_the_same_options(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all shards at once would fill the memory: in TorchRec's order, and known when asked again."""
+    rng = random.Random(seed)
+    model, topology, sharders = random_model(rng), random_topology(rng), random_sharders(rng)
+    at_once = FastEnumerator(topology, 64).enumerate(model, sharders)
+    monkeypatch.setattr("dreamshard_planner.search_space.enumeration.SHARDS_AT_ONCE", 2 * topology.world_size)
+    enumerator = FastEnumerator(topology, 64)
+    for _ in range(2):
+        in_parts = enumerator.enumerate(model, sharders)
+        assert len({option.fqn for option in in_parts}) > 2
+        for listed in (in_parts, enumerator.last_stored_search_space):
+            assert [described(option) for option in listed] == [described(option) for option in at_once]
+            assert [option.fqn for option in listed] == [option.fqn for option in at_once]
+        assert all(one is not other for one, other in zip(in_parts, enumerator.last_stored_search_space, strict=True))
+
+
 @pytest.mark.parametrize("own", ["subclass", "all shards", "annotated", "on the instance"])
 def test_estimators_of_the_user_keep_their_say(own: str) -> None:
     rng = random.Random(1)
