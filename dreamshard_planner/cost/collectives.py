@@ -124,6 +124,11 @@ class CollectiveModel:
                 raise ValueError(f"collective bandwidth must be positive, got {bandwidth} bytes/ms")
 
     @property
+    def rates(self) -> tuple[float, float, float, float]:
+        """Peers of a rank, milliseconds of latency, and both bandwidths."""
+        return self.world_size - 1, self.latency_ms, self.bytes_per_ms, self.shared_bytes_per_ms
+
+    @property
     def ms_per_byte(self) -> float:
         """Of a collective in which a single rank sends."""
         return 1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms
@@ -140,11 +145,24 @@ class CollectiveModel:
         the collective lasts as long as its slowest rank, which sends to, and receives from, every other rank, and the
         longer the more all ranks move. The backward moves the same bytes the other way, so it costs the same.
         """
-        peers = self.world_size - 1
-        slowest_X = torch.maximum(largest_X * peers, total_X - smallest_X)
-        time_X = self.latency_ms + slowest_X / self.bytes_per_ms + total_X * peers / self.shared_bytes_per_ms
-        time_X = torch.where((slowest_X > 0) & (peers > 0), time_X, 0.0)
+        time_X = _exchange_ms(largest_X, smallest_X, total_X, *self.rates)
         return time_X, time_X
+
+
+def _exchange_ms(
+    largest_X: Tensor,
+    smallest_X: Tensor,
+    total_X: Tensor,
+    peers_X: Tensor | float,
+    latency_ms_X: Tensor | float,
+    bytes_per_ms_X: Tensor | float,
+    shared_bytes_per_ms_X: Tensor | float,
+) -> Tensor:
+    """The alpha-beta model: milliseconds [...] of exchanges, in each of which a rank has so many peers, from the
+    largest and smallest bytes that a rank sends to each, and the sum over ranks; nothing where nothing is sent."""
+    slowest_X = torch.maximum(largest_X * peers_X, total_X - smallest_X)
+    time_X = latency_ms_X + slowest_X / bytes_per_ms_X + total_X * peers_X / shared_bytes_per_ms_X
+    return torch.where((slowest_X > 0) & (peers_X > 0), time_X, 0.0)
 
 
 @dataclass(frozen=True)
@@ -175,6 +193,35 @@ class Collective:
         return tuple(model for model in (self.forward, self.backward) if model is not None)
 
 
+class _BetweenLikeRanks:
+    """Collectives of one :attr:`Collective.over`, rated side by side, K of them; N exchanges of each."""
+
+    def __init__(self, over: str, columns: list[int], collectives: Sequence[Collective]) -> None:
+        self.columns, self._over = columns, over
+        self._forward = _rates([collectives[column].forward for column in columns])
+        self._backward = _rates([collectives[column].backward for column in columns])
+        self._both_alike = all(collectives[column].forward == collectives[column].backward for column in columns)
+
+    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward milliseconds, both [..., K], of the slowest exchange of each."""
+        bytes_XKND = bytes_XCD[..., self.columns, None, :]
+        if self._over != "world":
+            bytes_XKND = bytes_XKND[..., 0, :].unflatten(-1, (-1, ranks_per_host))
+        if self._over == "across":
+            bytes_XKND = bytes_XKND.transpose(-1, -2)
+        bounds = bytes_XKND.amax(-1), bytes_XKND.amin(-1), bytes_XKND.sum(-1)
+        forward_XK = _exchange_ms(*bounds, *self._forward).amax(-1)
+        if self._both_alike:
+            return forward_XK, forward_XK
+        return forward_XK, _exchange_ms(*bounds, *self._backward).amax(-1)
+
+
+def _rates(models: Sequence[CollectiveModel | None]) -> tuple[Tensor, ...]:
+    """Peers, latency and bandwidths of each model, all float64 [K, 1]; None: an exchange that takes no time."""
+    rates = [(0.0, 0.0, 1.0, 1.0) if model is None else model.rates for model in models]
+    return torch.tensor(rates, dtype=torch.float64).T[..., None].unbind(0)
+
+
 class Collectives:
     """All collectives of a training step, one after the other.
 
@@ -188,22 +235,15 @@ class Collectives:
         self.collectives = tuple(collectives)
         self.world = world
         self._ranks_per_host = ranks_per_host
-        self._forward = self._alike([collective.forward for collective in self.collectives])
-        self._backward = self._alike([collective.backward for collective in self.collectives])
-        self._both_alike = self._forward == self._backward
+        self._between = [
+            _BetweenLikeRanks(over, [n for n, one in enumerate(self.collectives) if one.over == over], self.collectives)
+            for over in dict.fromkeys(collective.over for collective in self.collectives)
+        ]
 
     @classmethod
     def all_to_all(cls, link: CollectiveModel) -> Collectives:
         """One all-to-all between all ranks."""
         return cls([Collective("all-to-all", "world", link, link)], link.world_size, link)
-
-    def _alike(self, models: Sequence[CollectiveModel | None]) -> dict[tuple[str, CollectiveModel], list[int]]:
-        """Columns that one formula rates, of one pass."""
-        alike: dict[tuple[str, CollectiveModel], list[int]] = {}
-        for index, (collective, model) in enumerate(zip(self.collectives, models, strict=True)):
-            if model is not None:
-                alike.setdefault((collective.over, model), []).append(index)
-        return alike
 
     def level_ms_per_byte(self, num_ranks: int) -> Tensor:
         """Milliseconds, summed over all ranks and both passes, that one byte to each peer costs where all ranks send
@@ -228,20 +268,10 @@ class Collectives:
 
     def each_ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds of each, both [..., C]; those that move nothing take nothing."""
-        forward_XC = self._pass_ms(self._forward, bytes_XCD)
-        return forward_XC, forward_XC if self._both_alike else self._pass_ms(self._backward, bytes_XCD)
-
-    def _pass_ms(self, alike: dict[tuple[str, CollectiveModel], list[int]], bytes_XCD: Tensor) -> Tensor:
-        each_XC = bytes_XCD.new_zeros(bytes_XCD.shape[:-1])
-        for (over, model), columns in alike.items():
-            bytes_XKD = bytes_XCD[..., columns, :]
-            if over != "world":  # the slowest of several exchanges side by side
-                bytes_XKD = bytes_XKD.unflatten(-1, (-1, self._ranks_per_host))
-                if over == "across":
-                    bytes_XKD = bytes_XKD.transpose(-1, -2)
-            ms_XK, _ = model.all_to_all_ms(bytes_XKD)
-            each_XC[..., columns] = ms_XK if over == "world" else ms_XK.amax(-1)
-        return each_XC
+        forward_XC, backward_XC = (bytes_XCD.new_zeros(bytes_XCD.shape[:-1]) for _ in range(2))
+        for some in self._between:
+            forward_XC[..., some.columns], backward_XC[..., some.columns] = some.ms(bytes_XCD, self._ranks_per_host)
+        return forward_XC, backward_XC
 
     def groups(self, column: int, num_ranks: int) -> Tensor:
         """Which ranks exchange with each other in one of them, bool [exchanges side by side, D]."""
