@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import ComputeCost, overall_ms
-from dreamshard_planner.cost.problem import Problem, Sharding, summed
+from dreamshard_planner.cost.problem import Problem, Sharding, counted_up, summed
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,14 @@ class Cost:
     def chosen(self, sharding: Sharding) -> Chosen:
         """The placement of units of span 1 under what the sharding has chosen."""
         problem = self.problem
-        chosen = [options[option] for options, option in zip(problem.tables, sharding.options, strict=True)]
-        is_free = [option.units[0].span == 1 and option.pinned is None for option in chosen]
-        free = [table for table, one in enumerate(is_free) if one]
-        rank_S, part_S = problem.laid(sharding, free)
-        rank_Y, part_Y = problem.laid(sharding, [table for table, one in enumerate(is_free) if not one])
-        units = tuple((table, index) for table in free for index in range(len(chosen[table].units)))
+        every = problem.option_rows
+        row_T = every.rows(range(problem.num_tables), sharding.options)
+        is_free_T = (every.span_O[row_T] == 1) & every.is_free_O[row_T]
+        free, laid = is_free_T.nonzero()[0], (~is_free_T).nonzero()[0]
+        rank_S, part_S = problem.laid(sharding, free.tolist())
+        rank_Y, part_Y = problem.laid(sharding, laid.tolist())
+        units_K = every.parts_O[row_T[free]]
+        table_S, unit_S = free.repeat(units_K).tolist(), counted_up(np.zeros_like(units_K), units_K).tolist()
         rest = replace(
             problem,
             features_PF=problem.features_PF[part_S],
@@ -128,11 +132,12 @@ class Cost:
             storage_PM=problem.storage_PM[part_S],
             capacity_DM=problem.capacity_DM - problem.used_bytes(rank_Y, part_Y),
             bytes_PC=problem.bytes_PC[part_S],
-            names=tuple(problem.names[table] for table, _ in units),
+            names=tuple([problem.names[table] for table in table_S]),
             tables=(),
         )
         preload = Preload(self.group_latents(rank_Y, part_Y), self.bytes_sent(rank_Y, part_Y)) if len(part_Y) else None
         cost = Cost(rest, self.compute, self.latent_PH[part_S], preload)
+        units = tuple(zip(table_S, unit_S, strict=True))
         return Chosen(cost, rank_S, units, sharding, part_S, rank_Y, part_Y)
 
     def notes(self, sharding: Sharding) -> tuple[str, ...]:
@@ -161,7 +166,7 @@ class Chosen:
 
     def placed(self, assignment_S: Tensor) -> Sharding:
         """The sharding with the units of span 1 on other ranks."""
-        positions = [list(places) for places in self.sharding.positions]
-        for (table, unit), rank in zip(self.units, assignment_S.tolist(), strict=True):
-            positions[table][unit] = rank
-        return Sharding(self.sharding.options, tuple(tuple(places) for places in positions))
+        positions, ranks = list(self.sharding.positions), assignment_S.tolist()
+        for table, units in groupby(zip(self.units, ranks, strict=True), key=lambda unit: unit[0][0]):
+            positions[table] = tuple([rank for _, rank in units])
+        return Sharding(self.sharding.options, tuple(positions))

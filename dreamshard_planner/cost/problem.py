@@ -107,6 +107,44 @@ class Sharding:
         return self.changed(table, self.options[table], tuple(positions))
 
 
+class OptionRows:
+    """All options of all tables in arrays, a row each, to look many up at once.
+
+    Args:
+        tables: the options of each table.
+    """
+
+    def __init__(self, tables: Sequence[Sequence[Option]]) -> None:
+        options = [*chain.from_iterable(tables)]
+        self._first_T = np.cumsum([0, *map(len, tables)])[:-1]
+        self.span_O = np.array([option.units[0].span for option in options], dtype=np.int64)
+        self.parts_O = self.span_O * np.array([len(option.units) for option in options], dtype=np.int64)
+        """How many parts each has."""
+        self.is_free_O = np.array([option.pinned is None for option in options], dtype=bool)
+        """Whether nothing is pinned."""
+        units = chain.from_iterable(option.units for option in options)
+        self._part_F = np.fromiter(chain.from_iterable(unit.parts for unit in units), np.int64, self.parts_O.sum())
+        self._first_O = self.parts_O.cumsum() - self.parts_O
+
+    def rows(self, tables: Sequence[int], options: Sequence[int]) -> np.ndarray:
+        """Of one option of each of some tables."""
+        return self._first_T[np.asarray(tables, dtype=np.int64)] + np.asarray(options, dtype=np.int64)
+
+    def parts(self, table: int, option: int) -> np.ndarray:
+        """Parts of an option's units, in order, int64 [X]."""
+        row = self._first_T[table] + option
+        return self._part_F[self._first_O[row] : self._first_O[row] + self.parts_O[row]]
+
+    def all_parts(self, row_K: np.ndarray) -> np.ndarray:
+        """Parts of several, one after the other."""
+        return self._part_F[counted_up(self._first_O[row_K], self.parts_O[row_K])]
+
+
+def counted_up(first_K: np.ndarray, count_K: np.ndarray) -> np.ndarray:
+    """So many whole numbers from each first one on, one run after the other."""
+    return np.repeat(first_K - (count_K.cumsum() - count_K), count_K) + np.arange(count_K.sum())
+
+
 @dataclass(frozen=True)
 class Problem:
     """Parts, the ranks that they may lie on, and the options that tables may take."""
@@ -155,16 +193,14 @@ class Problem:
         group = self.group_P.tolist()
         return [[group[option.units[0].parts[0]] for option in options] for options in self.tables]
 
+    @cached_property
+    def option_rows(self) -> OptionRows:
+        """The options in arrays."""
+        return OptionRows(self.tables)
+
     def parts_of(self, table: int, option: int) -> np.ndarray:
         """Parts of an option's units, in order, int64 [X]."""
-        key = table, option
-        if key not in self._parts_of:
-            self._parts_of[key] = np.array(self.tables[table][option].parts, dtype=np.int64)
-        return self._parts_of[key]
-
-    @cached_property
-    def _parts_of(self) -> dict[tuple[int, int], np.ndarray]:
-        return {}
+        return self.option_rows.parts(table, option)
 
     def group_of(self, table: int, option: int) -> int:
         """Fused group of an option's parts."""
@@ -183,15 +219,14 @@ class Problem:
         themselves, and None for all parts in order."""
         if isinstance(plan, Tensor):
             return plan, None
-        chosen = [(table, plan.options[table]) for table in (range(self.num_tables) if tables is None else tables)]
-        parts = [self.parts_of(table, option) for table, option in chosen]
-        places = [plan.positions[table] for table, _ in chosen]
-        span_T = np.array([self.tables[table][option].units[0].span for table, option in chosen], dtype=np.int64)
-        span_U = span_T.repeat([len(positions) for positions in places])
-        first_U = np.fromiter(chain.from_iterable(places), np.int64, len(span_U)) * span_U
-        # Each unit's ranks count up from its first; less how many parts all units before it have.
-        rank_X = np.repeat(first_U - (span_U.cumsum() - span_U), span_U) + np.arange(span_U.sum())
-        return torch.from_numpy(rank_X), torch.from_numpy(np.concatenate([*parts, np.empty(0, np.int64)]))
+        laid = range(self.num_tables) if tables is None else list(tables)
+        every = self.option_rows
+        row_T = every.rows(laid, [plan.options[table] for table in laid])
+        span_T, parts_T = every.span_O[row_T], every.parts_O[row_T]
+        span_U = span_T.repeat(parts_T // span_T)
+        position_U = np.fromiter(chain.from_iterable(plan.positions[table] for table in laid), np.int64, len(span_U))
+        rank_X = counted_up(position_U * span_U, span_U)
+        return torch.from_numpy(rank_X), torch.from_numpy(every.all_parts(row_T))
 
     def used_bytes(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
         """Memory taken on every rank, int64 [B, D, M], by parts (default: all) on these ranks."""

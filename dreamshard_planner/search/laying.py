@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Sharding, has_room
+from dreamshard_planner.cost.problem import Option, Sharding, counted_up, has_room
 from dreamshard_planner.search.heuristics import greedy_by_score
 from dreamshard_planner.search.packing import best_fit, largest_first
 
@@ -46,50 +46,47 @@ def pinned_to(option: Option, unit: int, num_ranks: int) -> Tensor | None:
 def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
     """Positions for the units of chosen options that are pinned, or wider than a rank, the widest and heaviest first,
     each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
-    problem = cost.problem
+    problem, every = cost.problem, cost.problem.option_rows
     # In numpy, whose calls cost a third of torch's: there is one unit after the other.
     single_P, storage_PM = cost.single_ms_P.numpy(), problem.storage_PM.numpy()
-    capacity_DM = problem.capacity_DM.numpy()
-    chosen = [choices[option] for choices, option in zip(problem.tables, options, strict=True)]
-    positions = [[0] * len(option.units) for option in chosen]
-    load_D, need_DM = np.zeros(problem.num_ranks), np.zeros_like(capacity_DM)
-    wide = []
-    for table, option in enumerate(chosen):
-        span = option.units[0].span
-        if span == 1 and option.pinned is None:
-            continue
-        part_UL = problem.parts_of(table, options[table]).reshape(-1, span)
-        if _is_everywhere(problem, option):
-            load_D += single_P[part_UL].sum(0)
-            need_DM += storage_PM[part_UL].sum(0)
-            continue
-        heavy_U = single_P[part_UL].sum(1).tolist()
-        wide += [
-            (option.pinned is None, -span, -heavy, table, unit, part_UL[unit]) for unit, heavy in enumerate(heavy_U)
-        ]
-    if not has_room(need_DM, capacity_DM).all():
+    row_T = every.rows(range(problem.num_tables), options)
+    span_T, is_free_T = every.span_O[row_T], every.is_free_O[row_T]
+    units_T = every.parts_O[row_T] // span_T
+    positions = [[0] * units for units in units_T.tolist()]
+    load_D, free_DM = np.zeros(problem.num_ranks), problem.capacity_DM.numpy().copy()
+
+    def asked(tables: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
+        """Milliseconds [U, L] and bytes [U, L, M] of all units of some tables."""
+        part_UL = every.all_parts(row_T[tables]).reshape(-1, span)
+        return single_P[part_UL], storage_PM[part_UL]
+
+    everywhere_T = is_free_T & (span_T == problem.num_ranks) & (span_T > 1)
+    single_UD, storage_UDM = asked(everywhere_T.nonzero()[0], problem.num_ranks)
+    load_D += single_UD.sum(0)
+    free_DM -= storage_UDM.sum(0)
+    if not has_room(problem.capacity_DM.numpy() - free_DM, problem.capacity_DM.numpy()).all():
         return None
-    free_DM = capacity_DM - need_DM
-    for *_, table, index, part_L in sorted(wide):
-        span, pinned = len(part_L), chosen[table].pinned
-        need_LM, single_L = storage_PM[part_L], single_P[part_L]
-        free_NLM, load_NL = free_DM.reshape(-1, span, free_DM.shape[1]), load_D.reshape(-1, span)  # views
-        peak_N = (load_NL + single_L).max(1)
-        position = int(peak_N.argmin()) if pinned is None else pinned[index]
-        if not has_room(need_LM, free_NLM[position]).all():
-            fits_N = has_room(need_LM, free_NLM).all(-1)
-            position = int(np.where(fits_N, peak_N, np.inf).argmin())
-            if pinned is not None or not fits_N[position]:
-                return None
-        positions[table][index] = position
-        load_NL[position] += single_L
-        free_NLM[position] -= need_LM
+    wide_T = ~everywhere_T & ~(is_free_T & (span_T == 1))
+    for is_free, minus_span in sorted(set(zip(is_free_T[wide_T].tolist(), (-span_T[wide_T]).tolist(), strict=True))):
+        tables = (wide_T & (is_free_T == is_free) & (span_T == -minus_span)).nonzero()[0]
+        single_UL, storage_ULM = asked(tables, -minus_span)
+        table_U, unit_U = tables.repeat(units_T[tables]), counted_up(np.zeros_like(tables), units_T[tables])
+        free_NLM, load_NL = free_DM.reshape(-1, *storage_ULM.shape[1:]), load_D.reshape(-1, -minus_span)  # views
+        for unit in np.lexsort((unit_U, table_U, -single_UL.sum(1))).tolist():
+            single_L, need_LM, table, index = single_UL[unit], storage_ULM[unit], table_U[unit], unit_U[unit]
+            pinned = problem.tables[table][options[table]].pinned
+            peak_N = (load_NL + single_L).max(1)
+            position = int(peak_N.argmin()) if pinned is None else pinned[index]
+            # The quicker question first: there is enough even of what is not needed.
+            if not (need_LM <= free_NLM[position]).all() and not has_room(need_LM, free_NLM[position]).all():
+                fits_N = has_room(need_LM, free_NLM).all(-1)
+                position = int(np.where(fits_N, peak_N, np.inf).argmin())
+                if pinned is not None or not fits_N[position]:
+                    return None
+            positions[table][index] = position
+            load_NL[position] += single_L
+            free_NLM[position] -= need_LM
     return Sharding(tuple(options), tuple(map(tuple, positions)))
-
-
-def _is_everywhere(problem: Problem, option: Option) -> bool:
-    """Whether an option's only place is all ranks."""
-    return option.pinned is None and option.units[0].span == problem.num_ranks > 1
 
 
 def lay(cost: Cost, options: Sequence[int]) -> Sharding | None:

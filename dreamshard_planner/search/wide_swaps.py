@@ -65,21 +65,17 @@ def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
 
 def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, WideUnit]]:
     """Pairs that would leave the lowest peak if costs added up."""
-    problem, sharding = state.problem, state.sharding
-    wide = [  # nothing that is pinned
-        (table, option, problem.tables[table][option].units[0].span)
-        for table, option in enumerate(sharding.options)
-        if 1 < problem.tables[table][option].units[0].span < problem.num_ranks
-        and problem.tables[table][option].pinned is None
-    ]
-    if not wide:
+    problem, sharding, every = state.problem, state.sharding, state.problem.option_rows
+    row_T = every.rows(range(problem.num_tables), sharding.options)
+    span_T = every.span_O[row_T]
+    wide_T = ((span_T > 1) & (span_T < problem.num_ranks) & every.is_free_O[row_T]).nonzero()[0]
+    if not len(wide_T):
         return []
-    single_P = state.cost.single_ms_P.numpy()
-    heaviest = [single_P[problem.parts_of(table, option)].reshape(-1, span).max(1) for table, option, span in wide]
-    heaviest_W = np.concatenate(heaviest)
-    position_W = np.array([at for table, *_ in wide for at in sharding.positions[table]])
-    counts = [len(units) for units in heaviest]
-    table_W, _, span_W = np.array(wide).repeat(counts, 0).T
+    units_T = every.parts_O[row_T[wide_T]] // span_T[wide_T]
+    table_W, span_W = wide_T.repeat(units_T), span_T[wide_T].repeat(units_T)
+    single_X = state.cost.single_ms_P.numpy()[every.all_parts(row_T[wide_T])]
+    heaviest_W = np.maximum.reduceat(single_X, span_W.cumsum() - span_W)
+    position_W = np.concatenate([sharding.positions[table] for table in wide_T])
     slowest_W = np.zeros(len(table_W))
     for span in np.unique(span_W):
         same_W = span_W == span
