@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
 from dreamshard_planner.search_space.alike_shards import counted
 
@@ -57,17 +58,26 @@ def torchrec_plan(
     if proposals is None:
         least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
         proposals = max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size))
-    summed: list[Any] = [_Summed(option) for option in space]
+    read: list[Any] = [_AsRead(option) for option in space]
     best: tuple[float, list[ShardingOption]] | None = None
-    proposers = [GreedyProposer(), UniformProposer(), GreedyProposer(use_depth=False), GridSearchProposer()]
+    proposers = [
+        (GreedyProposer(), max),
+        (UniformProposer(), max),
+        (GreedyProposer(use_depth=False), sum),
+        (GridSearchProposer(), max),
+    ]
     tried, finished = 0, True
     rated: dict[tuple[int, ...], float | None] = {}
-    for index, proposer in enumerate(proposers):
+    for index, (proposer, score) in enumerate(proposers):
         limit = tried + -(-(proposals - tried) // (len(proposers) - index))
         if tried == proposals:
             finished = False
             break
-        proposer.load(search_space=summed)
+        for one in read:
+            one.show_score(score)
+        proposer.load(search_space=read)
+        for one in read:
+            one.show_shards()
         while proposal := proposer.propose():
             if tried >= limit:
                 finished = False
@@ -85,12 +95,22 @@ def torchrec_plan(
     return None if best is None else TorchRecPlan(best[1], tried, finished)
 
 
-class _Summed:
-    """An option as TorchRec's proposers read it, again and again: estimates of all shards, and no ranks."""
+class _AsRead:
+    """An option as TorchRec's proposers read it: when they load it, the largest or the sum of its shards' estimates;
+    afterwards the storage of all shards. They ask for no more of them."""
 
     def __init__(self, option: ShardingOption) -> None:
         self.option, self.fqn, self.sharding_type = option, option.fqn, option.sharding_type
-        self.shards = [shard for shard, count in counted(option) for _ in range(count)]
+        self.shards: list[Shard] = []
+
+    def show_score(self, score: Callable[[Iterable[float]], float]) -> None:
+        """As a single shard's."""
+        each_ms = (repeat(shard.perf.total, count) for shard, count in counted(self.option))
+        self.shards = [Shard([], [], perf=Perf(score(chain.from_iterable(each_ms)), 0, 0, 0))]
+
+    def show_shards(self) -> None:
+        """All, without ranks."""
+        self.shards = [*chain.from_iterable(repeat(shard, count) for shard, count in counted(self.option))]
 
 
 def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:

@@ -59,8 +59,9 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
 
 def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
     """One unit where another is."""
-    moved = state.sharding.moved(one.table, one.nth, other.position)
-    return one.table, moved.options[one.table], moved.positions[one.table]
+    positions = list(state.sharding.positions[one.table])
+    positions[one.nth] = other.position
+    return one.table, state.sharding.options[one.table], tuple(positions)
 
 
 def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, WideUnit]]:
