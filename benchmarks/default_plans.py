@@ -6,7 +6,8 @@
 Six models of tables with row-wise Adagrad in the backward, on one and two hosts of eight H100s, local batch 2,048, all
 planners told the true pooling factors. TorchRec's planner replicates tables as it likes, and they lose that optimizer.
 Ours keeps training exact: through this package's ``DistributedModelParallel`` it may replicate tables, since their
-replicas keep the optimizer; for TorchRec's own class with nothing attached it may not.
+replicas keep the optimizer; for TorchRec's own class with nothing attached it may not. ``--full-search`` takes the tasks
+of ``full_search.py`` on which TorchRec's search ended, with their own batches, instead.
 
 Planners rate plans by TorchRec's estimates (``cost_source="torchrec"``) or by our own costs; every plan is then rated
 by both. ``--limit`` ends TorchRec's proposals after so many seconds of processor time: marked ``>`` then.
@@ -32,7 +33,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from all_types.tasks import RANKS_PER_HOST, FullTask, random_tables
+from all_types.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from common.output import table_of
 from common.provenance import provenance
 from dreamshard_planner import DreamShardPlanner
@@ -75,6 +76,14 @@ MODELS: dict[str, Callable[[], list[Table]]] = {
     "100 mixed": lambda: random_tables(100),
     "8 large": lambda: drawn(8, (7, 7.5), (128,), (0, 0.7), 6),
 }
+
+
+FULL_SEARCH = (
+    "mlperf x 8; random 50 x 8; merlin tiny x 8; meta 60 x 8; merlin small x 8; merlin tiny x 16; meta 200 x 8; "
+    "random 200 x 8; merlin small x 16; merlin tiny x 64; meta 60 x 64; merlin medium x 16; merlin small x 64; "
+    "merlin tiny x 128; random 200 x 64; meta 200 x 64; merlin medium x 8"
+).split("; ")
+"""Of the tasks over every sharding type those on which TorchRec's search was run to its end."""
 
 
 class DefaultTask(FullTask):
@@ -147,6 +156,18 @@ def summarize(lines: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def chosen_tasks(args: argparse.Namespace) -> list[DefaultTask]:
+    """Those that the command asks for."""
+    if args.full_search:
+        every = tasks()
+        return [DefaultTask(name, every[name].make, every[name].ranks, every[name].batch_size) for name in FULL_SEARCH]
+    return [
+        DefaultTask(model, MODELS[model], hosts * RANKS_PER_HOST, LOCAL_BATCH)
+        for hosts in args.hosts
+        for model in args.models.split(";")
+    ]
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -154,6 +175,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of TorchRec's search")
     parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS)
     parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
+    parser.add_argument("--full-search", action="store_true", help="the tasks of full_search.py instead of models")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -162,20 +184,19 @@ def main() -> None:
     if not args.record.exists():
         append(args.record, provenance(torch.device("cpu")))
     lines = [json.loads(text) for text in args.record.read_text().splitlines()]
-    for hosts in args.hosts:
-        for model in args.models.split(";"):
-            contest = DefaultContest(DefaultTask(model, MODELS[model], hosts * RANKS_PER_HOST, LOCAL_BATCH), args.limit)
-            for name in contest.planners:
-                where = {"model": model, "hosts": hosts, "planner": name}
-                if any(where.items() <= line.items() for line in lines):
-                    continue
-                start = time.process_time()
-                played = contest.play(name)
-                kept = ("torchrec_ms", "own_ms", "own_source", "types", "finished")
-                line = where | {"seconds": round(time.process_time() - start, 2)} | {key: played[key] for key in kept}
-                append(args.record, line)
-                lines.append(line)
-                console.print(*where.values(), f"{line['torchrec_ms']:.3f} {line['own_ms']:.3f} {line['seconds']} s")
+    for task in chosen_tasks(args):
+        contest = DefaultContest(task, args.limit)
+        for name in contest.planners:
+            where = {"model": task.name, "hosts": task.ranks // RANKS_PER_HOST, "planner": name}
+            if any(where.items() <= line.items() for line in lines):
+                continue
+            start = time.process_time()
+            played = contest.play(name)
+            kept = ("torchrec_ms", "own_ms", "own_source", "types", "finished")
+            line = where | {"seconds": round(time.process_time() - start, 2)} | {key: played[key] for key in kept}
+            append(args.record, line)
+            lines.append(line)
+            console.print(*where.values(), f"{line['torchrec_ms']:.3f} {line['own_ms']:.3f} {line['seconds']} s")
     summarize(lines, console)
 
 
