@@ -6,8 +6,8 @@
 Six models of tables with row-wise Adagrad in the backward, on one and two hosts of eight H100s, local batch 2,048, all
 planners told the true pooling factors. TorchRec's planner replicates tables as it likes, and they lose that optimizer.
 Ours keeps training exact: through this package's ``DistributedModelParallel`` it may replicate tables, since their
-replicas keep the optimizer; for TorchRec's own class with nothing attached it may not. ``--full-search`` takes the tasks
-of ``full_search.py`` on which TorchRec's search ended, with their own batches, instead.
+replicas keep the optimizer; for TorchRec's own class with nothing attached it may not. ``--full-search`` takes, instead
+of these models, the tasks of ``full_search.py`` on which TorchRec's search ended, with batches of their own.
 
 Planners rate plans by TorchRec's estimates (``cost_source="torchrec"``) or by our own costs; every plan is then rated
 by both. ``--limit`` ends TorchRec's proposals after so many seconds of processor time: marked ``>`` then.
