@@ -26,6 +26,7 @@ from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.settling import settled
 from dreamshard_planner.search.starts import JointOptions, level_starts
 from dreamshard_planner.search.states import in_steps
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 WORTH = 1e-3
 """Share of the cost by which a perturbation has to lower it to count as a gain."""
@@ -119,7 +120,18 @@ def joint_search(
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
+    # Replicas relieve a rank by little at a time, and past some of them no change of whole tables helps.
+    for kind in (kind for kind, spec in SHARDING_TYPES.items() if spec.is_replicated):
+        unreplicated = [start for start in order if kind not in _types(cost, start)]
+        if 0 < len(unreplicated) < len(order) and descents.budget.left():
+            descents.descend(descents.descend(unreplicated[0], without=kind))
     return descents.result()
+
+
+def _types(cost: Cost, sharding: Sharding) -> set[str]:
+    """Sharding types that tables take."""
+    chosen = zip(cost.problem.tables, sharding.options, strict=True)
+    return {options[option].sharding_type for options, option in chosen}
 
 
 @torch.no_grad()
@@ -153,22 +165,23 @@ class _Descents:
         best, budget = settled(self._cost, self._best), self.budget
         return JointResult(best, self._cost.overall_ms(best), budget.used, self._candidates, budget.cut_short)
 
-    def _state(self, sharding: Sharding) -> ShardingState:
+    def _state(self, sharding: Sharding, without: str | None = None) -> ShardingState:
         config = self._config
-        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly)
+        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly, without)
 
-    def descend(self, start: Sharding, turn: int | None = None) -> None:
-        """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried."""
+    def descend(self, start: Sharding, turn: int | None = None, without: str | None = None) -> Sharding:
+        """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried; where that
+        ends. No table takes the sharding type ``without``."""
         unit, budget = self._unit, self.budget
         if turn is not None and start in self._turns:  # several starts lead to one group move
             budget.spend(self._turns[start])
-            return
-        state, began = self._state(start), budget.used
+            return start
+        state, began = self._state(start, without), budget.used
         end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
         while budget.left():
             before = in_steps(float(state.overall_ms()), unit)
             budget.spend(state.improve(end - budget.used, budget.left))
-            state = self._state(self._moved(state.sharding))
+            state = self._state(self._moved(state.sharding), without)
             after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
                 self._best, self.best_ms = state.sharding, float(state.overall_ms())
@@ -179,6 +192,7 @@ class _Descents:
                 break
         if turn is not None:
             self._turns[start] = budget.used - began
+        return state.sharding
 
     def _moved(self, sharding: Sharding) -> Sharding:
         """After moves and swaps of what spans one rank."""

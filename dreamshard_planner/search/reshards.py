@@ -38,12 +38,20 @@ class ShardingState(State):
         unit: milliseconds in which costs are compared, after rounding.
         tables_per_step: of the bottleneck rank, the heaviest that may change.
         rated_exactly: of one step, the most promising by the approximate cost.
+        without: a sharding type that no table is to take; none by default.
     """
 
     def __init__(
-        self, cost: Cost, sharding: Sharding, unit: float, tables_per_step: int = 24, rated_exactly: int = 8
+        self,
+        cost: Cost,
+        sharding: Sharding,
+        unit: float,
+        tables_per_step: int = 24,
+        rated_exactly: int = 8,
+        without: str | None = None,
     ) -> None:
         super().__init__(cost, *cost.problem.laid(sharding))
+        self._left_out = without
         self._unit, self._tables_per_step, self._rated_exactly = unit, tables_per_step, rated_exactly
         self.sharding, self._changes = sharding, 0
         problem = self.problem
@@ -129,8 +137,8 @@ class ShardingState(State):
         queries = [
             (slot, table, option)
             for slot, table in enumerate(tables)
-            for option in range(len(self.problem.tables[table]))
-            if option != self.sharding.options[table] or self._movable(self.problem.tables[table][option])
+            for option, one in enumerate(self.problem.tables[table])
+            if one.sharding_type != self._left_out and (option != self.sharding.options[table] or self._movable(one))
         ]
         if not queries:
             return False, 0
