@@ -161,12 +161,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "compute_device=...), or call torch.distributed.init_process_group() first"
             )
         topology = topology or _cpu_topology()
-        sync_ms_per_byte = 0.0
+        sync_ms_per_byte, all_ranks = 0.0, None
         if sharding_groups is not None:
             if topology is None:
                 raise DreamShardError("give the topology of all ranks beside sharding_groups: topology=Topology(...)")
             sync_ms_per_byte = sharding_groups.sync_ms_per_byte(topology)
-            topology = sharding_groups.topology(topology)
+            all_ranks, topology = topology, sharding_groups.topology(topology)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -192,6 +192,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             settings=settings,
             timeout_seconds=timeout_seconds,
             sync_ms_per_byte=sync_ms_per_byte,
+            all_ranks=all_ranks,
         )
         self._session: PlanningSession | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None

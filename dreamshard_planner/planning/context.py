@@ -51,6 +51,8 @@ class PlanningContext:
     """Of the model, where options are to be estimated as TorchRec does; None: they are estimated already."""
     sync_ms_per_byte: float = 0.0
     """Of averaging the replicas of other sharding groups, where there are such."""
+    all_ranks: Topology | None = None
+    """Of all sharding groups, where there are such."""
 
     @classmethod
     @neutral()
@@ -74,7 +76,9 @@ class PlanningContext:
     def __post_init__(self) -> None:
         if self.cost_source not in COST_SOURCES:
             raise ValueError(f"cost_source must be one of {', '.join(COST_SOURCES)}, got {self.cost_source!r}")
-        self._costs = COST_SOURCES[self.cost_source](self.topology, self.checkpoint, self.sync_ms_per_byte)
+        self._costs = COST_SOURCES[self.cost_source](
+            self.topology, self.checkpoint, self.sync_ms_per_byte, self.all_ranks
+        )
         self.compute: ComputeCost = self._costs.compute()
         self.links = self._costs.links()
         # Perf and storage.

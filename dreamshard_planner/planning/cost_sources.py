@@ -39,6 +39,8 @@ class NetworkCosts:
     checkpoint: Checkpoint
     sync_ms_per_byte: float = 0.0
     """Of averaging the replicas of other sharding groups."""
+    all_ranks: Topology | None = None
+    """Of all sharding groups, in 2D parallelism."""
     takes_estimates = False
     """Whether costs are the perf that options come with."""
     uses_network = True
@@ -48,8 +50,13 @@ class NetworkCosts:
         return self.checkpoint.compute_cost(self.topology)
 
     def links(self) -> Links:
-        """What exchanges cost."""
-        return links_of(self.topology, self.checkpoint)
+        """What exchanges cost. TorchRec has the gradients of data-parallel tables reduced by all ranks there are."""
+        links = links_of(self.topology, self.checkpoint)
+        if self.all_ranks is None:
+            return links
+        all_reduce = links_of(self.all_ranks, self.checkpoint).all_reduce
+        shared = all_reduce.shared_bytes_per_ms * self.topology.world_size / self.all_ranks.world_size
+        return replace(links, all_reduce=replace(all_reduce, shared_bytes_per_ms=shared))
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """The cost of a problem's shardings."""

@@ -65,6 +65,8 @@ class PlanRequest:
     """TorchRec's, of planning."""
     sync_ms_per_byte: float = 0.0
     """Of averaging the replicas of other sharding groups."""
+    all_ranks: Topology | None = None
+    """Of all sharding groups; None where there is one."""
 
     @property
     def budget(self) -> SearchBudget:
@@ -146,6 +148,7 @@ class PlanningSession:
             constraints,
             sharders,
             request.sync_ms_per_byte,
+            request.all_ranks,
         )
         left = reservation.reserve(
             topology=request.topology,

@@ -30,7 +30,8 @@ class Links:
     all_gather: CollectiveModel
     """Between all ranks."""
     all_reduce: CollectiveModel
-    """Between all ranks; an n-th of the tensor counts as what a rank sends to each peer."""
+    """Between all ranks, in 2D parallelism of all sharding groups; an n-th of the tensor counts as what a rank sends to
+    each peer."""
     host_reduce_scatter: CollectiveModel
     """Between the ranks of one host."""
     host_all_gather: CollectiveModel
@@ -75,9 +76,11 @@ def exchanges_of(
             continue
         label = f"{name} {exchange.operation.replace('_', '-')}"
         passes = links.model(exchange.forward, over), links.model(exchange.backward, over)
-        is_gradient = exchange.operation == "all_reduce"
-        num_bytes = workload.rows * workload.dim * workload.weight_bytes if is_gradient else output_bytes
-        yield Collective(label, over, *passes), num_bytes / (host if over == "host" else world)
+        if exchange.operation == "all_reduce":  # of the gradient, by the ranks of all sharding groups
+            gradient_bytes = workload.rows * workload.dim * workload.weight_bytes
+            yield Collective(label, over, *passes), gradient_bytes / max(world, links.all_reduce.world_size)
+        else:
+            yield Collective(label, over, *passes), output_bytes / (host if over == "host" else world)
     if spec.is_replicated or links.lookups is None:
         return
     # Also between hosts, ids go straight to the rank that holds their rows.

@@ -38,10 +38,11 @@ from dreamshard_planner import (
     DreamShardError,
     DreamShardPlanner,
     ShardingGroups,
+    attach_optimizers,
     load_across_plans,
     save_across_plans,
 )
-from dreamshard_planner.search_space.sharding_types import CW, RW, TW
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW
 
 TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}
 CONSTRAINTS = {name: ParameterConstraints(sharding_types=[kind], min_partition=32) for name, kind in TYPES.items()}
@@ -67,7 +68,7 @@ class OnCpus(model_parallel.DMPCollection):
         super()._remap_sharding_plan(plan=plan, **arguments)
         for module in plan.plan.values():
             for table in module.values():
-                for shard in table.sharding_spec.shards:
+                for shard in table.sharding_spec.shards if table.sharding_spec else ():  # replicas have none
                     shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
 
 
@@ -90,6 +91,33 @@ def _averaging(group: list[dist.ProcessGroup]):
             tensor /= group[0].size()
 
     return all_reduce
+
+
+def _sharded(
+    rank: Rank, planner: DreamShardPlanner, groups: ShardingGroups, replicas: list[dist.ProcessGroup]
+) -> OnCpus:
+    """The model under the planner's plan, in groups."""
+    _allow_cpus()
+    plan = planner.collective_plan(Model("meta"), [EveryTypeSharder()], dist.group.WORLD)
+    torch.manual_seed(0)
+    return OnCpus(
+        module=Model("cpu"),
+        device=torch.device("cpu"),
+        plan=plan,
+        world_size=rank.world_size,
+        sharding_group_size=groups.size,
+        global_pg=dist.group.WORLD,
+        sharders=[EveryTypeSharder()],
+        use_inter_host_allreduce=groups.use_inter_host_allreduce,
+        custom_all_reduce=_averaging(replicas),
+    )
+
+
+def _batch(rank: Rank) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(rank.rank)
+    lengths = torch.randint(1, 4, (16,), generator=generator)
+    values = torch.randint(0, 100, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor([f"f{i}" for i in range(4)], values, None, lengths)
 
 
 def _moves(sharded: nn.Module, folder: Path) -> bool:
@@ -118,37 +146,21 @@ def _moves(sharded: nn.Module, folder: Path) -> bool:
 
 def _train(rank: Rank, consecutive: bool, folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    _allow_cpus()
     groups = ShardingGroups(size=2, sync_interval=2, use_inter_host_allreduce=consecutive)
     # As in the example of DMPCollection: all ranks, and the sharding group as the host.
     topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
     planner = DreamShardPlanner(topology=topology, batch_size=4, constraints=CONSTRAINTS, sharding_groups=groups)
-    plan = planner.collective_plan(Model("meta"), [EveryTypeSharder()], dist.group.WORLD)
     replicas: list[dist.ProcessGroup] = []
-    torch.manual_seed(0)
-    sharded = OnCpus(
-        module=Model("cpu"),
-        device=torch.device("cpu"),
-        plan=plan,
-        world_size=rank.world_size,
-        sharding_group_size=2,
-        global_pg=dist.group.WORLD,
-        sharders=[EveryTypeSharder()],
-        use_inter_host_allreduce=consecutive,
-        custom_all_reduce=_averaging(replicas),
-    )
+    sharded = _sharded(rank, planner, groups, replicas)
     context = sharded._default_ctx
     replicas.append(context.replica_pg)
     sharded.sync()  # the same weights to begin with
-    generator = torch.Generator().manual_seed(rank.rank)
-    lengths = torch.randint(1, 4, (16,), generator=generator)
-    values = torch.randint(0, 100, (int(lengths.sum()),), generator=generator)
-    sharded(KeyedJaggedTensor([f"f{i}" for i in range(4)], values, None, lengths)).sum().backward()
+    sharded(_batch(rank)).sum().backward()
     before = [weights.clone() for of_type in context.weights_by_dtype.values() for weights in of_type]
     sharded.sync()
     after = [weights.clone() for of_type in context.weights_by_dtype.values() for weights in of_type]
     return {
-        "kinds": {name: one.sharding_type for name, one in plan.plan["bags"].items()},
+        "kinds": {name: one.sharding_type for name, one in sharded.plan.plan["bags"].items()},
         "replicas": dist.get_process_group_ranks(context.replica_pg),
         "before": before,
         "after": after,
@@ -176,6 +188,55 @@ def test_replicas_of_a_planned_group_are_averaged(consecutive: bool, tmp_path: P
             torch.testing.assert_close(mean, sum(alike) / 2)
     (told,) = [note.figures for note in ranks[0]["synced_bytes"] if "sync_bytes" in note.figures]
     assert told["sync_bytes"] == max(one["bytes"] for one in ranks)
+
+
+def _replicate(rank: Rank) -> dict[str, Any]:
+    """A step with one table replicated on all ranks, its optimizer attached."""
+    warnings.simplefilter("ignore")
+    groups = ShardingGroups(size=2)
+    constraints = CONSTRAINTS | {"t3": ParameterConstraints(sharding_types=[DP])}
+    topology = Topology(world_size=rank.world_size, local_world_size=2, compute_device="cpu")
+    planner = DreamShardPlanner(
+        topology=topology, batch_size=4, constraints=constraints, sharding_groups=groups, optimizers_attached=True
+    )
+    sharded = _sharded(rank, planner, groups, [])
+    attached = attach_optimizers(sharded)
+    (table,) = (weights for name, weights in sharded.named_parameters() if name == "bags.embedding_bags.t3.weight")
+    before, batch = table.detach().clone(), _batch(rank)
+    sharded(batch).sum().backward()
+    counts = torch.bincount(batch["f3"].values(), minlength=len(table)).double()
+    return {"attached": attached, "before": before, "after": table.detach().clone(), "lookups": counts}
+
+
+def test_replicated_tables_are_trained_by_the_ranks_of_all_groups() -> None:
+    """Their gradients are averaged over all four ranks at once, which is what the plan counts, not over a group's."""
+    ranks = run_on_ranks(_replicate, world_size=4)
+    for one in ranks:
+        assert one["attached"] == ("bags.embedding_bags.t3.weight",)
+        torch.testing.assert_close(one["before"], ranks[0]["before"])
+    gradient = sum(one["lookups"] for one in ranks) / 4  # of a sum, by row; alike in every column
+    step = 0.5 * torch.where(gradient > 0, 1.0, 0.0)  # row-wise Adagrad's first: the gradient over its root mean square
+    for one in ranks:
+        torch.testing.assert_close(one["after"], one["before"] - step[:, None].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_all_reduce_of_replicas_is_of_all_groups() -> None:
+    """Of groups on one host each: between hosts, for twice the ranks."""
+    world = Topology(16, "cuda", local_world_size=8, intra_host_bw=1e9, inter_host_bw=1e7)
+
+    def all_reduce_ms(**groups: ShardingGroups) -> float:
+        planner = DreamShardPlanner(
+            topology=world if groups else groups_of_one_host.topology(world),
+            batch_size=512,
+            constraints={f"t{i}": ParameterConstraints(sharding_types=[DP]) for i in range(4)},
+            debug=False,
+            **groups,
+        )
+        planner.plan(Model("meta"), get_default_sharders())
+        return planner.report().chosen.collectives_ms
+
+    groups_of_one_host = ShardingGroups(size=8, use_inter_host_allreduce=True)
+    assert all_reduce_ms(sharding_groups=groups_of_one_host) > 3 * all_reduce_ms()
 
 
 def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
