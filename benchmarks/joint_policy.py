@@ -9,12 +9,14 @@
     samples     the best of 8 roll-outs sampled
     subsets     the best of 8 greedy roll-outs, each of some types of sharding
     untrained   the same of a policy that was never trained: a greedy heuristic
+    relaid      the best of the level starts' options, laid down anew by the untrained policy: positions alone
 
 and searches with a share of the planner's candidates, from
 
     today       level starts, and whole tables placed by heuristics and search
-    +untrained  these and the roll-outs of the untrained policy
-    +trained    these and those of the trained policy
+    +relaid     these and the plan above; in the same way
+    +untrained
+    +trained    with ``subsets``
     in time     the same with so many fewer candidates that it takes no longer than ``today``
 
 Tasks are those of ``policy_with_splits.py``, which no training has seen. Seconds are of processor time on one thread,
@@ -43,10 +45,11 @@ from common.output import table_of, wide_console
 from common.provenance import provenance
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.placing import wide_units_laid_down
-from dreamshard_planner.policy.joint_environment import JointTask
+from dreamshard_planner.policy.joint_environment import RULES, JointMDP, JointTask
 from dreamshard_planner.policy.joint_network import (
     JointPolicy,
     JointPolicyConfig,
+    Seen,
     joint_roll_out,
     joint_starts,
     shipped_joint_policy,
@@ -78,6 +81,21 @@ def rolled_out(task: Task, policy: JointPolicy, episodes: int) -> list[Sharding]
 def levels(task: Task) -> list[Sharding]:
     """Today's starts but for whole tables, the cheapest first."""
     return sorted(level_starts(task.cost, JointOptions(task.cost)), key=task.cost.overall_ms)
+
+
+def relaid(task: Task, plans: Sequence[Sharding], policy: JointPolicy) -> list[Sharding]:
+    """Plans with the same options, each of whose rules of position the policy chooses, the cheapest first."""
+    prepared = JointTask(task.cost, JointOptions(task.cost))
+    environment = JointMDP(prepared, len(plans))
+    option_ET = torch.tensor([plan.options for plan in plans])
+    for _ in range(prepared.num_tables):
+        choices = environment.observe()
+        option_EO = option_ET[:, [choices.actions.table]] == torch.tensor(choices.actions.option_O)
+        legal_EA = choices.legal_EA & option_EO.repeat_interleave(len(RULES), 1)
+        legal_EA = torch.where(legal_EA.any(-1, keepdim=True), legal_EA, choices.legal_EA)
+        seen = Seen.of(environment, replace(choices, legal_EA=legal_EA))
+        environment.step(policy.logits(seen).argmax(-1))
+    return sorted((plan for plan in environment.shardings() if plan is not None), key=task.cost.overall_ms)
 
 
 def whole_tables(task: Task, search: SearchConfig) -> list[Sharding]:
@@ -117,6 +135,7 @@ def row_of(task: Task, trained: JointPolicy, untrained: JointPolicy) -> dict[str
         "subsets": timed(lambda: joint_starts(task.cost, trained)),
         "untrained": timed(lambda: joint_starts(task.cost, untrained)),
     }
+    made["relaid"] = timed(lambda: relaid(task, made["level"][0], untrained))
     row: dict[str, Any] = {
         name: {"ms": task.cost.overall_ms(plans[0]), "seconds": seconds} for name, (plans, seconds) in made.items()
     }
@@ -124,15 +143,18 @@ def row_of(task: Task, trained: JointPolicy, untrained: JointPolicy) -> dict[str
         search = replace(DEFAULT_SEARCH, candidates=round(share * DEFAULT_SEARCH.candidates))
         whole = timed(partial(whole_tables, task, search))
         today = searched(task, [whole], share)
-        trained_too = searched(task, [made["subsets"], whole], share)
+        # One of them: with more, the search would start from little else, and descents end elsewhere than they start.
+        best = {name: (made[name][0][:1], made[name][1]) for name in ("relaid", "untrained", "subsets")}
+        trained_too = searched(task, [best["subsets"], whole], share)
         over = trained_too["seconds"] - today["seconds"]
         searching = today["seconds"] - whole[1] - made["level"][1]
         less = max(LEAST_SHARE, share * (1 - over / max(searching, over, 1e-3)))
         row[f"{share:.2f}"] = {
             "today": today,
-            "+untrained": searched(task, [made["untrained"], whole], share),
+            "+relaid": searched(task, [best["relaid"], whole], share),
+            "+untrained": searched(task, [best["untrained"], whole], share),
             "+trained": trained_too,
-            "in time": trained_too if over <= 0 else searched(task, [made["subsets"], whole], less),
+            "in time": trained_too if over <= 0 else searched(task, [best["subsets"], whole], less),
         }
     return row
 
@@ -151,13 +173,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> None:
     ends = table_of("over today's search", "tables x ranks", "share", "starts", "cost", "seconds")
     for size in dict.fromkeys(row["size"] for row in rows):
         some = [row for row in rows if row["size"] == size]
-        for name in ("level", "greedy", "samples", "subsets", "untrained"):
+        for name in ("level", "greedy", "samples", "subsets", "untrained", "relaid"):
             ratios = [row[name]["ms"] / row["level"]["ms"] for row in some]
             plans.add_row(size, str(len(some)), name, cell(ratios), seconds([row[name] for row in some]))
         ratios = [row["1.00"]["today"]["ms"] / row["level"]["ms"] for row in some]
         plans.add_row(size, str(len(some)), "today's search", cell(ratios), seconds([r["1.00"]["today"] for r in some]))
         for share in (f"{share:.2f}" for share in SHARES):
-            for way in ("today", "+untrained", "+trained", "in time"):
+            for way in ("today", "+relaid", "+untrained", "+trained", "in time"):
                 ratios = [row[share][way]["ms"] / row[share]["today"]["ms"] for row in some]
                 ends.add_row(size, share, way, cell(ratios), seconds([row[share][way] for row in some]))
     wide_console().print(plans)
@@ -174,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="60x16,200x64", help="tables x ranks, separated by commas")
     parser.add_argument("--tasks", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="number of the first task")
     parser.add_argument("--record", type=Path, help="record that rows are added to")
     parser.add_argument("--summary", type=Path, help="only show what a record says")
     args = parser.parse_args()
@@ -183,11 +206,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
     trained, untrained = shipped_joint_policy(), JointPolicy(JointPolicyConfig())
     lines, rows = [json.dumps(provenance(torch.device("cpu")))], []
     for size in args.sizes.split(","):
         tables, ranks = map(int, size.split("x"))
-        for number in range(args.tasks):
+        for number in range(args.first, args.tasks):
             row = row_of(Task(tables, ranks, FIRST_SEED + number), trained, untrained)
             rows.append({"size": size, "task": number, **row})
             lines.append(json.dumps(rows[-1]))
