@@ -7,7 +7,7 @@
     level       the best of the level starts
     greedy      one greedy roll-out of the trained policy
     samples     the best of 8 roll-outs sampled
-    subsets     the best of 8 greedy roll-outs, each of some types of sharding
+    subsets     the best of 8 greedy roll-outs, each of some types of sharding; on more than 64 ranks, ``greedy``
     untrained   the same of a policy that was never trained: a greedy heuristic
     relaid      the best of the level starts' options, laid down anew by the untrained policy: positions alone
 
@@ -182,6 +182,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> None:
             for way in ("today", "+relaid", "+untrained", "+trained", "in time"):
                 ratios = [row[share][way]["ms"] / row[share]["today"]["ms"] for row in some]
                 ends.add_row(size, share, way, cell(ratios), seconds([row[share][way] for row in some]))
+        ratios = [row["0.10"]["+trained"]["ms"] / row["1.00"]["today"]["ms"] for row in some]
+        ends.add_row(
+            size, "0.10", "+trained, over all of today's", cell(ratios), seconds([r["0.10"]["+trained"] for r in some])
+        )
+        for way in ("relaid", "untrained"):
+            ratios = [row["1.00"]["+trained"]["ms"] / row["1.00"][f"+{way}"]["ms"] for row in some]
+            ends.add_row(size, "1.00", f"+trained, over +{way}", cell(ratios), "")
     wide_console().print(plans)
     wide_console().print(ends)
 

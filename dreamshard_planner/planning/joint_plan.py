@@ -16,6 +16,7 @@ from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.placing import Countdown, SearchBudget, place_proposal
 from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
 from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_search
@@ -109,6 +110,11 @@ def joint_plan(
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:
                 rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
+                # One of them: with more, the search would start from little else, and descents end elsewhere than they
+                # start.
+                for rolled_out in joint_starts(cost, shipped_joint_policy())[:1]:
+                    fitting["joint_policy"] = rolled_out
+                    rated["joint_policy"] = Contender("joint_policy", None, cost.rate(rolled_out))
             result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left())
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result

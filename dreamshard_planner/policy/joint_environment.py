@@ -126,6 +126,8 @@ class JointTask:
         if most_T.sum() <= AMPLE * self._asked.capacity_M[0]:
             fast_TO = kept_TO & ~is_host_TO
             kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
+        self.may_be_played = bool(kept_TO.any(1).all())
+        """Whether every table has an option whose units find ranks of their own."""
         return np.where(kept_TO.any(1, keepdims=True), kept_TO, finite_TO)
 
     def _ahead(self, total_TO: np.ndarray) -> np.ndarray:

@@ -44,6 +44,9 @@ GREEDINESS = 8.0
 SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
 """Sharding types that one greedy roll-out each may use: each type that is used costs kernels and collectives of its
 own, and no single table's choice sees that it could do without."""
+SUBSET_RANKS = 64
+"""Ranks up to which there are roll-outs of some types: on more, they take longer than all other starts, and the one of
+all types was the best of them."""
 CLIP, EXCESS_CLIP = 20.0, 50.0
 SITUATION = 8
 FEATURES = 2 * len(CHANNELS) + DESCRIBED + len(RULES) + 1 + SITUATION
@@ -209,9 +212,13 @@ def subset_types() -> Tensor:
 
 
 def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions | None = None) -> list[Sharding]:
-    """Plans to start the joint search from: a greedy roll-out in each of some subsets of the sharding types, each plan
-    once, the cheapest first."""
+    """Plans to start the joint search from: a greedy roll-out of all sharding types and, on few ranks, one in each
+    of some subsets of them; each plan once, the cheapest first."""
     task, types_EN = JointTask(cost, JointOptions(cost) if asked is None else asked), subset_types()
+    if not task.may_be_played:
+        return []
+    if cost.problem.num_ranks > SUBSET_RANKS:
+        types_EN = types_EN[:1]
     environment = joint_roll_out(policy, task, len(types_EN), types_EN=types_EN).environment
     plans = dict.fromkeys(plan for plan in environment.shardings() if plan is not None)
     return sorted((plan for plan in plans if bool(cost.problem.fits(plan))), key=cost.overall_ms)

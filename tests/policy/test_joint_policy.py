@@ -101,6 +101,14 @@ def test_tables_come_dearest_first() -> None:
     assert task.left_T[0] == 1.0
 
 
+def test_a_table_with_more_slices_than_ranks_is_left_to_others() -> None:
+    cost = sharding_cost(2)
+    columns = cost.problem.tables[0][1]
+    many = replace(columns, units=columns.units * RANKS)
+    sliced = Cost(replace(cost.problem, tables=((many,), cost.problem.tables[1])), cost.compute, cost.latent_PH)
+    assert joint_starts(sliced, JointPolicy(JointPolicyConfig())) == []
+
+
 def test_an_untrained_policy_evens_out() -> None:
     """Equal tables that can only be whole: as many on each rank."""
     cost = sharding_cost(1)
