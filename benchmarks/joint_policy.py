@@ -7,17 +7,19 @@
     level       the best of the level starts
     greedy      one greedy roll-out of the trained policy
     samples     the best of 8 roll-outs sampled
-    subsets     the best of 8 greedy roll-outs, each of some types of sharding; on more than 64 ranks, ``greedy``
-    untrained   the same of a policy that was never trained: a greedy heuristic
-    relaid      the best of the level starts' options, laid down anew by the untrained policy: positions alone
+    relaid      the best of the cheapest level starts' options, laid down anew by a policy that was never trained: a
+                greedy heuristic of positions alone
+    untrained   the best of roll-outs of that policy, as the planner plays them: they choose options, or take those of
+                level starts
+    trained     the same of the policy that ships
 
 and searches with a share of the planner's candidates, from
 
     today       level starts, and whole tables placed by heuristics and search
     +relaid     these and the plan above; in the same way
     +untrained
-    +trained    with ``subsets``
-    in time     the same with so many fewer candidates that it takes no longer than ``today``
+    +trained
+    in time     the same with so many fewer candidates that it should take no longer than ``today``
 
 Tasks are those of ``policy_with_splits.py``, which no training has seen. Seconds are of processor time on one thread,
 roll-outs included.
@@ -45,11 +47,11 @@ from common.output import table_of, wide_console
 from common.provenance import provenance
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.placing import wide_units_laid_down
-from dreamshard_planner.policy.joint_environment import RULES, JointMDP, JointTask
+from dreamshard_planner.policy.joint_environment import JointTask
 from dreamshard_planner.policy.joint_network import (
+    RELAID,
     JointPolicy,
     JointPolicyConfig,
-    Seen,
     joint_roll_out,
     joint_starts,
     shipped_joint_policy,
@@ -85,17 +87,9 @@ def levels(task: Task) -> list[Sharding]:
 
 def relaid(task: Task, plans: Sequence[Sharding], policy: JointPolicy) -> list[Sharding]:
     """Plans with the same options, each of whose rules of position the policy chooses, the cheapest first."""
-    prepared = JointTask(task.cost, JointOptions(task.cost))
-    environment = JointMDP(prepared, len(plans))
-    option_ET = torch.tensor([plan.options for plan in plans])
-    for _ in range(prepared.num_tables):
-        choices = environment.observe()
-        option_EO = option_ET[:, [choices.actions.table]] == torch.tensor(choices.actions.option_O)
-        legal_EA = choices.legal_EA & option_EO.repeat_interleave(len(RULES), 1)
-        legal_EA = torch.where(legal_EA.any(-1, keepdim=True), legal_EA, choices.legal_EA)
-        seen = Seen.of(environment, replace(choices, legal_EA=legal_EA))
-        environment.step(policy.logits(seen).argmax(-1))
-    return sorted((plan for plan in environment.shardings() if plan is not None), key=task.cost.overall_ms)
+    prepared, option_ET = JointTask(task.cost, JointOptions(task.cost)), torch.tensor([plan.options for plan in plans])
+    anew = joint_roll_out(policy, prepared, len(plans), option_ET=option_ET).environment.shardings()
+    return sorted((plan for plan in anew if plan is not None), key=task.cost.overall_ms)
 
 
 def whole_tables(task: Task, search: SearchConfig) -> list[Sharding]:
@@ -128,14 +122,16 @@ def searched(task: Task, given: Sequence[Timed], share: float) -> dict[str, floa
 
 def row_of(task: Task, trained: JointPolicy, untrained: JointPolicy) -> dict[str, Any]:
     """All of one task."""
+    asked = JointOptions(task.cost)
+    level = timed(lambda: levels(task))
     made = {
-        "level": timed(lambda: levels(task)),
+        "level": level,
         "greedy": timed(lambda: rolled_out(task, trained, 1)),
         "samples": timed(lambda: rolled_out(task, trained, 8)),
-        "subsets": timed(lambda: joint_starts(task.cost, trained)),
-        "untrained": timed(lambda: joint_starts(task.cost, untrained)),
+        "relaid": timed(lambda: relaid(task, level[0][:RELAID], untrained)),
+        "untrained": timed(lambda: joint_starts(task.cost, untrained, asked, level[0])),
+        "trained": timed(lambda: joint_starts(task.cost, trained, asked, level[0])),
     }
-    made["relaid"] = timed(lambda: relaid(task, made["level"][0], untrained))
     row: dict[str, Any] = {
         name: {"ms": task.cost.overall_ms(plans[0]), "seconds": seconds} for name, (plans, seconds) in made.items()
     }
@@ -143,18 +139,17 @@ def row_of(task: Task, trained: JointPolicy, untrained: JointPolicy) -> dict[str
         search = replace(DEFAULT_SEARCH, candidates=round(share * DEFAULT_SEARCH.candidates))
         whole = timed(partial(whole_tables, task, search))
         today = searched(task, [whole], share)
-        # One of them: with more, the search would start from little else, and descents end elsewhere than they start.
-        best = {name: (made[name][0][:1], made[name][1]) for name in ("relaid", "untrained", "subsets")}
-        trained_too = searched(task, [best["subsets"], whole], share)
+        best = made["relaid"][0][:1], made["relaid"][1]
+        trained_too = searched(task, [made["trained"], whole], share)
         over = trained_too["seconds"] - today["seconds"]
         searching = today["seconds"] - whole[1] - made["level"][1]
         less = max(LEAST_SHARE, share * (1 - over / max(searching, over, 1e-3)))
         row[f"{share:.2f}"] = {
             "today": today,
-            "+relaid": searched(task, [best["relaid"], whole], share),
-            "+untrained": searched(task, [best["untrained"], whole], share),
+            "+relaid": searched(task, [best, whole], share),
+            "+untrained": searched(task, [made["untrained"], whole], share),
             "+trained": trained_too,
-            "in time": trained_too if over <= 0 else searched(task, [best["subsets"], whole], less),
+            "in time": trained_too if over <= 0 else searched(task, [made["trained"], whole], less),
         }
     return row
 
@@ -173,7 +168,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> None:
     ends = table_of("over today's search", "tables x ranks", "share", "starts", "cost", "seconds")
     for size in dict.fromkeys(row["size"] for row in rows):
         some = [row for row in rows if row["size"] == size]
-        for name in ("level", "greedy", "samples", "subsets", "untrained", "relaid"):
+        for name in ("level", "greedy", "samples", "relaid", "untrained", "trained"):
             ratios = [row[name]["ms"] / row["level"]["ms"] for row in some]
             plans.add_row(size, str(len(some)), name, cell(ratios), seconds([row[name] for row in some]))
         ratios = [row["1.00"]["today"]["ms"] / row["level"]["ms"] for row in some]

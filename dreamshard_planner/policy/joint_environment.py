@@ -220,11 +220,15 @@ class JointMDP:
         task: tables and ranks.
         episodes: how many.
         types_EN: sharding types that each episode may use, bool; where a table has no other, it takes what it has.
+        option_ET: the option that each table takes in each episode, which then only chooses rules; -1: any. Where that
+            finds no room, the table takes another one.
     """
 
-    def __init__(self, task: JointTask, episodes: int, types_EN: Tensor | None = None) -> None:
+    def __init__(
+        self, task: JointTask, episodes: int, types_EN: Tensor | None = None, option_ET: Tensor | None = None
+    ) -> None:
         problem, ranks = task.problem, task.problem.num_ranks
-        self.task, self.types_EN, self.step_index = task, types_EN, 0
+        self.task, self.types_EN, self.option_ET, self.step_index = task, types_EN, option_ET, 0
         groups, channels = problem.num_groups, task.cost.latent_PH.shape[1]
         self.latent_EGDH = torch.zeros(episodes, groups, ranks, channels, dtype=torch.float64)
         self.group_ms_EGD = torch.zeros(episodes, groups, ranks, dtype=torch.float64)
@@ -279,11 +283,13 @@ class JointMDP:
         return torch.stack([*columns, opened_EO[..., None].expand_as(columns[0])], -1)
 
     def _legal(self, actions: TableActions, legal_EOK: Tensor) -> Tensor:
-        """Actions of the types that an episode may use, where there are any. Dead episodes keep one legal action, so
-        that a softmax stays defined."""
+        """Actions of the types and options that an episode may use, where there are any. Dead episodes keep one legal
+        action, so that a softmax stays defined."""
         if self.types_EN is not None:
-            of_type_EOK = legal_EOK & self.types_EN[:, actions.type_O, None]
-            legal_EOK = torch.where(of_type_EOK.flatten(1).any(-1)[:, None, None], of_type_EOK, legal_EOK)
+            legal_EOK = _narrowed(legal_EOK, self.types_EN[:, actions.type_O])
+        if self.option_ET is not None:
+            option_E1 = self.option_ET[:, [actions.table]]
+            legal_EOK = _narrowed(legal_EOK, option_E1 == torch.tensor(actions.option_O))
         dead_E = ~legal_EOK.flatten(1).any(-1)
         self.alive_E = self.alive_E & ~dead_E
         legal_EOK[dead_E, 0, 0] = True
@@ -386,6 +392,12 @@ class _Rises:
         sum_1, sum_2, sum_8 = ((_at(values, rank_EOKU) * exists_O11U).sum(-1) for values in self.sums)
         highest = (_at(self.highest_rise, rank_EOKU) * exists_O11U).amax(-1)
         return (sum_1 / self.highest_rise.shape[-1], *self._means(sum_2, sum_8), highest)
+
+
+def _narrowed(legal_EOK: Tensor, to_EO: Tensor) -> Tensor:
+    """Only these options, where any of them is legal."""
+    narrow_EOK = legal_EOK & to_EO[..., None]
+    return torch.where(narrow_EOK.flatten(1).any(-1)[:, None, None], narrow_EOK, legal_EOK)
 
 
 def _to_the_eighth(square: Tensor) -> Tensor:

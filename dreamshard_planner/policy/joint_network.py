@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ own, and no single table's choice sees that it could do without."""
 SUBSET_RANKS = 64
 """Ranks up to which there are roll-outs of some types: on more, they take longer than all other starts, and the one of
 all types was the best of them."""
+RELAID = 4
+"""Level starts whose options are laid down anew."""
 CLIP, EXCESS_CLIP = 20.0, 50.0
 SITUATION = 8
 FEATURES = 2 * len(CHANNELS) + DESCRIBED + len(RULES) + 1 + SITUATION
@@ -176,9 +178,11 @@ def joint_roll_out(
     generator: torch.Generator | None = None,
     types_EN: Tensor | None = None,
     record: bool = False,
+    option_ET: Tensor | None = None,
 ) -> JointRollout:
-    """Play episodes: sampled with ``generator``, greedy without; of all sharding types, or of some in each."""
-    environment = JointMDP(task, episodes, types_EN)
+    """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
+    each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`."""
+    environment = JointMDP(task, episodes, types_EN, option_ET)
     kept, taken = [], []
     for _ in range(task.num_tables):
         seen = Seen.of(environment, environment.observe())
@@ -211,17 +215,34 @@ def subset_types() -> Tensor:
     return torch.tensor([[kind in subset for kind in TYPES] for subset in SUBSETS])
 
 
-def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions | None = None) -> list[Sharding]:
-    """Plans to start the joint search from: a greedy roll-out of all sharding types and, on few ranks, one in each
-    of some subsets of them; each plan once, the cheapest first."""
-    task, types_EN = JointTask(cost, JointOptions(cost) if asked is None else asked), subset_types()
+def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions, level: Sequence[Sharding]) -> list[Sharding]:
+    """Plans to start the joint search from, at most two, the cheapest first: the best of greedy roll-outs that choose
+    options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
+    options of the cheapest level starts down anew. Further ones would leave the search little else to start from, and
+    descents end elsewhere than they start.
+
+    Args:
+        cost: the problem and its cost.
+        policy: plays.
+        asked: what options ask of all ranks together.
+        level: level starts.
+    """
+    task, types_EN = JointTask(cost, asked), subset_types()
     if not task.may_be_played:
         return []
+    relaid = sorted(level, key=cost.overall_ms)[:RELAID]
     if cost.problem.num_ranks > SUBSET_RANKS:
-        types_EN = types_EN[:1]
-    environment = joint_roll_out(policy, task, len(types_EN), types_EN=types_EN).environment
-    plans = dict.fromkeys(plan for plan in environment.shardings() if plan is not None)
-    return sorted((plan for plan in plans if bool(cost.problem.fits(plan))), key=cost.overall_ms)
+        types_EN, relaid = types_EN[:1], relaid[:1]
+    free = len(types_EN)
+    option_ET = torch.full((free + len(relaid), task.num_tables), -1)
+    option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)
+    types_EN = torch.cat([types_EN, types_EN[:1].expand(len(relaid), -1)])
+    plans = joint_roll_out(policy, task, len(option_ET), types_EN=types_EN, option_ET=option_ET).environment.shardings()
+    fitting = [
+        [plan for plan in some if plan is not None and cost.problem.fits(plan)] for some in (plans[:free], plans[free:])
+    ]
+    best = dict.fromkeys(min(some, key=cost.overall_ms) for some in fitting if some)
+    return sorted(best, key=cost.overall_ms)
 
 
 SHIPPED = Path(__file__).with_name("joint.safetensors")

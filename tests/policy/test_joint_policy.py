@@ -10,6 +10,7 @@ import torch
 from sharding_tasks import RANKS, sharding_cost
 
 from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.policy.joint_environment import RULES, TYPES, JointMDP, JointTask
 from dreamshard_planner.policy.joint_network import (
     SUBSETS,
@@ -25,13 +26,18 @@ from dreamshard_planner.policy.joint_network import (
 from dreamshard_planner.policy.joint_reinforce import JointReinforceConfig, joint_standing, train_joint_policy
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import JointOptions, level_starts
 
 TRAINING = JointReinforceConfig(updates=4, tasks_per_update=2, episodes_per_task=6, looks=2)
 
 
 def task_of(cost: Cost) -> JointTask:
     return JointTask(cost, JointOptions(cost))
+
+
+def starts_of(cost: Cost, policy: JointPolicy) -> list[Sharding]:
+    asked = JointOptions(cost)
+    return joint_starts(cost, policy, asked, level_starts(cost, asked))
 
 
 def rolled_out(cost: Cost, episodes: int = 8, seed: int = 0, types_EN: torch.Tensor | None = None) -> JointMDP:
@@ -65,7 +71,7 @@ def test_dead_ends_are_infeasible_not_crashes() -> None:
     assert not environment.alive_E.any()
     assert environment.relative_cost().isinf().all()
     assert environment.shardings() == [None] * 4
-    assert joint_starts(cost, JointPolicy(JointPolicyConfig())) == []
+    assert starts_of(cost, JointPolicy(JointPolicyConfig())) == []
 
 
 def test_episodes_use_the_types_that_they_may() -> None:
@@ -74,6 +80,15 @@ def test_episodes_use_the_types_that_they_may() -> None:
     for plan, subset in zip(plans, SUBSETS, strict=True):
         used = {options[at].sharding_type for options, at in zip(cost.problem.tables, plan.options, strict=True)}
         assert used <= set(subset)
+
+
+def test_given_options_are_laid_down_anew() -> None:
+    cost = sharding_cost(6)
+    options = (0, 1, 2, 3, 4, 0)
+    option_ET = torch.tensor([options, (-1,) * 6])
+    environment = joint_roll_out(JointPolicy(JointPolicyConfig()), task_of(cost), 2, option_ET=option_ET).environment
+    assert environment.shardings()[0].options == options
+    assert environment.shardings()[1].options != options
 
 
 def test_units_of_an_option_lie_on_ranks_of_their_own() -> None:
@@ -106,7 +121,7 @@ def test_a_table_with_more_slices_than_ranks_is_left_to_others() -> None:
     columns = cost.problem.tables[0][1]
     many = replace(columns, units=columns.units * RANKS)
     sliced = Cost(replace(cost.problem, tables=((many,), cost.problem.tables[1])), cost.compute, cost.latent_PH)
-    assert joint_starts(sliced, JointPolicy(JointPolicyConfig())) == []
+    assert starts_of(sliced, JointPolicy(JointPolicyConfig())) == []
 
 
 def test_an_untrained_policy_evens_out() -> None:
@@ -115,7 +130,7 @@ def test_an_untrained_policy_evens_out() -> None:
     whole = cost.problem.tables[0][:1]
     problem = replace(cost.problem, tables=(whole,) * (2 * RANKS), names=("t",) * 2 * RANKS)
     same = Cost(problem, cost.compute, cost.latent_PH)
-    plan = joint_starts(same, JointPolicy(JointPolicyConfig()))[0]
+    plan = starts_of(same, JointPolicy(JointPolicyConfig()))[0]
     assert sorted(places[0] for places in plan.positions) == sorted([*range(RANKS)] * 2)
 
 
@@ -151,7 +166,7 @@ def test_training_keeps_what_did_best_and_repeats() -> None:
 
 def test_the_search_is_never_worse_than_a_roll_out() -> None:
     cost = sharding_cost(8, 3)
-    starts = joint_starts(cost, shipped_joint_policy())
+    starts = starts_of(cost, shipped_joint_policy())
     found = joint_search(cost, starts, JointConfig(reshards=100), SearchConfig(candidates=100))
     costs = [cost.overall_ms(start) for start in starts]
     assert costs == sorted(costs)
