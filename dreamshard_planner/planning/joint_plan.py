@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.placing import Countdown, SearchBudget, place_proposal
 from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
 from dreamshard_planner.policy.place import Contender
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.alike_shards import is_torchrecs, set_ranks
 from dreamshard_planner.search_space.cache_sizes import coarse_sizes, finer_sizes, uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
@@ -109,7 +112,8 @@ def joint_plan(
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:
                 rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
-            result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left())
+            further = _rolled_out if known is None else None
+            result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left(), further)
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
             for option in pinned:
@@ -184,6 +188,11 @@ def _whole_tables(
         return plans, ()
     named = {"torchrec": "torchrec_whole"}
     return plans, tuple(replace(rival, name=named.get(rival.name, rival.name)) for rival in outcome.placement.rivals)
+
+
+def _rolled_out(cost: Cost, asked: JointOptions, level: Sequence[Sharding]) -> list[Sharding]:
+    """Starts by the joint policy that ships."""
+    return joint_starts(cost, shipped_joint_policy(), asked, level)
 
 
 def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:

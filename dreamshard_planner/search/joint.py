@@ -12,7 +12,7 @@ so the same inputs give the same sharding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,22 +83,25 @@ def joint_search(
     search: SearchConfig,
     seed: int = 0,
     seconds: float | None = None,
+    further: Callable[[Cost, JointOptions, Sequence[Sharding]], Iterable[Sharding]] | None = None,
 ) -> JointResult | None:
     """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
     than the best start. None where there is no start.
 
     Args:
         cost: the problem and its cost.
-        starts: feasible shardings; further ones are made by :func:`level_starts`.
+        starts: feasible shardings; others are made by :func:`level_starts`.
         config: of the re-shards.
         search: of the moves and swaps.
         seed: of perturbations.
         seconds: cap on the search, on top of its budget of candidates.
+        further: makes feasible starts of the problem from these level starts.
     """
     asked = JointOptions(cost)
     if not asked.may_fit:
         return None
-    pool = list(dict.fromkeys([*starts, *level_starts(cost, asked)]))
+    level = level_starts(cost, asked)
+    pool = list(dict.fromkeys([*starts, *level, *(further(cost, asked, level) if further else ())]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
     if not pool:

@@ -11,11 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sharding_tasks import MEMORY, RANKS, sharding_cost
 
-from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.compute import CostSource, GivenCost
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
+from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.joint import JointConfig, _Descents, joint_search
 from dreamshard_planner.search.joint_packing import packed_start
 from dreamshard_planner.search.laying import lay
@@ -25,67 +24,7 @@ from dreamshard_planner.search.starts import JointOptions, level_choice, level_s
 from dreamshard_planner.search.states import in_steps
 from dreamshard_planner.search.wide_swaps import wide_swaps
 
-RANKS, HOST = 4, 2
 SEARCH = SearchConfig(samples=0, candidates=2000)
-MEMORY = 1000
-
-
-def problem_of(num_tables: int, seed: int = 0, memory: int = MEMORY, latency_ms: float = 0.0) -> Cost:
-    """Random tables on two hosts of two ranks, each whole, in two slices, over a host, over the world, or replicated;
-    costs are given, and add up."""
-    rng = random.Random(seed)
-    world = CollectiveModel(RANKS, 1e3, latency_ms)
-    gather = CollectiveModel(RANKS, 2e3, latency_ms)
-    host, across = CollectiveModel(HOST, 1e4, latency_ms), CollectiveModel(RANKS // HOST, 1e2, latency_ms)
-    collectives = [
-        Collective("table_wise", "world", world, world),
-        Collective("column_wise", "world", world, world),
-        Collective("row_wise", "world", world, gather),
-        Collective("table_row_wise inside", "host", host, host),
-        Collective("table_row_wise across", "across", across, across),
-        Collective("data_parallel", "world", None, world),
-    ]
-    parts: list[tuple[int, float, int, dict[int, float]]] = []
-
-    def part(group: int, ms: float, size: int, sent: dict[int, float]) -> int:
-        parts.append((group, ms, size, sent))
-        return len(parts) - 1
-
-    tables = []
-    for _ in range(num_tables):
-        ms, size, sent = rng.uniform(0.2, 4), rng.randint(20, 200), rng.uniform(1, 50)
-        whole = part(0, ms, size, {0: sent})
-        slices = [part(1, 0.6 * ms, size // 2, {1: sent / 2}) for _ in range(2)]
-        host_blocks = [part(2, 0.6 * ms, size // 2, {3: sent, 4: sent / 2}) for _ in range(HOST)]
-        blocks = [part(3, 0.35 * ms, size // 4, {2: sent / 4}) for _ in range(RANKS)]
-        replica = part(4, 0.4 * ms, size, {5: size / 2})
-        tables.append(
-            (
-                Option((Unit((whole,)),), "table_wise"),
-                Option(tuple(Unit((one,)) for one in slices), "column_wise"),
-                Option((Unit(tuple(host_blocks)),), "table_row_wise"),
-                Option((Unit(tuple(blocks)),), "row_wise"),
-                Option((Unit((replica,) * RANKS),), "data_parallel", "dense"),
-            )
-        )
-    bytes_PC = torch.zeros(len(parts), len(collectives), dtype=torch.float64)
-    for row, (*_, sent_of) in enumerate(parts):
-        for column, sent in sent_of.items():
-            bytes_PC[row, column] = sent
-    problem = Problem(
-        num_ranks=RANKS,
-        tables=tuple(tables),
-        names=tuple(f"t{i}" for i in range(num_tables)),
-        features_PF=torch.zeros(len(parts), 1),
-        group_P=torch.tensor([group for group, *_ in parts]),
-        num_groups=5,
-        storage_PM=torch.tensor([[size] for _, _, size, _ in parts]),
-        capacity_DM=torch.full((RANKS, 1), memory),
-        bytes_PC=bytes_PC,
-        collectives=Collectives(collectives, HOST, world),
-    )
-    latent_PH = torch.tensor([[1.0, ms / 3, 2 * ms / 3] for _, ms, _, _ in parts], dtype=torch.float64)
-    return Cost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
 
 
 def shardings(cost: Cost) -> list[Sharding]:
@@ -132,15 +71,15 @@ def formula_ms(cost: Cost, sharding: Sharding) -> float:
 
 
 def test_rating_is_the_formula() -> None:
-    cost = problem_of(2, latency_ms=0.05)
+    cost = sharding_cost(2, latency_ms=0.05)
     for sharding in shardings(cost):
         assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, sharding), rel=1e-9)
 
 
 def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
     """The placement problem of a sharding rates it as the sharding's own cost does, wherever its free units go."""
-    cost, rng = problem_of(4, latency_ms=0.05), random.Random(3)
-    for sharding in rng.sample(shardings(problem_of(2)), 40):
+    cost, rng = sharding_cost(4, latency_ms=0.05), random.Random(3)
+    for sharding in rng.sample(shardings(sharding_cost(2)), 40):
         doubled = Sharding(sharding.options * 2, sharding.positions * 2)
         chosen = cost.chosen(doubled)
         assert chosen.placed(chosen.assignment_S) == doubled
@@ -154,7 +93,7 @@ def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
 def test_a_part_that_sends_in_several_collectives_counts_in_each() -> None:
     """Whole tables that send between all ranks, inside hosts, across them and in the backward alone: search finds a
     better placement, and says of it what the formula does."""
-    cost = problem_of(8, 4, latency_ms=0.05)
+    cost = sharding_cost(8, 4, latency_ms=0.05)
     whole_P = [options[0].parts[0] for options in cost.problem.tables]
     for column, share in ((3, 20.0), (4, 0.5), (5, 2.0)):
         cost.problem.bytes_PC[whole_P, column] = share * cost.problem.bytes_PC[whole_P, 0]
@@ -169,7 +108,7 @@ def test_a_part_that_sends_in_several_collectives_counts_in_each() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_joint_search_finds_the_optimum_of_small_problems(seed: int) -> None:
-    cost = problem_of(3, seed)
+    cost = sharding_cost(3, seed)
     best_ms = min(cost.overall_ms(sharding) for sharding in shardings(cost))
     result = joint_search(cost, [], JointConfig(), SEARCH)
     assert result.overall_ms == pytest.approx(cost.overall_ms(result.sharding), rel=1e-9)
@@ -178,7 +117,7 @@ def test_joint_search_finds_the_optimum_of_small_problems(seed: int) -> None:
 
 @pytest.mark.parametrize("memory", [MEMORY, 400, 300])
 def test_joint_search_keeps_memory_and_beats_every_start(memory: int) -> None:
-    cost = problem_of(9, 5, memory)
+    cost = sharding_cost(9, 5, memory)
     starts = level_starts(cost, JointOptions(cost))
     assert starts and all(cost.problem.fits(start) for start in starts)
     result = joint_search(cost, [], JointConfig(), SEARCH)
@@ -189,12 +128,12 @@ def test_joint_search_keeps_memory_and_beats_every_start(memory: int) -> None:
 
 
 def test_where_nothing_fits_there_is_no_sharding() -> None:
-    cost = problem_of(9, 5, 40)
+    cost = sharding_cost(9, 5, 40)
     assert joint_search(cost, [], JointConfig(), SEARCH) is None
 
 
 def test_a_start_is_never_lost() -> None:
-    cost = problem_of(5, 7)
+    cost = sharding_cost(5, 7)
     start = lay(cost, (0,) * 5)
     alone = joint_search(cost, [start], JointConfig(starts=1, reshards=1), SEARCH)
     assert alone.overall_ms <= cost.overall_ms(start)
@@ -202,7 +141,7 @@ def test_a_start_is_never_lost() -> None:
 
 def test_reshards_keep_their_sums() -> None:
     """Sums kept through many changes are those taken afresh, and what was tried is what was got."""
-    cost = problem_of(12, 2)
+    cost = sharding_cost(12, 2)
     everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
     state = ShardingState(cost, everything_on_one, 1.0)
     before_ms = state.overall_ms()
@@ -222,7 +161,7 @@ def over_hosts(cost: Cost) -> Cost:
 
 @pytest.mark.parametrize("tight", [False, True])
 def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
-    cost = over_hosts(problem_of(8, 4, latency_ms=0.1))
+    cost = over_hosts(sharding_cost(8, 4, latency_ms=0.1))
     sharding = Sharding((0,) * 8, tuple((index // 4,) for index in range(8)))
     if tight:  # the fuller host may only get less
         cost.problem.capacity_DM.fill_(int(cost.problem.used_bytes(*cost.problem.laid(sharding)).max()))
@@ -239,7 +178,7 @@ def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
 
 def test_where_hosts_are_full_two_tables_change_places() -> None:
     """11 against 8: no single table improves that by moving, the second and the third do by changing places."""
-    cost = over_hosts(problem_of(4, 0))
+    cost = over_hosts(sharding_cost(4, 0))
     for (option,), ms in zip(cost.problem.tables, (6, 5, 4, 4), strict=True):
         cost.latent_PH[option.parts, 1:] = ms / 2
     state = ShardingState(cost, Sharding((0,) * 4, ((0,), (0,), (1,), (1,))), 1.0)
@@ -251,7 +190,7 @@ def test_where_hosts_are_full_two_tables_change_places() -> None:
 
 def test_every_start_has_its_turn() -> None:
     """A budget that the first descent would use up alone is shared, and what was interrupted goes on."""
-    cost = problem_of(20, 3)
+    cost = sharding_cost(20, 3)
     starts = level_starts(cost, JointOptions(cost))[:4]
     tried: dict[Sharding, int] = {}
 
@@ -270,7 +209,7 @@ def test_every_start_has_its_turn() -> None:
 
 def test_a_level_start_splits_what_would_stick_out() -> None:
     """One table as heavy as all others together: split, and the others whole."""
-    cost = problem_of(9, 1)
+    cost = sharding_cost(9, 1)
     parts = [part for option in cost.problem.tables[0] for part in option.parts]
     cost.latent_PH[parts, 1:] *= 8
     asked = JointOptions(cost)
@@ -285,8 +224,8 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_bytes_alone_find_a_start(seed: int) -> None:
     """In memory that is nearly full when all ranks are level; and none where it cannot hold the tables."""
-    total = int(problem_of(12, seed).problem.storage_PM[::10].sum())  # of whole tables: the first of ten parts each
-    cost = problem_of(12, seed, memory=int(1.08 * total / RANKS))
+    total = int(sharding_cost(12, seed).problem.storage_PM[::10].sum())  # of whole tables: the first of ten parts each
+    cost = sharding_cost(12, seed, memory=int(1.08 * total / RANKS))
     start = packed_start(cost.problem)
     assert start is not None and cost.problem.fits(start)
-    assert packed_start(problem_of(12, seed, memory=int(0.9 * total / RANKS)).problem) is None
+    assert packed_start(sharding_cost(12, seed, memory=int(0.9 * total / RANKS)).problem) is None

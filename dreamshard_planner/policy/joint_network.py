@@ -1,0 +1,269 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The joint policy network, and its roll-outs: each is a plan, from which the joint search can start.
+
+Shapes: X any leading dimensions (episodes, or steps x episodes), E episodes, S steps, A actions, F features of an
+action, Y channels, N types of sharding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.policy.joint_environment import (
+    CHANNELS,
+    DESCRIBED,
+    RULES,
+    TYPES,
+    Choices,
+    JointMDP,
+    JointTask,
+)
+from dreamshard_planner.policy.network import LOGIT_STEP
+from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
+from dreamshard_planner.support.files import write_whole
+
+WEIGHTS = {"mean": 0.6, "mean_2": 0.2, "mean_8": 0.2, "highest": 0.01}
+"""Of what an action raises (:data:`~dreamshard_planner.policy.joint_environment.RISES`) in the score of an untrained
+policy, of compute and exchanges alike. What collectives take to start counts as it is."""
+GREEDINESS = 8.0
+"""Times that an untrained policy's score takes the weighted excess."""
+SUBSETS = (TYPES, (TW, CW, TWCW), (TWRW,), (TWRW, DP), (TW, DP), (TW, TWRW, DP), (CW, TWRW, DP), (RW, DP))
+"""Sharding types that one greedy roll-out each may use: each type that is used costs kernels and collectives of its
+own, and no single table's choice sees that it could do without."""
+SUBSET_RANKS = 64
+"""Ranks up to which there are roll-outs of some types: on more, they take longer than all other starts, and the one of
+all types was the best of them."""
+RELAID = 4
+"""Level starts whose options are laid down anew."""
+CLIP, EXCESS_CLIP = 20.0, 50.0
+SITUATION = 8
+FEATURES = 2 * len(CHANNELS) + DESCRIBED + len(RULES) + 1 + SITUATION
+NEXT = 10
+"""Tables at hand and to come whose mean share says how lumpy what follows is."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the policy scores: actions of one step of all episodes, or, padded, of all steps."""
+
+    excess_XAY: Tensor
+    """What an action raises, above the least of all legal actions."""
+    features_XAF: Tensor
+    legal_XA: Tensor
+
+    @classmethod
+    def of(cls, environment: JointMDP, choices: Choices) -> Seen:
+        """At the step at hand."""
+        rise_EAY, legal_EA = choices.rise_EAY, choices.legal_EA
+        least_E1Y = rise_EAY.masked_fill(~legal_EA[..., None], torch.inf).amin(1, keepdim=True)
+        excess_EAY = (rise_EAY - least_E1Y).masked_fill(~legal_EA[..., None], 0.0)
+        described_OY = choices.actions.described_OY
+        per_action_AF = torch.cat(
+            [described_OY.repeat_interleave(len(RULES), 0), torch.eye(len(RULES)).repeat(len(described_OY), 1)], -1
+        )
+        situation_EF = _situation(environment, choices)
+        features = (
+            rise_EAY.clamp(-CLIP, CLIP),
+            excess_EAY.clamp(-CLIP, CLIP),
+            per_action_AF.expand(len(rise_EAY), -1, -1),
+            choices.free_EA.clamp(-1, 1)[..., None],
+            situation_EF[:, None].expand(-1, rise_EAY.shape[1], -1),
+        )
+        return cls(excess_EAY.clamp_max(EXCESS_CLIP), torch.cat(features, -1), legal_EA)
+
+    @classmethod
+    def all_steps(cls, steps: list[Seen]) -> Seen:
+        """Of all steps, [S, E, A, ...]; padded with illegal actions."""
+        most = max(seen.legal_XA.shape[1] for seen in steps)
+
+        def padded(values_EA: Tensor) -> Tensor:
+            trailing = (0, 0) * (values_EA.dim() - 2)
+            return nn.functional.pad(values_EA, (*trailing, 0, most - values_EA.shape[1]))
+
+        return cls(
+            torch.stack([padded(seen.excess_XAY) for seen in steps]),
+            torch.stack([padded(seen.features_XAF) for seen in steps]),
+            torch.stack([padded(seen.legal_XA) for seen in steps]),
+        )
+
+
+def _situation(environment: JointMDP, choices: Choices) -> Tensor:
+    """Share of the tables' cost that is left; the table's; ranks and tables; how far the highest ranks are above the
+    mean; the cost so far; and how large the next tables are beside a rank, [E, SITUATION]."""
+    task, step = environment.task, environment.step_index
+    highest_ER, mean_ER = environment.height_ERD.amax(-1), environment.height_ERD.mean(-1)
+    ranks = task.problem.num_ranks
+    alike = [
+        task.left_T[step],
+        math.log10(choices.actions.level),
+        math.log2(ranks) / 10,
+        math.log2(task.num_tables) / 10,
+    ]
+    own_E3 = [
+        highest_ER[:, 0] - mean_ER[:, 0],
+        (highest_ER - mean_ER)[:, 1:].sum(-1),
+        highest_ER.sum(-1),
+    ]
+    lumps = min(5.0, float(task.share_T[step : step + NEXT].sum()) / NEXT * ranks)
+    columns = [highest_ER.new_tensor(alike).expand(len(highest_ER), -1), torch.stack(own_E3, -1)]
+    return torch.cat([*columns, highest_ER.new_full((len(highest_ER), 1), lumps)], -1).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointPolicyConfig:
+    """Size of the policy network."""
+
+    hidden: int = 32
+
+
+class JointPolicy(nn.Module):
+    """Scores the actions of a table.
+
+    The score is minus a weighted sum of what an action raises above the others, so that an untrained policy is a greedy
+    heuristic; a small network of what it sees changes the weights, and adds to the score.
+    """
+
+    def __init__(self, config: JointPolicyConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config, hidden = config, config.hidden
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.seen, self.mixed = nn.Linear(FEATURES, hidden), nn.Linear(hidden, hidden)
+            self.score = nn.Linear(hidden, 1, bias=False)
+            self.reweighted = nn.Linear(hidden, len(CHANNELS), bias=False)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.reweighted.weight)
+        weights = [weight for weight in WEIGHTS.values() for _ in ("compute", "exchanges")]
+        self.log_weights = nn.Parameter(torch.tensor([*weights, 1.0]).log())
+        self.log_greediness = nn.Parameter(torch.tensor(math.log(GREEDINESS)))
+        self.eval()
+
+    def logits(self, seen: Seen) -> Tensor:
+        """Scores of actions, [..., A], minus infinity where illegal."""
+        hidden_XAH = torch.relu(self.mixed(torch.relu(self.seen(seen.features_XAF))))
+        weight_XAY = (self.log_weights + self.reweighted(hidden_XAH).clamp(-4, 4)).exp()
+        excess_XA = (seen.excess_XAY * weight_XAY).sum(-1)
+        logit_XA = self.score(hidden_XAH)[..., 0] - self.log_greediness.exp() * excess_XA
+        return logit_XA.masked_fill(~seen.legal_XA, -torch.inf)
+
+
+@dataclass(frozen=True)
+class JointRollout:
+    """Finished episodes, and what the policy saw and did, if that was kept."""
+
+    environment: JointMDP
+    seen: list[Seen]
+    action_SE: Tensor | None
+
+
+@torch.no_grad()
+def joint_roll_out(
+    policy: JointPolicy,
+    task: JointTask,
+    episodes: int,
+    generator: torch.Generator | None = None,
+    types_EN: Tensor | None = None,
+    record: bool = False,
+    option_ET: Tensor | None = None,
+) -> JointRollout:
+    """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
+    each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`."""
+    environment = JointMDP(task, episodes, types_EN, option_ET)
+    kept, taken = [], []
+    for _ in range(task.num_tables):
+        seen = Seen.of(environment, environment.observe())
+        logit_EA = policy.logits(seen)
+        if generator is None:
+            action_E = (logit_EA / LOGIT_STEP).round().argmax(-1)
+        else:
+            uniform_EA = torch.rand(logit_EA.shape, generator=generator).clamp_min(1e-9)
+            action_E = (logit_EA - (-uniform_EA.log()).log()).argmax(-1)
+        environment.step(action_E)
+        if record:
+            kept.append(seen)
+            taken.append(action_E)
+    return JointRollout(environment, kept, torch.stack(taken) if record else None)
+
+
+def score_joint_rollout(policy: JointPolicy, rollout: JointRollout) -> tuple[Tensor, Tensor]:
+    """Log probability of each action taken, and entropy of each choice, both [S, E], under gradient."""
+    if rollout.action_SE is None:
+        raise ValueError("what the policy saw was not kept: roll out with record=True")
+    seen = Seen.all_steps(rollout.seen)
+    log_SEA = policy.logits(seen).log_softmax(-1)
+    log_probability_SE = log_SEA.gather(-1, rollout.action_SE[..., None])[..., 0]
+    finite_SEA = log_SEA.masked_fill(~seen.legal_XA, 0.0)
+    return log_probability_SE, -(finite_SEA.exp() * finite_SEA * seen.legal_XA).sum(-1)
+
+
+def subset_types() -> Tensor:
+    """:data:`SUBSETS` as types that episodes may use, bool [E, N]."""
+    return torch.tensor([[kind in subset for kind in TYPES] for subset in SUBSETS])
+
+
+def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions, level: Sequence[Sharding]) -> list[Sharding]:
+    """Plans to start the joint search from, at most two, the cheapest first: the best of greedy roll-outs that choose
+    options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
+    options of the cheapest level starts down anew. Further ones would leave the search little else to start from, and
+    descents end elsewhere than they start.
+
+    Args:
+        cost: the problem and its cost.
+        policy: plays.
+        asked: what options ask of all ranks together.
+        level: level starts.
+    """
+    task, types_EN = JointTask(cost, asked), subset_types()
+    if not task.may_be_played:
+        return []
+    relaid = sorted(level, key=cost.overall_ms)[:RELAID]
+    if cost.problem.num_ranks > SUBSET_RANKS:
+        types_EN, relaid = types_EN[:1], relaid[:1]
+    free = len(types_EN)
+    option_ET = torch.full((free + len(relaid), task.num_tables), -1)
+    option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)
+    types_EN = torch.cat([types_EN, types_EN[:1].expand(len(relaid), -1)])
+    plans = joint_roll_out(policy, task, len(option_ET), types_EN=types_EN, option_ET=option_ET).environment.shardings()
+    fitting = [
+        [plan for plan in some if plan is not None and cost.problem.fits(plan)] for some in (plans[:free], plans[free:])
+    ]
+    best = dict.fromkeys(min(some, key=cost.overall_ms) for some in fitting if some)
+    return sorted(best, key=cost.overall_ms)
+
+
+SHIPPED = Path(__file__).with_name("joint.safetensors")
+FORMAT = "dreamshard_planner.joint_policy/1"
+
+
+def save_joint_policy(policy: JointPolicy, path: str | Path, description: Mapping[str, Any]) -> None:
+    """Write weights and how they came about as safetensors; an existing file is replaced as a whole.
+
+    Raises:
+        FileError: where that fails.
+    """
+    header = {"format": FORMAT, "description": json.dumps({**description, "config": asdict(policy.config)})}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in policy.state_dict().items()}
+    write_whole(path, serialize(tensors, metadata=header), keep=True)
+
+
+@cache
+def shipped_joint_policy() -> JointPolicy:
+    """The one that was trained by ``benchmarks/train_joint_policy.py``."""
+    with safe_open(SHIPPED, framework="pt") as file:
+        policy = JointPolicy(JointPolicyConfig(**json.loads(file.metadata()["description"])["config"]))
+        policy.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+    return policy.requires_grad_(False)

@@ -1,0 +1,74 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Small problems of tables, options and units."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
+from dreamshard_planner.cost.compute import CostSource, GivenCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Problem, Unit
+
+RANKS, HOST = 4, 2
+MEMORY = 1000
+
+
+def sharding_cost(num_tables: int, seed: int = 0, memory: int = MEMORY, latency_ms: float = 0.0) -> Cost:
+    """Random tables on two hosts of two ranks, each whole, in two slices, over a host, over the world, or replicated;
+    costs are given, and add up."""
+    rng = random.Random(seed)
+    world = CollectiveModel(RANKS, 1e3, latency_ms)
+    gather = CollectiveModel(RANKS, 2e3, latency_ms)
+    host, across = CollectiveModel(HOST, 1e4, latency_ms), CollectiveModel(RANKS // HOST, 1e2, latency_ms)
+    collectives = [
+        Collective("table_wise", "world", world, world),
+        Collective("column_wise", "world", world, world),
+        Collective("row_wise", "world", world, gather),
+        Collective("table_row_wise inside", "host", host, host),
+        Collective("table_row_wise across", "across", across, across),
+        Collective("data_parallel", "world", None, world),
+    ]
+    parts: list[tuple[int, float, int, dict[int, float]]] = []
+
+    def part(group: int, ms: float, size: int, sent: dict[int, float]) -> int:
+        parts.append((group, ms, size, sent))
+        return len(parts) - 1
+
+    tables = []
+    for _ in range(num_tables):
+        ms, size, sent = rng.uniform(0.2, 4), rng.randint(20, 200), rng.uniform(1, 50)
+        whole = part(0, ms, size, {0: sent})
+        slices = [part(1, 0.6 * ms, size // 2, {1: sent / 2}) for _ in range(2)]
+        host_blocks = [part(2, 0.6 * ms, size // 2, {3: sent, 4: sent / 2}) for _ in range(HOST)]
+        blocks = [part(3, 0.35 * ms, size // 4, {2: sent / 4}) for _ in range(RANKS)]
+        replica = part(4, 0.4 * ms, size, {5: size / 2})
+        tables.append(
+            (
+                Option((Unit((whole,)),), "table_wise"),
+                Option(tuple(Unit((one,)) for one in slices), "column_wise"),
+                Option((Unit(tuple(host_blocks)),), "table_row_wise"),
+                Option((Unit(tuple(blocks)),), "row_wise"),
+                Option((Unit((replica,) * RANKS),), "data_parallel", "dense"),
+            )
+        )
+    bytes_PC = torch.zeros(len(parts), len(collectives), dtype=torch.float64)
+    for row, (*_, sent_of) in enumerate(parts):
+        for column, sent in sent_of.items():
+            bytes_PC[row, column] = sent
+    problem = Problem(
+        num_ranks=RANKS,
+        tables=tuple(tables),
+        names=tuple(f"t{i}" for i in range(num_tables)),
+        features_PF=torch.zeros(len(parts), 1),
+        group_P=torch.tensor([group for group, *_ in parts]),
+        num_groups=5,
+        storage_PM=torch.tensor([[size] for _, _, size, _ in parts]),
+        capacity_DM=torch.full((RANKS, 1), memory),
+        bytes_PC=bytes_PC,
+        collectives=Collectives(collectives, HOST, world),
+    )
+    latent_PH = torch.tensor([[1.0, ms / 3, 2 * ms / 3] for _, ms, _, _ in parts], dtype=torch.float64)
+    return Cost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
