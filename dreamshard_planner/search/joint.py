@@ -95,23 +95,27 @@ def joint_search(
         search: of the moves and swaps.
         seed: of perturbations.
         seconds: cap on the search, on top of its budget of candidates.
-        further: makes feasible starts of the problem from these level starts.
+        further: makes feasible starts from these level starts, few, from all of which there are descents as well.
     """
     asked = JointOptions(cost)
     if not asked.may_fit:
         return None
     level = level_starts(cost, asked)
-    pool = list(dict.fromkeys([*starts, *level, *(further(cost, asked, level) if further else ())]))
+    beside = list(further(cost, asked, level)) if further is not None else []
+    pool = list(dict.fromkeys([*starts, *level, *beside]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
     if not pool:
         return None
     overall = {sharding: cost.overall_ms(sharding) for sharding in pool}
-    order = sorted(pool, key=lambda sharding: overall[sharding])
+    order = sorted(pool, key=overall.__getitem__)
+    # Those beside take no other's place: what a start costs says little of where it leads.
+    cheapest = [start for start in order if start not in beside][: config.starts]
+    first = sorted([*cheapest, *beside], key=overall.__getitem__)
     descents = _Descents(cost, order[0], config, search, seed, seconds)
-    # What a start costs says little of where it leads: each has its turn before the best may use up the budget.
-    turn = int(TURNS * descents.budget.limit / (2 * config.starts))
-    for start in order[: config.starts]:
+    # For the same reason each has its turn before the best may use up the budget.
+    turn = int(TURNS * descents.budget.limit / (2 * len(first)))
+    for start in first:
         descents.descend(start, turn)
         variants = group_moves(cost, asked, start) if descents.budget.left() else []
         if variants:
