@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Tables larger than all HBM: what choosing each cache's size is worth.
 
-    python benchmarks/cache_sizes.py --record benchmarks/results/2026-11-23-cache-sizes.jsonl
+    python benchmarks/cache_sizes.py --record benchmarks/results/2026-11-24-cache-sizes.jsonl
 
 Tables of a pool, their rows scaled until all are so many times as large as the HBM of one or two hosts of eight 80 GB
 GPUs, each with a popularity of its own (power laws of exponent 0.6 to 1.3), which statistics tell all planners. Plans
@@ -107,6 +107,7 @@ class CacheTask:
             statistics=self.statistics,
             constraints=None if load_factor is None else self._constraints(load_factor),
             cost_source="roofline",
+            optimizers_attached=True,  # as our DistributedModelParallel has them
             stats=[],
             debug=False,
         )

@@ -50,23 +50,26 @@ def greedy_by_score(
     Returns:
         Rank of each shard, int64 [S]; None where a shard fits on no rank (a dead end). Ties go to the lowest index.
     """
-    free_DM = problem.capacity_DM.tolist()
-    storage_SM, scores = problem.storage_PM.tolist(), score_S.tolist()
+    free_DM, scores = problem.capacity_DM.tolist(), score_S.tolist()
+    # What is not needed has room even where a reservation left less than nothing.
+    needs_S = [[(kind, need) for kind, need in enumerate(need_M) if need] for need_M in problem.storage_PM.tolist()]
     loads = [0.0] * problem.num_ranks if load_D is None else load_D.tolist()
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     assignment = [0] * problem.num_parts
     for shard in (torch.argsort(-score_S, stable=True) if order_S is None else order_S).tolist():
-        full, need_M = [], storage_SM[shard]
+        full, needs = [], needs_S[shard]
         while heap:
             load, rank = heapq.heappop(heap)
-            if all(need <= free or need == 0 for need, free in zip(need_M, free_DM[rank], strict=True)):
+            free_M = free_DM[rank]
+            if not [kind for kind, need in needs if need > free_M[kind]]:
                 break
             full.append((load, rank))
         else:
             return None
         assignment[shard] = rank
-        free_DM[rank] = [free - need for need, free in zip(need_M, free_DM[rank], strict=True)]
+        for kind, need in needs:
+            free_M[kind] -= need
         for entry in (*full, (load + scores[shard], rank)):
             heapq.heappush(heap, entry)
     return torch.tensor(assignment, dtype=torch.int64)
