@@ -44,7 +44,7 @@ class JointConfig:
     """Starting shardings to descend from: the cheapest."""
     reshards: int = 20_000
     """Re-shards that the whole search may try, besides :attr:`reshards_per_table`."""
-    reshards_per_table: int = 30
+    reshards_per_table: int = 10
     """Re-shards that it may try more for each table of the model."""
     tables_per_step: int = 24
     """Tables of the bottleneck rank that one step tries to re-shard: the heaviest."""
