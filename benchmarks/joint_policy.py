@@ -103,8 +103,9 @@ def whole_tables(task: Task, search: SearchConfig) -> list[Sharding]:
     return [task.read.sharding(task.whole.assign(chosen.placed(rank_S)))]
 
 
-def searched(task: Task, given: Sequence[Timed], share: float) -> dict[str, float]:
-    """Cost and seconds of a search from given plans beside level starts, and of the placing that follows it."""
+def searched(task: Task, whole: Timed, share: float, beside: Timed = ([], 0.0)) -> dict[str, float]:
+    """Cost and seconds of a search from level starts, whole tables and, as the planner has the policy's, plans beside
+    them, and of the placing that follows it."""
     start = time.process_time()
     joint = replace(
         DEFAULT_JOINT,
@@ -112,11 +113,11 @@ def searched(task: Task, given: Sequence[Timed], share: float) -> dict[str, floa
         reshards_per_table=round(share * DEFAULT_JOINT.reshards_per_table),
     )
     search = replace(DEFAULT_SEARCH, candidates=max(1, round(share * DEFAULT_SEARCH.candidates)))
-    found = joint_search(task.cost, [plan for plans, _ in given for plan in plans], joint, search).sharding
+    found = joint_search(task.cost, whole[0], joint, search, further=lambda *_: beside[0]).sharding
     chosen = task.cost.chosen(found)
     if len(chosen.assignment_S):
         found = chosen.placed(task.placed(chosen.cost, search, chosen.assignment_S, False))
-    seconds = time.process_time() - start + sum(seconds for _, seconds in given)
+    seconds = time.process_time() - start + whole[1] + beside[1]
     return {"ms": task.cost.overall_ms(found), "seconds": seconds, "share": share}
 
 
@@ -138,18 +139,18 @@ def row_of(task: Task, trained: JointPolicy, untrained: JointPolicy) -> dict[str
     for share in SHARES:
         search = replace(DEFAULT_SEARCH, candidates=round(share * DEFAULT_SEARCH.candidates))
         whole = timed(partial(whole_tables, task, search))
-        today = searched(task, [whole], share)
+        today = searched(task, whole, share)
         best = made["relaid"][0][:1], made["relaid"][1]
-        trained_too = searched(task, [made["trained"], whole], share)
+        trained_too = searched(task, whole, share, made["trained"])
         over = trained_too["seconds"] - today["seconds"]
         searching = today["seconds"] - whole[1] - made["level"][1]
         less = max(LEAST_SHARE, share * (1 - over / max(searching, over, 1e-3)))
         row[f"{share:.2f}"] = {
             "today": today,
-            "+relaid": searched(task, [best, whole], share),
-            "+untrained": searched(task, [made["untrained"], whole], share),
+            "+relaid": searched(task, whole, share, best),
+            "+untrained": searched(task, whole, share, made["untrained"]),
             "+trained": trained_too,
-            "in time": trained_too if over <= 0 else searched(task, [made["trained"], whole], less),
+            "in time": trained_too if over <= 0 else searched(task, whole, less, made["trained"]),
         }
     return row
 
