@@ -34,9 +34,10 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding, has_room
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.kernels import KERNELS, in_host_memory
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
-TYPES = tuple(SHARDING_TYPES)
+TYPES = (TW, CW, TWCW, RW, TWRW, GRID, DP)
+"""That actions know, in the order of the network's channels; a type that is added later is no action."""
 RULES = ("mean_8", "mean_2", "highest")
 """What a rule's positions raise least: the power mean of the heights of all ranks, of exponent 8 or 2, or the highest
 one; among equals, the first."""
@@ -111,14 +112,15 @@ class JointTask:
         return self.problem.num_tables
 
     def _kept(self) -> np.ndarray:
-        """Options that are actions, bool [T, O]: where tables in device memory would fill little of it, none in host
-        memory, unless a table has no others."""
+        """Options that are actions, bool [T, O]: of :data:`TYPES`; and where tables in device memory would fill little
+        of it, none in host memory, unless a table has no others."""
         problem, finite_TO = self.problem, np.isfinite(self._asked.total_ms_TO)
         room_TO = np.zeros_like(finite_TO)
         is_host_TO, is_replica_TO = np.zeros_like(finite_TO), np.zeros_like(finite_TO)
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
-                room_TO[table, index] = len(option.units) * option.units[0].span <= problem.num_ranks
+                fits = len(option.units) * option.units[0].span <= problem.num_ranks
+                room_TO[table, index] = fits and option.sharding_type in TYPES
                 is_host_TO[table, index] = option.kernel in KERNELS and in_host_memory(option.kernel)
                 is_replica_TO[table, index] = SHARDING_TYPES[option.sharding_type].is_replicated
         kept_TO = finite_TO & room_TO
@@ -127,7 +129,7 @@ class JointTask:
             fast_TO = kept_TO & ~is_host_TO
             kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
         self.may_be_played = bool(kept_TO.any(1).all())
-        """Whether every table has an option whose units find ranks of their own."""
+        """Whether every table has an option of these whose units find ranks of their own."""
         return np.where(kept_TO.any(1, keepdims=True), kept_TO, finite_TO)
 
     def _ahead(self, total_TO: np.ndarray) -> np.ndarray:

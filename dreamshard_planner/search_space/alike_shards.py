@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import chain, islice, repeat
 from operator import add
 from typing import Any, Self
@@ -88,11 +88,6 @@ class EnumeratedOption(ShardingOption):
         elif shards is not None:
             result._runs, result._ranks = alike(shards), None
         return result
-
-    @cached_property
-    def fqn(self) -> str:
-        """As TorchRec's, put together once."""
-        return super().fqn
 
     @property
     def shards(self) -> list[Shard]:
