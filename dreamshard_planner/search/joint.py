@@ -185,10 +185,15 @@ class _Descents:
             return start
         state, began = self._state(start, without), budget.used
         end = budget.limit if turn is None else min(budget.limit, budget.used + turn)
+        ended: Sharding | None = None
         while budget.left():
             before = in_steps(float(state.overall_ms()), unit)
             budget.spend(state.improve(end - budget.used, budget.left))
-            state = self._state(self._moved(state.sharding), without)
+            if state.sharding is ended:
+                break
+            moved, has_ended = self._moved(state.sharding)
+            ended = moved if has_ended else None
+            state = self._state(moved, without)
             after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
                 self._best, self.best_ms = state.sharding, float(state.overall_ms())
@@ -201,14 +206,14 @@ class _Descents:
             self._turns[start] = budget.used - began
         return state.sharding
 
-    def _moved(self, sharding: Sharding) -> Sharding:
-        """After moves and swaps of what spans one rank."""
+    def _moved(self, sharding: Sharding) -> tuple[Sharding, bool]:
+        """After moves and swaps of what spans one rank; and whether there were no more to find."""
         chosen = self._cost.chosen(sharding)
         if not len(chosen.assignment_S):
-            return sharding
+            return sharding, True
         result = local_search(chosen.cost, [chosen.assignment_S], self._quiet, self._generator)
         self._candidates += result.candidates
-        return chosen.placed(result.assignment_S)
+        return chosen.placed(result.assignment_S), result.candidates < self._quiet.candidates
 
     def perturbed(self) -> Sharding:
         """The best with a few random tables sharded another way, each where it leaves the lowest peak."""
