@@ -204,9 +204,8 @@ class _BetweenLikeRanks:
 
     def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds, both [..., K], of the slowest exchange of each."""
-        bytes_XKND = bytes_XCD[..., self.columns, None, :]
-        if self._over != "world":
-            bytes_XKND = bytes_XKND[..., 0, :].unflatten(-1, (-1, ranks_per_host))
+        together = bytes_XCD.shape[-1] if self._over == "world" else ranks_per_host
+        bytes_XKND = bytes_XCD[..., self.columns, :].unflatten(-1, (-1, together))
         if self._over == "across":
             bytes_XKND = bytes_XKND.transpose(-1, -2)
         bounds = bytes_XKND.amax(-1), bytes_XKND.amin(-1), bytes_XKND.sum(-1)

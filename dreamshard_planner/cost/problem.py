@@ -100,11 +100,15 @@ class Sharding:
         options[table], places[table] = option, positions
         return Sharding(tuple(options), tuple(places))
 
-    def moved(self, table: int, unit: int, position: int) -> Sharding:
-        """The same with one unit of a table somewhere else."""
+    def move(self, table: int, unit: int, position: int) -> tuple[int, int, tuple[int, ...]]:
+        """What :meth:`changed` takes to have one unit of a table somewhere else."""
         positions = list(self.positions[table])
         positions[unit] = position
-        return self.changed(table, self.options[table], tuple(positions))
+        return table, self.options[table], tuple(positions)
+
+    def moved(self, table: int, unit: int, position: int) -> Sharding:
+        """The same with one unit of a table somewhere else."""
+        return self.changed(*self.move(table, unit, position))
 
 
 class OptionRows:

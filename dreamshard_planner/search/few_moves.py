@@ -209,7 +209,7 @@ class _Walk:
         movable = [(table, unit) for table in tables for unit in self._units(table)]
         for table, unit in movable:
             yield from (
-                [self._moved(table, unit, to)] for to in range(problem.num_ranks) if to != self._at(table, unit)
+                [self.sharding.move(table, unit, to)] for to in range(problem.num_ranks) if to != self._at(table, unit)
             )
         yield from self._swaps(movable)
 
@@ -220,11 +220,6 @@ class _Walk:
 
     def _at(self, table: int, unit: int) -> int:
         return self.sharding.positions[table][unit]
-
-    def _moved(self, table: int, unit: int, to: int) -> Change:
-        positions = list(self.sharding.positions[table])
-        positions[unit] = to
-        return table, self.sharding.options[table], tuple(positions)
 
     def _swaps(self, movable: Sequence[tuple[int, int]]) -> Iterator[list[Change]]:
         """Units of the slowest rank for lighter ones of other ranks, those first that level the two best."""
@@ -244,7 +239,7 @@ class _Walk:
             if not np.isfinite(off_HT.flat[index]):
                 return
             if one != other:
-                yield [self._moved(one, unit, self._at(other, its)), self._moved(other, its, slowest)]
+                yield [self.sharding.move(one, unit, self._at(other, its)), self.sharding.move(other, its, slowest)]
 
     def _weight(self, table: int, unit: int) -> float:
         """Milliseconds of a unit of span 1 alone."""

@@ -59,9 +59,7 @@ def wide_swaps(state: ShardingState, rank: int, unit: float) -> tuple[Tried, int
 
 def _moved(state: ShardingState, one: WideUnit, other: WideUnit) -> Change:
     """One unit where another is."""
-    positions = list(state.sharding.positions[one.table])
-    positions[one.nth] = other.position
-    return one.table, state.sharding.options[one.table], tuple(positions)
+    return state.sharding.move(one.table, one.nth, other.position)
 
 
 def _most_promising(state: ShardingState, rank: int) -> list[tuple[WideUnit, WideUnit]]:
