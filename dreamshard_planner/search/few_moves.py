@@ -4,7 +4,7 @@
 Two walks, each one change of a table (or a swap of two) at a time. One starts from what lies now, and takes the change
 that lowers the cost most for each byte it moves; the other one starts from a plan that was made afresh, and undoes what
 loses least for each byte that then stays. Of all plans on the way those are kept than which none is cheaper with as few
-bytes; from some of them a third walk goes on within their bytes.
+bytes; from some of them a third walk goes on within their bytes, past local optima by simulated annealing.
 
 Shapes: Q trials, Y changes of theirs, X parts that these put somewhere, D ranks, U units of an option, N positions.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -35,10 +36,14 @@ ROUNDS = 60
 SHARPNESS = (40, 16, 100)
 """Exponents, in turns, of the mean of the ranks' costs that stands for the slowest one: what is nearly as slow has to
 become faster as well."""
-KICKS, KICKED = 24, 2
-"""Copies that the third walk goes on from, and tables that are back where they were in each."""
-PATIENCE = 8
-"""Of these one after the other, without any gain, after which no more are made."""
+KICKED = 2
+"""Tables that are back where they were in each other copy that the third walk goes on from."""
+ANNEALED, MIXED = 3_000, 3
+"""Trials in which the copies between are annealed, and tables of which one changes at a time."""
+HEATS = (0.01, 0.03, 0.003)
+"""Temperatures at which that begins, in turns, as shares of the cost of the fresh plan."""
+PATIENCE = 30
+"""Copies one after the other, without any gain, after which no more are made."""
 TRIALS = 100_000
 """Of the third walk within one budget: no further copy is made past them."""
 MAX_SWAPS = 400
@@ -146,39 +151,76 @@ class _Walk:
             gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + rated.bytes_Q > limit)] = -torch.inf
             key_Q = gain_Q / rated.bytes_Q.clamp_min(1) if by_ratio else gain_Q
             index = int(key_Q.argmax())
-            if not key_Q[index].isfinite() or not self._take(trials[index]):
+            if not key_Q[index].isfinite():
                 return
+            self._apply(trials[index])
 
     def within(self, limit: int) -> None:
-        """Go on from the best with so few bytes, then from copies of it in which some tables are back where they were,
-        which leaves bytes for others."""
-        end, before, fruitless = self._trials + TRIALS, None, 0
-        for kick in range(KICKS + 1):
+        """Go on from the best with so few bytes, then from copies of it: in some a few tables are back where they were,
+        which leaves bytes for others, and some are annealed."""
+        end, before, copies, fruitless = self._trials + TRIALS, None, 0, 0
+        while self._trials < end and fruitless <= PATIENCE:
             front = [point for point in self.front() if point.bytes_moved <= limit]
-            fruitless = fruitless + 1 if front[-1:] == before else 0
-            if not front or self._trials > end or fruitless > PATIENCE:
+            if not front:
                 return
-            before = front[-1:]
-            self.restart(front[-1].sharding)
-            self._sharpness = SHARPNESS[kick % len(SHARPNESS)]
-            if kick:
+            fruitless = fruitless + 1 if front[-1] == before else 0
+            before = front[-1]
+            self.restart(before.sharding)
+            self._sharpness = SHARPNESS[copies % len(SHARPNESS)]
+            if copies % 2:
+                self._annealed(limit, HEATS[copies // 2 % len(HEATS)] * self._unit)
+            elif copies:
                 self._kicked()
-            self.forward(limit, by_ratio=bool(kick % 2))
+            self.forward(limit, by_ratio=copies % 4 > 1)
+            copies += 1
 
     def _kicked(self) -> None:
         moved = [change for table, change in self._kept.items() if change != self._now(table)]
-        for index in torch.randperm(len(moved), generator=self._generator)[:KICKED].tolist():
+        for index in self._drawn(len(moved), KICKED):
             self._take([moved[index]])
+
+    def _annealed(self, limit: int, heat_ms: float) -> None:
+        """Time after time draw one of the changes of a few tables, or none, the dearer the less likely, and less so the
+        longer it goes on. Bytes past the limit are dear."""
+        begun = self._trials
+        while (gone := (self._trials - begun) / ANNEALED) < 1:
+            trials = list(self._changes_of(self._drawn(self._problem.num_tables, MIXED)))
+            if not trials:
+                return
+            rated = self._rated([[], *trials])
+            past_Q = (self._bytes + rated.bytes_Q - limit).clamp_min(0) / max(1, limit)
+            price_Q = rated.smooth_Q.where(rated.overall_Q.isfinite(), torch.inf) + (1 + 4 * gone) * self._unit * past_Q
+            chance_Q = torch.rand(len(price_Q), generator=self._generator, dtype=torch.float64)
+            drawn = int((price_Q + (1 - gone) * heat_ms * (-chance_Q.log()).log()).argmin())  # Gumbel's trick
+            if drawn:
+                self._apply(trials[drawn - 1])
+
+    def _changes_of(self, tables: Sequence[int]) -> Iterator[list[Change]]:
+        """Other options of the first one, what the fresh plan does with each, what was, units elsewhere, and swaps."""
+        yield from self._resharded(tables[:1])
+        yield from self._to_either(tables)
+        movable = [(table, unit) for table in tables for unit in self._units(table)]
+        yield from self._moved(movable)
+        for (one, unit), (other, its) in combinations(movable, 2):
+            if one != other and self._at(one, unit) != self._at(other, its):
+                yield self._swapped(one, unit, other, its)
+
+    def _drawn(self, count: int, few: int) -> list[int]:
+        """So few of so many, at random."""
+        return torch.randperm(count, generator=self._generator)[:few].tolist()
 
     def _take(self, trial: list[Change]) -> bool:
         """Apply it, if memory still allows that."""
-        if not bool(self._rated([trial]).overall_Q.isfinite()[0]):
-            return False
+        fits = bool(self._rated([trial]).overall_Q.isfinite()[0])
+        if fits:
+            self._apply(trial)
+        return fits
+
+    def _apply(self, trial: list[Change]) -> None:
         for change in trial:
             self._bytes += self._bytes_of(change) - self._bytes_of(self._now(change[0]))
             self._state.change(*change)
         self._note()
-        return True
 
     def _note(self) -> None:
         if self.sharding not in self._seen:
@@ -198,20 +240,40 @@ class _Walk:
     def _candidates(self) -> Iterator[list[Change]]:
         """Changes of the tables that burden the slowest rank, or exchange most: units elsewhere, other options, what
         the fresh plan does, what was; and swaps with tables of other ranks."""
-        state, problem = self._state, self._problem
-        tables = state.heaviest()
-        known = {(table, option) for table in tables for option in range(len(problem.tables[table]))}
-        tried = state.tried(sorted(known)) if known else None
-        yield from (trial for trial in (tried.changes if tried else []) if trial[0] != self._now(trial[0][0]))
-        for table in range(problem.num_tables):
-            here, fresh = self._now(table), (table, self._fresh.options[table], self._fresh.positions[table])
-            yield from ([change] for change in {fresh, self._kept.get(table, here)} if change != here)
+        tables = self._state.heaviest()
+        yield from self._resharded(tables)
+        yield from self._to_either(range(self._problem.num_tables))
         movable = [(table, unit) for table in tables for unit in self._units(table)]
+        yield from self._moved(movable)
+        yield from self._swaps(movable)
+
+    def _resharded(self, tables: Sequence[int]) -> Iterator[list[Change]]:
+        """Every option, each where it leaves the lowest peak."""
+        known = sorted({(table, option) for table in tables for option in range(len(self._problem.tables[table]))})
+        tried = self._state.tried(known) if known else None
+        yield from (trial for trial in (tried.changes if tried else []) if trial[0] != self._now(trial[0][0]))
+
+    def _to_either(self, tables: Sequence[int]) -> Iterator[list[Change]]:
+        """To the fresh plan's way, and back to what was."""
+        for table in tables:
+            here, fresh = self._now(table), (table, self._fresh.options[table], self._fresh.positions[table])
+            yield from ([change] for change in sorted({fresh, self._kept.get(table, here)}) if change != here)
+
+    def _moved(self, movable: Sequence[tuple[int, int]]) -> Iterator[list[Change]]:
+        """Units of tables anywhere else."""
         for table, unit in movable:
             yield from (
-                [self.sharding.move(table, unit, to)] for to in range(problem.num_ranks) if to != self._at(table, unit)
+                [self.sharding.move(table, unit, to)]
+                for to in range(self._problem.num_ranks)
+                if to != self._at(table, unit)
             )
-        yield from self._swaps(movable)
+
+    def _swapped(self, one: int, unit: int, other: int, its: int) -> list[Change]:
+        """Units of two tables, each where the other one is."""
+        return [
+            self.sharding.move(one, unit, self._at(other, its)),
+            self.sharding.move(other, its, self._at(one, unit)),
+        ]
 
     def _units(self, table: int) -> range:
         """Units of span 1 that may move."""
@@ -239,7 +301,7 @@ class _Walk:
             if not np.isfinite(off_HT.flat[index]):
                 return
             if one != other:
-                yield [self.sharding.move(one, unit, self._at(other, its)), self.sharding.move(other, its, slowest)]
+                yield self._swapped(one, unit, other, its)
 
     def _weight(self, table: int, unit: int) -> float:
         """Milliseconds of a unit of span 1 alone."""
