@@ -42,7 +42,7 @@ ANNEALED, MIXED = 3_000, 3
 """Trials in which the copies between are annealed, and tables of which one changes at a time."""
 HEATS = (0.01, 0.03, 0.003)
 """Temperatures at which that begins, in turns, as shares of the cost of the fresh plan."""
-PATIENCE = 30
+PATIENCE = 12
 """Copies one after the other, without any gain, after which no more are made."""
 TRIALS = 100_000
 """Of the third walk within one budget: no further copy is made past them."""
