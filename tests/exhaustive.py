@@ -95,7 +95,7 @@ def optimum_ms(cost: Cost) -> float:
         )
         device_ms_XD = cost.compute.group_cost_ms(latent_XDGH).sum((-1, -2))
         forward_X, backward_X = problem.collectives.ms(bytes_XCD)
-        fits_X = has_room(used_XDM, problem.capacity_DM).all(-1)
+        fits_X = has_room(used_XDM, problem.limits_DM).all(-1)
         overall_X = (device_ms_XD.amax(-1) + forward_X + backward_X).masked_fill(~fits_X, torch.inf)
         best_ms = min(best_ms, float(overall_X.min()))
     return best_ms
@@ -111,7 +111,7 @@ def _choices(cost: Cost, table: int) -> tuple[Tensor, Tensor, Tensor]:
             sums = (
                 cost.group_latents(rank_X, part_X),
                 cost.bytes_sent(rank_X, part_X),
-                cost.problem.used_bytes(rank_X, part_X),
+                cost.problem.taken(rank_X, part_X),
             )
             laid.append(sums)
     return tuple(torch.stack(sums) for sums in zip(*laid, strict=True))

@@ -36,4 +36,4 @@ def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups:
 
 def storage_problem(sizes: list[int], capacities: list[int]) -> Problem:
     base = make_cost(len(sizes), len(capacities)).problem
-    return replace(base, storage_PM=torch.tensor(sizes)[:, None], capacity_DM=torch.tensor(capacities)[:, None])
+    return replace(base, needs_PM=torch.tensor(sizes)[:, None], limits_DM=torch.tensor(capacities)[:, None])

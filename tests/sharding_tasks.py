@@ -65,8 +65,8 @@ def sharding_cost(num_tables: int, seed: int = 0, memory: int = MEMORY, latency_
         features_PF=torch.zeros(len(parts), 1),
         group_P=torch.tensor([group for group, *_ in parts]),
         num_groups=5,
-        storage_PM=torch.tensor([[size] for _, _, size, _ in parts]),
-        capacity_DM=torch.full((RANKS, 1), memory),
+        needs_PM=torch.tensor([[size] for _, _, size, _ in parts]),
+        limits_DM=torch.full((RANKS, 1), memory),
         bytes_PC=bytes_PC,
         collectives=Collectives(collectives, HOST, world),
     )

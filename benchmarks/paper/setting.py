@@ -76,7 +76,7 @@ class Half:
             workloads = tuple(self.workloads[table] for table in chosen)
             problem = problem_of(workloads, setting.devices)
             capacity_bytes = int(MEMORY_BYTES * tables[0].weight_bytes / FP16_BYTES)
-            problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, capacity_bytes))
+            problem = replace(problem, limits_DM=torch.full_like(problem.limits_DM, capacity_bytes))
             model = CollectiveModel(setting.devices, BYTES_PER_MS)
             name = f"{setting}.{index}"
             tasks.append(Contest(name, str(setting), tables, Task(workloads, problem), self.batch_size, False, model))

@@ -8,7 +8,7 @@ cheap, each where its rank then costs least, under a cap on what a rank sends, f
 placement is the price of the pieces.
 
 Shapes: K caps, Q lanes (choices of pieces x caps), X lanes that place a piece, S pieces of the longest lane, D ranks,
-G fused groups, C collectives, H latent channels, M kinds of memory, P parts.
+G fused groups, C collectives, H latent channels, M limits, P parts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Beam:
         ]
         self._part = [[units[0].parts[0] for units in of_table] for of_table in rungs]
         self._count = [[len(units) for units in of_table] for of_table in rungs]
-        self._scores_P = problem.storage_PM.sum(-1).tolist(), cost.single_ms_P.tolist()
+        self._scores_P = problem.needs_PM.sum(-1).tolist(), cost.single_ms_P.tolist()
 
     @torch.no_grad()
     def search(self, left: Callable[[], bool] = lambda: True) -> tuple[Placed | None, bool]:
@@ -180,14 +180,14 @@ def capped_greedy(cost: Cost, parts: Sequence[Tensor], caps_K: Tensor) -> list[t
     group_ms_QDG = torch.zeros(latent_QDGH.shape[:-1]).double()
     bytes_QCD = torch.zeros(lanes, problem.bytes_PC.shape[1], ranks).double()
     sent_QD = torch.zeros(lanes, ranks).double()
-    free_QDM = problem.capacity_DM.expand(lanes, -1, -1).clone()
+    free_QDM = problem.limits_DM.expand(lanes, -1, -1).clone()
     alive_Q, rank_QS = torch.ones(lanes, dtype=torch.bool), torch.zeros_like(part_QS)
     for step in range(part_QS.shape[1]):
         lane_X = (alive_Q & (part_QS[:, step] >= 0)).nonzero()[:, 0]
         if not len(lane_X):
             break
         each, part_X = torch.arange(len(lane_X)), part_QS[lane_X, step]
-        group_X, need_X1M = problem.group_P[part_X], problem.storage_PM[part_X, None]
+        group_X, need_X1M = problem.group_P[part_X], problem.needs_PM[part_X, None]
         with_XDH = latent_QDGH[lane_X, :, group_X] + cost.latent_PH[part_X, None]
         with_ms_XD = compute.group_cost_ms(with_XDH).sum(-1).double()
         after_XD = group_ms_QDG[lane_X].sum(-1) - group_ms_QDG[lane_X, :, group_X] + with_ms_XD

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Contests for placers: held-out tables, ranks, and loose or tight memory.
 
-Shapes: S tables, D devices, M kinds of memory.
+Shapes: S tables, D devices, M limits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
         workloads = tuple(workloads_of(chosen, batch_size))
         problem = problem_of(workloads, devices)
         capacity_bytes = int(least_capacity_bytes(problem) * (1.0 if tight else 4.0))
-        problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, capacity_bytes))
+        problem = replace(problem, limits_DM=torch.full_like(problem.limits_DM, capacity_bytes))
         name = f"{seed}.{index}"
         model = CollectiveModel(devices, BYTES_PER_MS)
         contests.append(Contest(name, pool, chosen, Task(workloads, problem), batch_size, tight, model))
@@ -77,7 +77,7 @@ def draw_contests(count: int, seed: int, batch_size: int) -> list[Contest]:
 
 def least_capacity_bytes(problem: Problem) -> float:
     """Of a device so that the tables fill 95 % of all memory, or more where whole tables do not pack that well."""
-    sizes_S = problem.storage_PM[:, 0].double()
-    roomy = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, int(sizes_S.sum())))
+    sizes_S = problem.needs_PM[:, 0].double()
+    roomy = replace(problem, limits_DM=torch.full_like(problem.limits_DM, int(sizes_S.sum())))
     packed = solve(roomy, EXACT_SECONDS, sizes_S)  # its "milliseconds" are bytes here
     return max(packed.cost_ms * 1.001, float(sizes_S.sum()) / problem.num_ranks / FILLED)

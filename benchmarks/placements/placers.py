@@ -203,8 +203,8 @@ class Field:
         """Any device that has room, table by table."""
         problem = contest.task.problem
         generator = torch.Generator().manual_seed(self._seed)
-        free_DM, chosen = problem.capacity_DM.clone(), []
-        for need_M in problem.storage_PM:
+        free_DM, chosen = problem.limits_DM.clone(), []
+        for need_M in problem.needs_PM:
             room = (free_DM >= need_M).all(-1).nonzero()[:, 0]
             if len(room) == 0:
                 return None
@@ -268,10 +268,10 @@ class Field:
     def _capped_greedy(self, cost: Cost, order: Sequence[int], cap_bytes: float) -> Tensor | None:
         problem = cost.problem
         latent_DGH = torch.zeros(problem.num_ranks, problem.num_groups, cost.latent_PH.shape[1]).double()
-        bytes_D, free_DM = torch.zeros(problem.num_ranks).double(), problem.capacity_DM.clone()
+        bytes_D, free_DM = torch.zeros(problem.num_ranks).double(), problem.limits_DM.clone()
         assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
         for shard in order:
-            fits_D = (free_DM >= problem.storage_PM[shard]).all(-1)
+            fits_D = (free_DM >= problem.needs_PM[shard]).all(-1)
             fits_D &= bytes_D + problem.bytes_PC[shard, 0] <= cap_bytes
             if not fits_D.any():
                 return None
@@ -281,7 +281,7 @@ class Field:
             device = int(device_ms_D.masked_fill(~fits_D, torch.inf).argmin())
             assignment_S[shard], latent_DGH[device] = device, with_DGH[device]
             bytes_D[device] += problem.bytes_PC[shard, 0]
-            free_DM[device] -= problem.storage_PM[shard]
+            free_DM[device] -= problem.needs_PM[shard]
         return assignment_S
 
     def _torchrec(self, method: str, informed: bool, contest: Contest) -> Tensor | None:
@@ -298,9 +298,9 @@ class Field:
             for table in contest.tables
         }
         device = "cuda" if method == "dynamic" else self._device  # that proposer knows no memory but HBM
-        memory = {"hbm_cap" if device == "cuda" else "ddr_cap": int(problem.capacity_DM[0, 0])}
+        memory = {"hbm_cap" if device == "cuda" else "ddr_cap": int(problem.limits_DM[0, 0])}
         topology = Topology(problem.num_ranks, device, local_world_size=problem.num_ranks, **memory)
-        storage = dict(zip(names, problem.storage_PM[:, 0].tolist(), strict=True))
+        storage = dict(zip(names, problem.needs_PM[:, 0].tolist(), strict=True))
         batch_size = max(1, contest.batch_size // problem.num_ranks)
         planner = EmbeddingShardingPlanner(
             topology=topology,

@@ -5,7 +5,7 @@ A contest is one of :func:`contests.draw_contests`, with the sharding types and 
 placers have. In every second one, one or two tables are *hot*: read so often, or so wide, that each alone exceeds what
 a rank should carry.
 
-Shapes: S tables, F features, P parts, M kinds of memory.
+Shapes: S tables, F features, P parts, M limits.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class SplitTask:
         whole = [self.storages[_key(option)][0] for option in options if option.sharding_type == TW]
         sizes_SM = torch.tensor([[storage.ddr + storage.hbm] for storage in whole])
         problem = problem_of(workloads_of(contest.tables, contest.batch_size), contest.ranks)
-        least = least_capacity_bytes(replace(problem, storage_PM=sizes_SM))
+        least = least_capacity_bytes(replace(problem, needs_PM=sizes_SM))
         return int(least * (1.0 if contest.tight else ROOMY))
 
     def constraints_with(self, sharding_types: Sequence[str], known: bool) -> dict[str, ParameterConstraints]:

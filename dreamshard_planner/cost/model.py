@@ -5,7 +5,7 @@ The formula is :func:`~dreamshard_planner.cost.compute.overall_ms`. TorchRec nev
 types, so units wider than a rank are an exact :class:`Preload` under the placement of those of span 1.
 
 Shapes: B placements side by side, P parts, X parts laid down, Y of them beforehand, S units of span 1, D ranks,
-G fused groups, C collectives, H latent channels, M kinds of memory.
+G fused groups, C collectives, H latent channels, M limits.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Cost:
             problem,
             features_PF=problem.features_PF[part_S],
             group_P=problem.group_P[part_S],
-            storage_PM=problem.storage_PM[part_S],
-            capacity_DM=problem.capacity_DM - problem.used_bytes(rank_Y, part_Y),
+            needs_PM=problem.needs_PM[part_S],
+            limits_DM=problem.limits_DM - problem.taken(rank_Y, part_Y),
             bytes_PC=problem.bytes_PC[part_S],
             names=tuple([problem.names[table] for table in table_S]),
             tables=(),

@@ -6,10 +6,13 @@ consecutive ranks. A whole table or a column slice is a unit of span 1; the row 
 column block of a grid) a unit as wide as a host; row-wise and data-parallel are units as wide as the world. A unit at
 position p occupies the ranks p x span ... p x span + span - 1.
 
+What a part needs of its rank keeps within that rank's *limits*: bytes of each kind of memory first, and then a count
+for each rule of placement.
+
 Where every table has one part and one way to lie (training tasks, and the units of span 1 that are left once options
 are chosen), a placement is simply the rank of each part.
 
-Shapes: P parts, D ranks, C collectives, M kinds of memory, F features, X parts laid down, B placements side by side,
+Shapes: P parts, D ranks, C collectives, M limits, F features, X parts laid down, B placements side by side,
 Y values.
 """
 
@@ -34,7 +37,7 @@ Array = TypeVar("Array", Tensor, "np.ndarray[Any, Any]")
 
 
 def has_room(need_XM: Array, room_XM: Array) -> Array:
-    """Whether needs of every kind of memory keep within what there is, bool [...]. Nothing always fits, even where a
+    """Whether what is needed keeps within every limit, bool [...]. Nothing always fits, even where a
     reservation left less than nothing."""
     return ((need_XM <= room_XM) | (need_XM == 0)).all(-1)
 
@@ -159,10 +162,10 @@ class Problem:
     """Fused group of each part, int64 in [0, num_groups). All parts of an option share one, and options of different
     sharding types never do."""
     num_groups: int
-    storage_PM: Tensor
-    """Bytes that each part needs, int64, by kind of memory (:data:`MEMORY_KINDS`, then rules)."""
-    capacity_DM: Tensor
-    """Bytes that each rank has left for parts, int64."""
+    needs_PM: Tensor
+    """What each part needs, int64: bytes by kind of memory (:data:`MEMORY_KINDS`), and one of each rule it is under."""
+    limits_DM: Tensor
+    """What each rank has left for parts, int64."""
     bytes_PC: Tensor
     """Bytes that a part adds to what its rank sends to each peer in each collective, or gets of it, float64."""
     collectives: Collectives
@@ -170,8 +173,8 @@ class Problem:
     """Of the tables; of the parts, where there are no options."""
     tables: tuple[tuple[Option, ...], ...] = ()
     """The options of each table, at least one; empty where each part is placed once, on any rank."""
-    rule_kinds: int = 0
-    """How many of the last kinds of memory are rules of placement, and no memory."""
+    num_rules: int = 0
+    """How many of the limits, the last, are rules of placement."""
 
     @property
     def num_parts(self) -> int:
@@ -232,10 +235,10 @@ class Problem:
         rank_X = counted_up(position_U * span_U, span_U)
         return torch.from_numpy(rank_X), torch.from_numpy(every.all_parts(row_T))
 
-    def used_bytes(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
-        """Memory taken on every rank, int64 [B, D, M], by parts (default: all) on these ranks."""
-        return summed(self.storage_PM if part_X is None else self.storage_PM[part_X], rank_BX, self.num_ranks)
+    def taken(self, rank_BX: Tensor, part_X: Tensor | None = None) -> Tensor:
+        """What parts (default: all) on these ranks take of every rank, int64 [B, D, M]."""
+        return summed(self.needs_PM if part_X is None else self.needs_PM[part_X], rank_BX, self.num_ranks)
 
     def fits(self, plan: Sharding | Tensor) -> Tensor:
-        """Whether placements [B, P], or a sharding, keep every rank within its memory, bool [B] or []."""
-        return has_room(self.used_bytes(*self.laid(plan)), self.capacity_DM).all(-1)
+        """Whether placements [B, P], or a sharding, keep every rank within its limits, bool [B] or []."""
+        return has_room(self.taken(*self.laid(plan)), self.limits_DM).all(-1)

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """How the explanation of a rank is worked out: from the plan's sums, and from the options of its costliest tables.
 
-Shapes: D ranks, G fused groups, H latent channels, M kinds of memory, Y parts of one table on the rank.
+Shapes: D ranks, G fused groups, H latent channels, M limits, Y parts of one table on the rank.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def explain(
             sharding=_words(rated.read, rated.sharding, table),
             marginal_ms=here.marginal_ms[table],
             alone_ms=here.alone_ms[table],
-            bytes=int(rated.read.problem.storage_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
+            bytes=int(rated.read.problem.needs_PM[here.parts[table], : len(MEMORY_KINDS)].sum()),
             **changes.of(rated.read.problem.names[table]),
             why_staying=_why_staying(rated, table),
             why_whole=_why_whole(rated.read.problem.names[table], context, wider, rated.options, others),
@@ -219,7 +219,7 @@ class _Changes:
         for index, unit in enumerate(units):
             if self._rank not in unit.ranks(positions[index]):
                 continue
-            added_LH, need_LM = cost.latent_PH[list(unit.parts)], problem.storage_PM[list(unit.parts)]
+            added_LH, need_LM = cost.latent_PH[list(unit.parts)], problem.needs_PM[list(unit.parts)]
             after_NL = cost.compute.group_cost_ms(latent_DH.unflatten(0, (-1, unit.span)) + added_LH).sum(-1)
             peak_N = (rest_D.unflatten(0, (-1, unit.span)) + after_NL).amax(-1)
             elsewhere_N = torch.arange(len(peak_N)) != self._rank // unit.span
@@ -355,7 +355,7 @@ def _splitting_left_out(context: PlanningContext, table: str) -> dict[str, str]:
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:
     problem = rated.read.problem
-    used_DM, limit_DM = problem.used_bytes(*problem.laid(rated.sharding)), problem.capacity_DM
+    used_DM, limit_DM = problem.taken(*problem.laid(rated.sharding)), problem.limits_DM
     total_DM = available_bytes(topology)
     return tuple(
         RankMemory(

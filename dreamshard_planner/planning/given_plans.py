@@ -105,7 +105,7 @@ class GivenPlans:
     def check_room(self, rated: Rated, name: str) -> None:
         """PlannerError unless every rank keeps within what the storage reservation leaves; names rank and bytes."""
         problem = rated.read.problem
-        used_DM, room_DM = problem.used_bytes(*problem.laid(rated.sharding)), problem.capacity_DM
+        used_DM, room_DM = problem.taken(*problem.laid(rated.sharding)), problem.limits_DM
         over_DM = (used_DM - room_DM).masked_fill(used_DM == 0, 0)[:, : len(MEMORY_KINDS)]
         if not bool((over_DM > 0).any()):
             return

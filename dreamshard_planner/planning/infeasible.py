@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """What a user reads where tables do not fit: which, how many bytes of which memory are missing, what would help.
 
-Shapes: S shards, P parts, D ranks, M kinds of memory.
+Shapes: S shards, P parts, D ranks, M limits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def infeasible(problem: Problem, proven: bool) -> PlannerError:
 
 def infeasible_wide(problem: Problem) -> PlannerError:
     """The same for units that span hosts or the world, of the first option of each table."""
-    need_TM = torch.stack([problem.storage_PM[options[0].parts].sum(0) for options in problem.tables])
+    need_TM = torch.stack([problem.needs_PM[options[0].parts].sum(0) for options in problem.tables])
     reason = "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _total_shortages(problem, need_TM)
     return _refusal(problem, reason or _wide_reason(problem))
 
 
 def _refusal(problem: Problem, reason: str) -> PlannerError:
-    under_rules = " where placement_rules leave them" if problem.rule_kinds else ""
+    under_rules = " where placement_rules leave them" if problem.num_rules else ""
     return PlannerError(
         f"Tables do not fit{under_rules}: {reason}. More or larger devices, a smaller storage reservation, or smaller "
         "tables would help.",
@@ -51,20 +51,20 @@ def _refusal(problem: Problem, reason: str) -> PlannerError:
 def shortage(problem: Problem) -> str:
     """Tables for which no rank is large enough, or else how much all of them need together; empty where neither is the
     reason."""
-    need_SM, capacity_DM = problem.storage_PM, problem.capacity_DM
-    fits_SD = has_room(need_SM[:, None], capacity_DM)
+    need_SM, limits_DM = problem.needs_PM, problem.limits_DM
+    fits_SD = has_room(need_SM[:, None], limits_DM)
     # Of the slices of one table, the first.
     homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
     homeless_S = sorted(homeless.values())
     lines = []
     for shard in homeless_S[:MAX_NAMED]:
-        missing_DM = (need_SM[shard] - capacity_DM).clamp_min(0) * (need_SM[shard] > 0)
+        missing_DM = (need_SM[shard] - limits_DM).clamp_min(0) * (need_SM[shard] > 0)
         device = int(missing_DM.sum(-1).argmin())
         for kind, name in enumerate(MEMORY_KINDS):
             if missing_DM[device, kind] > 0:
                 lines.append(
                     f"table {problem.names[shard]!r} needs {memory_in_words(int(need_SM[shard, kind]))} of {name}, the "
-                    f"roomiest rank ({device}) has {memory_in_words(max(0, int(capacity_DM[device, kind])))}: "
+                    f"roomiest rank ({device}) has {memory_in_words(max(0, int(limits_DM[device, kind])))}: "
                     f"{memory_in_words(int(missing_DM[device, kind]))} are missing"
                 )
     if len(homeless_S) > MAX_NAMED:
@@ -78,7 +78,7 @@ def _total_shortages(problem: Problem, need_XM: torch.Tensor) -> str:
     """Memories of which all shards, or tables, together need more than there is."""
     needs = zip(need_XM.sum(0).tolist(), _total_room(problem), MEMORY_KINDS, strict=False)  # rules follow
     lines = [
-        f"all tables together need {memory_in_words(need)} of {name}, the {len(problem.capacity_DM)} ranks have "
+        f"all tables together need {memory_in_words(need)} of {name}, the {len(problem.limits_DM)} ranks have "
         f"{memory_in_words(room)}: {memory_in_words(need - room)} are missing"
         for need, room, name in needs
         if need > room
@@ -89,9 +89,9 @@ def _total_shortages(problem: Problem, need_XM: torch.Tensor) -> str:
 
 def _packing_reason(problem: Problem, proven: bool) -> str:
     """There is enough of all memories, but not for shards of these sizes, or not that anybody found."""
-    largest = int(problem.storage_PM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
-    need_M = problem.storage_PM[largest, : len(MEMORY_KINDS)]
-    used_M = problem.storage_PM.sum(0).tolist()
+    largest = int(problem.needs_PM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
+    need_M = problem.needs_PM[largest, : len(MEMORY_KINDS)]
+    used_M = problem.needs_PM.sum(0).tolist()
     kinds = [
         f"{memory_in_words(room - used)} of {name} would be left over all ranks"
         for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, need_M, strict=False)  # rules
@@ -106,10 +106,10 @@ def _packing_reason(problem: Problem, proven: bool) -> str:
 
 def _wide_shortages(problem: Problem) -> list[str]:
     """Units for which no rank is large enough."""
-    room_M, reasons = problem.capacity_DM.amax(0).clamp_min(0).tolist(), []
+    room_M, reasons = problem.limits_DM.amax(0).clamp_min(0).tolist(), []
     for name, options in zip(problem.names, problem.tables, strict=True):
         for unit in options[0].units:
-            need_M = problem.storage_PM[list(unit.parts)].amax(0).tolist()
+            need_M = problem.needs_PM[list(unit.parts)].amax(0).tolist()
             for need, room, memory in zip(need_M, room_M, MEMORY_KINDS, strict=False):  # rules follow
                 if unit.span > 1 and need > room:
                     reasons.append(
@@ -123,7 +123,7 @@ def _wide_shortages(problem: Problem) -> list[str]:
 def _wide_reason(problem: Problem) -> str:
     """Each unit has room for itself, but not all together."""
     wide = [
-        (name, problem.storage_PM[list(unit.parts)].sum(0))
+        (name, problem.needs_PM[list(unit.parts)].sum(0))
         for name, options in zip(problem.names, problem.tables, strict=True)
         for unit in options[0].units
         if unit.span > 1
@@ -143,4 +143,4 @@ def _wide_reason(problem: Problem) -> str:
 
 def _total_room(problem: Problem) -> list[int]:
     """Bytes that all ranks have together, by kind of memory; sums that int64 need not hold."""
-    return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.capacity_DM.T.tolist()]
+    return [sum(max(0, capacity) for capacity in device_D) for device_D in problem.limits_DM.T.tolist()]

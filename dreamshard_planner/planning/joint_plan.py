@@ -207,8 +207,8 @@ def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:
 
 def _smallest(read: ReadProblem) -> list[ShardingOption]:
     """Every table, the largest first, as the option that leaves the least share of any memory used."""
-    storage_PM, capacity_DM = read.problem.storage_PM.double(), read.problem.capacity_DM.double()
-    share_PM = storage_PM / capacity_DM.clamp_min(0).sum(0).clamp_min(1)
+    needs_PM, limits_DM = read.problem.needs_PM.double(), read.problem.limits_DM.double()
+    share_PM = needs_PM / limits_DM.clamp_min(0).sum(0).clamp_min(1)
     used_M, proposal = torch.zeros(share_PM.shape[1], dtype=torch.float64), {}
     asked = [[share_PM[choice.parts].sum(0) for choice in choices] for choices in read.problem.tables]
     for table in sorted(range(len(asked)), key=lambda table: -min(float(need_M.max()) for need_M in asked[table])):

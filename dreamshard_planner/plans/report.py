@@ -273,7 +273,7 @@ def _skew_notes(cost: Cost, sharding: Sharding) -> tuple[str, ...]:
 def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:
     """What a sharding takes of every kind of memory that it asks for."""
     problem = cost.problem
-    used_DM, limit_DM = problem.used_bytes(*problem.laid(sharding)), problem.capacity_DM
+    used_DM, limit_DM = problem.taken(*problem.laid(sharding)), problem.limits_DM
     return tuple(
         MemoryEntry(kind, tuple(used_D.tolist()), tuple(limit_D.tolist()))
         for kind, used_D, limit_D in zip(MEMORY_KINDS, used_DM.T, limit_DM.T, strict=False)  # rules follow

@@ -10,7 +10,7 @@ Many episodes of many tasks advance together; the only Python loop is over shard
 changes one sum, so a step costs O(devices).
 
 Shapes: T tasks, E episodes = T x episodes per task, S shards (padded), D devices (padded), G fused groups,
-H latent channels (those that approximate costs read), M kinds of memory, O observation channels, F features.
+H latent channels (those that approximate costs read), M limits, O observation channels, F features.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class TaskBatch:
     features_TSF: Tensor
     single_ms_TS: Tensor
     output_bytes_TS: Tensor
-    storage_TSM: Tensor
-    capacity_TDM: Tensor
+    needs_TSM: Tensor
+    limits_TDM: Tensor
     device_mask_TD: Tensor
     preload_TDGH: Tensor
     """Latents of what lies on the devices before the first step."""
     num_groups: int
-    rule_kinds: int = 0
+    num_rules: int = 0
     """See :class:`~dreamshard_planner.cost.problem.Problem`."""
 
     @classmethod
@@ -88,12 +88,12 @@ class TaskBatch:
             features_TSF=pad([problem.features_PF[order] for problem, order in zipped]),
             single_ms_TS=pad([cost.single_ms_P[order].float() for cost, order in zip(costs, orders, strict=True)]),
             output_bytes_TS=pad([problem.output_bytes_P[order].float() for problem, order in zipped]),
-            storage_TSM=pad([problem.storage_PM[order] for problem, order in zipped]),
-            capacity_TDM=pad([problem.capacity_DM for problem in problems], -1),
+            needs_TSM=pad([problem.needs_PM[order] for problem, order in zipped]),
+            limits_TDM=pad([problem.limits_DM for problem in problems], -1),
             device_mask_TD=pad([torch.ones(problem.num_ranks, dtype=torch.bool) for problem in problems]),
             preload_TDGH=_preloads(costs, num_groups, seen),
             num_groups=num_groups,
-            rule_kinds=problems[0].rule_kinds,
+            num_rules=problems[0].num_rules,
         )
 
     @property
@@ -134,7 +134,7 @@ class EstimatedMDP:
         self.task_E = torch.arange(num_tasks).repeat_interleave(episodes_per_task)
         episodes = self.num_episodes
         self.bytes_ED = torch.zeros(episodes, num_devices)
-        self.free_EDM = tasks.capacity_TDM[self.task_E].clone()
+        self.free_EDM = tasks.limits_TDM[self.task_E].clone()
         self.alive_E = torch.ones(episodes, dtype=torch.bool)
         self.placed_ms_E = torch.zeros(episodes)
         self.action_ES = torch.zeros(episodes, tasks.num_steps, dtype=torch.int64)
@@ -146,10 +146,10 @@ class EstimatedMDP:
         self._total_ms_E = tasks.single_ms_TS.sum(-1)[self.task_E].clamp_min(1e-9)
         self._ideal_ms_E = self._total_ms_E / self._devices_E
         self._ideal_bytes_E = (tasks.output_bytes_TS.sum(-1)[self.task_E] / self._devices_E).clamp_min(1e-9)
-        self._capacity_EDM = self.free_EDM.clamp_min(1).float()
-        # Kinds of memory that no shard asks for bind nobody, however little of them there is; rules are no memory.
-        needed_TM = tasks.storage_TSM.sum(1) > 0
-        needed_TM[:, needed_TM.shape[1] - tasks.rule_kinds :] = False
+        self._limits_EDM = self.free_EDM.clamp_min(1).float()
+        # Memory that no shard asks for binds nobody, however little of it there is; the policy never saw rules.
+        needed_TM = tasks.needs_TSM.sum(1) > 0
+        needed_TM[:, needed_TM.shape[1] - tasks.num_rules :] = False
         self._needed_EDM = needed_TM[self.task_E][:, None]
 
     def _start_from(self, preload_TDGH: Tensor) -> None:
@@ -180,9 +180,9 @@ class EstimatedMDP:
         group_before_ED2 = self.group_ms_EDG2[episode_E, :, group_E]
         self._after_ED2 = self.device_ms_ED2 + self._group_after_ED2 - group_before_ED2
 
-        storage_EM = self._current("storage_TSM")
-        left_EDM = self.free_EDM - storage_EM[:, None]
-        legal_ED = has_room(storage_EM[:, None], self.free_EDM) & self._device_mask_ED
+        need_EM = self._current("needs_TSM")
+        left_EDM = self.free_EDM - need_EM[:, None]
+        legal_ED = has_room(need_EM[:, None], self.free_EDM) & self._device_mask_ED
         # Padded steps and dead episodes keep one legal device, so that a softmax stays defined.
         active_E = self._current("step_mask_TS")
         self.alive_E = self.alive_E & (legal_ED.any(-1) | ~active_E)
@@ -210,7 +210,7 @@ class EstimatedMDP:
             (makespan_ED - best_makespan_E1) / ideal_E1,
             self.bytes_ED / ideal_bytes_E1,
             (self.bytes_ED + bytes_E1) / ideal_bytes_E1,
-            (left_EDM / self._capacity_EDM).masked_fill(~self._needed_EDM, 1.0).amin(-1),
+            (left_EDM / self._limits_EDM).masked_fill(~self._needed_EDM, 1.0).amin(-1),
         ]
         channels_EDO = torch.cat(
             [
@@ -230,7 +230,7 @@ class EstimatedMDP:
         self.group_ms_EDG2[episode_E, action_E, group_E] = self._group_after_ED2[episode_E, action_E]
         self.device_ms_ED2[episode_E, action_E] = self._after_ED2[episode_E, action_E]
         self.bytes_ED[episode_E, action_E] += self._current("output_bytes_TS")
-        self.free_EDM[episode_E, action_E] -= self._current("storage_TSM")
+        self.free_EDM[episode_E, action_E] -= self._current("needs_TSM")
         self.placed_ms_E += self._current("single_ms_TS")
         self.action_ES[:, self.step_index] = action_E
         self.step_index += 1

@@ -16,7 +16,7 @@ costs O(options x ranks).
 
 Shapes: E episodes, T tables, O options of the table at hand, K rules, A = O x K actions, U units of an option (padded),
 D ranks, C collectives, J of them that an option sends in (padded), R = 1 + J heights that it raises, H latent channels,
-G fused groups, M kinds of memory, Y channels of actions, N types of sharding.
+G fused groups, M limits, Y channels of actions, N types of sharding.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class JointTask:
                 is_host_TO[table, index] = option.kernel in KERNELS and in_host_memory(option.kernel)
                 is_replica_TO[table, index] = SHARDING_TYPES[option.sharding_type].is_replicated
         kept_TO = finite_TO & room_TO
-        most_T = np.where(kept_TO & ~is_host_TO & ~is_replica_TO, self._asked.bytes_TOM[..., 0], 0.0).max(1)
-        if most_T.sum() <= AMPLE * self._asked.capacity_M[0]:
+        most_T = np.where(kept_TO & ~is_host_TO & ~is_replica_TO, self._asked.needs_TOM[..., 0], 0.0).max(1)
+        if most_T.sum() <= AMPLE * self._asked.limits_M[0]:
             fast_TO = kept_TO & ~is_host_TO
             kept_TO = np.where(fast_TO.any(1, keepdims=True), fast_TO, kept_TO)
         self.may_be_played = bool(kept_TO.any(1).all())
@@ -236,9 +236,9 @@ class JointMDP:
         self.group_ms_EGD = torch.zeros(episodes, groups, ranks, dtype=torch.float64)
         self.height_ERD = torch.zeros(episodes, 1 + task.sent_PC.shape[1], ranks, dtype=torch.float64)
         """Of compute, of every collective, and of none."""
-        self.free_EDM = problem.capacity_DM.repeat(episodes, 1, 1)
+        self.free_EDM = problem.limits_DM.repeat(episodes, 1, 1)
         self.alive_E = torch.ones(episodes, dtype=torch.bool)
-        self._capacity_DM = problem.capacity_DM.double().clamp_min(1)
+        self._limits_DM = problem.limits_DM.double().clamp_min(1)
         self._episode_E = torch.arange(episodes)
         self._taken: list[tuple[TableActions, list[int], list[list[int]]]] = []
         compute = task.cost.compute
@@ -249,11 +249,11 @@ class JointMDP:
         actions = self.task.actions(self.step_index)
         self._actions, part_OD = actions, actions.part_OUD[:, 0]
         rises = _Rises.of(self._before(actions), self._added(actions, part_OD), actions.span_O)
-        need_ODM = self.task.problem.storage_PM[part_OD]
+        need_ODM = self.task.problem.needs_PM[part_OD]
         fits_EOD = _over_spans(has_room(need_ODM, self.free_EDM[:, None])[:, :, None], actions.span_O, "all")[:, :, 0]
         self._rank_EOKU, legal_EOK = _positions(rises.keys(), fits_EOD, actions)
         rise_EOKY = self._channels(rises, actions)
-        left_EOD = ((self.free_EDM[:, None] - need_ODM) / self._capacity_DM).amin(-1)
+        left_EOD = ((self.free_EDM[:, None] - need_ODM) / self._limits_DM).amin(-1)
         free_EOK = _at(left_EOD[:, :, None], self._rank_EOKU)[:, :, 0].amin(-1)
         return Choices(
             actions,
@@ -309,7 +309,7 @@ class JointMDP:
         group_E = actions.group_O[option_E]
         self.latent_EGDH[each_E, group_E] += (self.task.cost.latent_PH[part_EUD] * weight_EUD1).sum(1)
         self.height_ERD[:, 1:] += (self.task.sent_PC[part_EUD] * weight_EUD1).sum(1).transpose(1, 2)
-        self.free_EDM -= (self.task.problem.storage_PM[part_EUD] * here_EUD[..., None]).sum(1)
+        self.free_EDM -= (self.task.problem.needs_PM[part_EUD] * here_EUD[..., None]).sum(1)
         before_ED = self.group_ms_EGD[each_E, group_E]
         after_ED = torch.where(here_EUD.any(1), self._after_ms_EOD[each_E, option_E], before_ED)
         self.height_ERD[:, 0] += (after_ED - before_ED) / self.task.level_ms

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Placement problems drawn from table pools: what policies train and are judged on.
 
-Shapes: S shards, D devices, M kinds of memory (one here).
+Shapes: S shards, D devices, M limits (one here).
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def problem_of(
         num_groups=int(group_P.max()) + 1,
         bytes_PC=torch.tensor(output_bytes, dtype=torch.float64)[:, None],
         collectives=Collectives.all_to_all(CollectiveModel(num_devices, math.inf, 0.0)),
-        storage_PM=torch.tensor(sizes, dtype=torch.int64)[:, None],
-        capacity_DM=torch.full((num_devices, 1), limit, dtype=torch.int64),
+        needs_PM=torch.tensor(sizes, dtype=torch.int64)[:, None],
+        limits_DM=torch.full((num_devices, 1), limit, dtype=torch.int64),
         names=tuple(w.name for w in workloads),
     )
 
@@ -130,10 +130,10 @@ def draw_tasks(
         workloads = tuple(pool[index] for index in chosen)
         problem = problem_of(workloads, num_devices)
         if uniform(0, 1) >= config.unlimited_share:
-            sizes_S = problem.storage_PM[:, 0]
+            sizes_S = problem.needs_PM[:, 0]
             balanced = max(float(sizes_S.sum()) / problem.num_ranks, float(sizes_S.max()))
             memory_bytes = int(balanced * uniform(*config.slack))
-            problem = replace(problem, capacity_DM=torch.full_like(problem.capacity_DM, memory_bytes))
+            problem = replace(problem, limits_DM=torch.full_like(problem.limits_DM, memory_bytes))
         tasks.append(Task(workloads, problem))
     return tasks
 

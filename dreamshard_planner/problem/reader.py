@@ -95,11 +95,11 @@ class OptionReader(TableReader):
         check_hosts(flat, topology)
         if with_storage:
             check_needs(tables.values())
-        storage_PM, capacity_DM = parts.storage_PM(topology, with_storage), available_bytes(topology)
-        memories = storage_PM.shape[1]
+        needs_PM, limits_DM, num_rules = parts.storage_PM(topology, with_storage), available_bytes(topology), 0
         if with_storage and self._legal is not None:
-            need_PR, room_DR = self._legal.memory(parts.fqns)
-            storage_PM, capacity_DM = torch.cat([storage_PM, need_PR], 1), torch.cat([capacity_DM, room_DR], 1)
+            need_PR, room_DR = self._legal.limits(parts.fqns)
+            needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
+            num_rules = need_PR.shape[1]
         spare = [] if parts.columns else [Collective("none", "world", links.all_to_all, links.all_to_all)]
         problem = Problem(
             num_ranks=topology.world_size,
@@ -108,11 +108,11 @@ class OptionReader(TableReader):
             features_PF=feature_matrix(parts.workloads),
             group_P=torch.tensor(parts.groups, dtype=torch.int64),
             num_groups=max(1, len(groups)),
-            storage_PM=storage_PM,
-            capacity_DM=capacity_DM,
+            needs_PM=needs_PM,
+            limits_DM=limits_DM,
             bytes_PC=parts.bytes_PC(),
             collectives=Collectives([*parts.columns, *spare], topology.intra_group_size, links.all_to_all),
-            rule_kinds=storage_PM.shape[1] - memories,
+            num_rules=num_rules,
         )
         return ReadProblem(
             problem,

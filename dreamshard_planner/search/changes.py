@@ -5,7 +5,7 @@ A candidate changes two devices by one or two shards, so it costs a few addition
 head, however many shards there are. All candidates are rated approximately (moves one by one, swaps as the sum of two
 single effects), and the most promising ones exactly.
 
-Shapes: P parts, D ranks, G fused groups, H latent channels, M kinds of memory, B placements side by side,
+Shapes: P parts, D ranks, G fused groups, H latent channels, M limits, B placements side by side,
 N shards on the bottleneck device (padded), A arrivals (D times nothing: a move; and every shard: a swap),
 C candidates rated exactly.
 """
@@ -121,11 +121,11 @@ def _fits(
 ) -> Tensor:
     """Whether both devices can store what they would hold, bool [B, N, A]. What grows by nothing always fits, even
     where a reservation left less than nothing."""
-    storage_PM, row_B = states.problem.storage_PM, bottlenecks.row_B
-    storage_AM = torch.where((arrival_A >= 0)[:, None], storage_PM[arrival_A], 0)
+    needs_PM, row_B = states.problem.needs_PM, bottlenecks.row_B
+    storage_AM = torch.where((arrival_A >= 0)[:, None], needs_PM[arrival_A], 0)
     fits_BNA = torch.ones(*leaving_BN.shape, len(arrival_A), dtype=torch.bool)
-    for kind in range(storage_PM.shape[1]):
-        grows_BNA = storage_PM[leaving_BN, kind][..., None] - storage_AM[:, kind]
+    for kind in range(needs_PM.shape[1]):
+        grows_BNA = needs_PM[leaving_BN, kind][..., None] - storage_AM[:, kind]
         free_BA = states.free_DM[row_B[:, None], device_BA, kind]
         here_free_B = states.free_DM[row_B, bottlenecks.device_B, kind]
         fits_BNA &= (grows_BNA <= free_BA[:, None]) | (grows_BNA <= 0)

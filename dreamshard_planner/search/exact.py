@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Placement as a zero-one program for scipy's MILP solver: within memory, and with the least additive cost.
 
-Shapes: S shards, D ranks, V = S x D variables, M kinds of memory.
+Shapes: S shards, D ranks, V = S x D variables, M limits.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> 
 def _milp(problem: Problem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:
     """Variable s * D + d says that shard s is on rank d; the last one is the load of the busiest rank."""
     shards, ranks = problem.num_parts, problem.num_ranks
-    need_SM, capacity_DM = problem.storage_PM.numpy(), problem.capacity_DM.numpy()
-    allowed_SD = has_room(need_SM[:, None], capacity_DM)
+    need_SM, limits_DM = problem.needs_PM.numpy(), problem.limits_DM.numpy()
+    allowed_SD = has_room(need_SM[:, None], limits_DM)
     one_rank_SV = kron(identity(shards), np.ones((1, ranks)))
     constraints = [LinearConstraint(_with_load(one_rank_SV, 0), 1, 1)]
-    for need_S, capacity_D in zip(need_SM.T, capacity_DM.T, strict=True):
+    for need_S, capacity_D in zip(need_SM.T, limits_DM.T, strict=True):
         unit = max(1, int(need_S.max()))
         used_DV = kron(need_S[None] / unit, identity(ranks))
         room_D = np.maximum(capacity_D, 0) / unit * (1 - margin)

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The greedy heuristics that practice uses: sort by a score, give each shard to the rank with the lowest sum of scores.
 
-Shapes: S shards, D ranks, M kinds of memory, F features.
+Shapes: S shards, D ranks, M limits, F features.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def greedy_by_score(
     Returns:
         Rank of each shard, int64 [S]; None where a shard fits on no rank (a dead end). Ties go to the lowest index.
     """
-    free_DM, scores = problem.capacity_DM.tolist(), score_S.tolist()
+    free_DM, scores = problem.limits_DM.tolist(), score_S.tolist()
     # What is not needed has room even where a reservation left less than nothing.
-    needs_S = [[(kind, need) for kind, need in enumerate(need_M) if need] for need_M in problem.storage_PM.tolist()]
+    needs_S = [[(kind, need) for kind, need in enumerate(need_M) if need] for need_M in problem.needs_PM.tolist()]
     loads = [0.0] * problem.num_ranks if load_D is None else load_D.tolist()
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Where units go: each to the position that is best of those with room.
 
-Shapes: X units, D ranks, N positions, L span, M kinds of memory, T tables, S units of span 1.
+Shapes: X units, D ranks, N positions, L span, M limits, T tables, S units of span 1.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ def lay_wide(cost: Cost, options: Sequence[int]) -> Sharding | None:
     each where the peak stays lowest; the others are on rank 0. None where memory does not allow it."""
     problem, every = cost.problem, cost.problem.option_rows
     # In numpy, whose calls cost a third of torch's: there is one unit after the other.
-    single_P, storage_PM = cost.single_ms_P.numpy(), problem.storage_PM.numpy()
+    single_P, needs_PM = cost.single_ms_P.numpy(), problem.needs_PM.numpy()
     row_T = every.rows(range(problem.num_tables), options)
     span_T, is_free_T = every.span_O[row_T], every.is_free_O[row_T]
     units_T = every.parts_O[row_T] // span_T
     positions = [[0] * units for units in units_T.tolist()]
-    load_D, free_DM = np.zeros(problem.num_ranks), problem.capacity_DM.numpy().copy()
+    load_D, free_DM = np.zeros(problem.num_ranks), problem.limits_DM.numpy().copy()
 
     def asked(tables: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds [U, L] and bytes [U, L, M] of all units of some tables."""
         part_UL = every.all_parts(row_T[tables]).reshape(-1, span)
-        return single_P[part_UL], storage_PM[part_UL]
+        return single_P[part_UL], needs_PM[part_UL]
 
     everywhere_T = is_free_T & (span_T == problem.num_ranks) & (span_T > 1)
     single_UD, storage_UDM = asked(everywhere_T.nonzero()[0], problem.num_ranks)
     load_D += single_UD.sum(0)
     free_DM -= storage_UDM.sum(0)
-    if not has_room(problem.capacity_DM.numpy() - free_DM, problem.capacity_DM.numpy()).all():
+    if not has_room(problem.limits_DM.numpy() - free_DM, problem.limits_DM.numpy()).all():
         return None
     wide_T = ~everywhere_T & ~(is_free_T & (span_T == 1))
     for is_free, minus_span in sorted(set(zip(is_free_T[wide_T].tolist(), (-span_T[wide_T]).tolist(), strict=True))):

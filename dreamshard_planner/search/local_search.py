@@ -7,7 +7,7 @@ side, because one alone would spend its time on calls and not on arithmetic.
 The budget is counted in moves and in swaps rated exactly, scores are compared after rounding and ties go to the lowest
 index, so the same inputs give the same plan.
 
-Shapes: S shards, which are the parts P of their problem, D ranks, M kinds of memory, B placements side by side.
+Shapes: S shards, which are the parts P of their problem, D ranks, M limits, B placements side by side.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ def _side_by_side(problem: Problem, wanted: int) -> int:
 def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator) -> Tensor:
     """Copies [B, S] of a placement with a few random shards moved to random ranks that can store them."""
     perturbed_BP = assignment_S.repeat(copies, 1)
-    free_BDM = problem.capacity_DM - problem.used_bytes(perturbed_BP)
+    free_BDM = problem.limits_DM - problem.taken(perturbed_BP)
     for copied_S, free_DM in zip(perturbed_BP, free_BDM, strict=True):
         for shard in torch.randint(problem.num_parts, (shards,), generator=generator).tolist():
-            need_M, home = problem.storage_PM[shard], int(copied_S[shard])
+            need_M, home = problem.needs_PM[shard], int(copied_S[shard])
             fits_D = has_room(need_M, free_DM)
             fits_D[home] = False
             if fits_D.any():

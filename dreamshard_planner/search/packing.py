@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Fitting shards into memory where policy and heuristics dead-end: best fit, then an exact packing.
 
-Shapes: S shards, D ranks, M kinds of memory.
+Shapes: S shards, D ranks, M limits.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def pack(problem: Problem, seconds: float = PACKING_SECONDS) -> Packing:
 
 
 def largest_first(problem: Problem) -> Tensor:
-    """Shards in descending order of the share that they need of what all need, of the kind of memory where it is
+    """Shards in descending order of the share that they need of what all need, of the limit where it is
     largest, int64 [S]."""
-    unit_M = problem.storage_PM.sum(0).clamp_min(1).double()
-    return torch.argsort(-(problem.storage_PM / unit_M).amax(-1), stable=True)
+    unit_M = problem.needs_PM.sum(0).clamp_min(1).double()
+    return torch.argsort(-(problem.needs_PM / unit_M).amax(-1), stable=True)
 
 
 def best_fit(problem: Problem) -> Tensor | None:
     """Largest shards first, each where the least is left over."""
-    free_DM, need_SM = problem.capacity_DM.clone(), problem.storage_PM
+    free_DM, need_SM = problem.limits_DM.clone(), problem.needs_PM
     unit_M = need_SM.sum(0).clamp_min(1).double()
     assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
     for shard in largest_first(problem).tolist():

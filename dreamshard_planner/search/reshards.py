@@ -5,7 +5,7 @@ A table's parts are subtracted, and the units of another option laid down one by
 Many tables x options are tried side by side.
 
 Shapes: T tables, Q queries (a table and an option that it may change to), D ranks, N positions, L span, G fused groups,
-C collectives, H latent channels, M kinds of memory, K tables that may change, X parts laid down, or some queries.
+C collectives, H latent channels, M limits, K tables that may change, X parts laid down, or some queries.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ShardingState(State):
             group = self.problem.group_of(table, sharding.options[table])
             self.latent_DGH[:, group].index_add_(0, rank_X, self.cost.latent_PH[part_X], alpha=sign)
             self.bytes_CD.T.index_add_(0, rank_X, self.problem.bytes_PC[part_X], alpha=sign)
-            self.free_DM.index_add_(0, rank_X, self.problem.storage_PM[part_X], alpha=-sign)
+            self.free_DM.index_add_(0, rank_X, self.problem.needs_PM[part_X], alpha=-sign)
             ranks.append(rank_X)
         self.sharding = after
         self._weigh([table])
@@ -219,7 +219,7 @@ class ShardingState(State):
             for step in range(steps):
                 left = [index for index, part_UL in enumerate(parts) if step < len(part_UL)]
                 part_XL = torch.from_numpy(np.stack([parts[index][step] for index in left]))
-                what = self.cost.latent_PH[part_XL], problem.storage_PM[part_XL], problem.bytes_PC[part_XL]
+                what = self.cost.latent_PH[part_XL], problem.needs_PM[part_XL], problem.bytes_PC[part_XL]
                 trials.lay(left, *what, is_last=step == steps - 1)
             device_QD[some], bytes_QCD[some], fits_Q[some] = trials.device_ms_QD, trials.bytes_QCD, trials.fits_Q
             for query, places in zip(some, trials.positions, strict=True):
@@ -265,7 +265,7 @@ class ShardingState(State):
         row_X = rank_X + ranks * torch.arange(len(tables)).repeat_interleave(torch.tensor(counts))
         latent_KDH, bytes_KDC, used_KDM = (
             summed(values_PY[part_X], row_X, len(tables) * ranks).unflatten(0, (-1, ranks))
-            for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.storage_PM)
+            for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.needs_PM)
         )
         return latent_KDH, bytes_KDC.transpose(1, 2), used_KDM
 

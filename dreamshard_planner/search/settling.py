@@ -2,7 +2,7 @@
 """The same shards by cheaper kernels, where that is free: on ranks that are not the bottleneck a search is indifferent
 between a table in device memory and one that is read over the link to the host, and a user is not.
 
-Shapes: X parts laid down, M kinds of memory, D ranks.
+Shapes: X parts laid down, M limits, D ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ def settled(cost: Cost, sharding: Sharding) -> Sharding:
         cheapest = chosen if len(alike) == 1 else min(alike, key=lambda index: alone_ms(options[index]))
         if cheapest != chosen and alone_ms(options[cheapest]) < alone_ms(now):
             gains.append((alone_ms(options[cheapest]) - alone_ms(now), table, cheapest))
-    used_DM = problem.used_bytes(*problem.laid(sharding))
+    used_DM = problem.taken(*problem.laid(sharding))
     for _, table, option in sorted(gains):
         changed = new.changed(table, option, new.positions[table])
         with_it_DM = (
-            used_DM
-            - problem.used_bytes(*problem.laid(new, [table]))
-            + problem.used_bytes(*problem.laid(changed, [table]))
+            used_DM - problem.taken(*problem.laid(new, [table])) + problem.taken(*problem.laid(changed, [table]))
         )
-        if bool(((with_it_DM <= problem.capacity_DM) | (with_it_DM <= used_DM)).all()):
+        if bool(((with_it_DM <= problem.limits_DM) | (with_it_DM <= used_DM)).all()):
             new, used_DM = changed, with_it_DM
     return new if new is sharding or cost.overall_ms(new) <= cost.overall_ms(sharding) else sharding
 

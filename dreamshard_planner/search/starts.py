@@ -5,7 +5,7 @@ For a height that no single part may exceed, every table takes the option that c
 lowest height at which ranks could be level is the start's. Tables that would stick out get split, the others stay
 whole. Where memory is short, bytes get a price, and then tables take their faster options as long as that helps.
 
-Shapes: T tables, O options of the table that has most, P parts, D ranks, M kinds of memory.
+Shapes: T tables, O options of the table that has most, P parts, D ranks, M limits.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ class JointOptions:
     def __init__(self, cost: Cost) -> None:
         problem = cost.problem
         single_P, whole_P = cost.single_ms_P.numpy(), (cost.single_ms_P + problem.exchange_ms_P).numpy()
-        storage_PM = problem.storage_PM.double().numpy()
+        needs_PM = problem.needs_PM.double().numpy()
         shape = len(problem.tables), max(len(options) for options in problem.tables)
         self.total_ms_TO, self.largest_ms_TO = np.full(shape, np.inf), np.full(shape, np.inf)
-        self.bytes_TOM = np.zeros((*shape, storage_PM.shape[1]))
+        self.needs_TOM = np.zeros((*shape, needs_PM.shape[1]))
         self.fits_TO = np.zeros(shape, dtype=bool)
         self.kind_TO = np.full(shape, "", dtype=object)
-        self.capacity_M = problem.capacity_DM.clamp_min(0).double().sum(0).numpy()
-        roomiest_M = problem.capacity_DM.amax(0).double().numpy()
+        self.limits_M = problem.limits_DM.clamp_min(0).double().sum(0).numpy()
+        roomiest_M = problem.limits_DM.amax(0).double().numpy()
         for table, options in enumerate(problem.tables):
             for index, option in enumerate(options):
                 parts, self.kind_TO[table, index] = problem.parts_of(table, index), option.sharding_type
                 self.total_ms_TO[table, index] = whole_P[parts].sum()
                 self.largest_ms_TO[table, index] = single_P[parts].max()
-                self.bytes_TOM[table, index] = storage_PM[parts].sum(0)
-                self.fits_TO[table, index] = has_room(storage_PM[parts].max(0), roomiest_M)
+                self.needs_TOM[table, index] = needs_PM[parts].sum(0)
+                self.fits_TO[table, index] = has_room(needs_PM[parts].max(0), roomiest_M)
 
     @property
     def least_ms(self) -> float:
-        """Of all ranks together, whatever they need of memory: over the ranks, no sharding whose costs add up is
+        """Of all ranks together, whatever they need: over the ranks, no sharding whose costs add up is
         cheaper."""
         return float(self.total_ms_TO.min(1).sum())
 
     @property
     def may_fit(self) -> bool:
         """Whether all ranks together have as much of each memory as the options that need least of it."""
-        least_M = np.where(np.isfinite(self.total_ms_TO)[..., None], self.bytes_TOM, np.inf).min(1).sum(0)
-        return bool(has_room(least_M, self.capacity_M))
+        least_M = np.where(np.isfinite(self.total_ms_TO)[..., None], self.needs_TOM, np.inf).min(1).sum(0)
+        return bool(has_room(least_M, self.limits_M))
 
     def bytes_M(self, options: np.ndarray) -> np.ndarray:
         """Of chosen options, over all ranks."""
-        return self.bytes_TOM[np.arange(len(options)), options].sum(0)
+        return self.needs_TOM[np.arange(len(options)), options].sum(0)
 
 
 def level_choice(
@@ -80,10 +80,10 @@ def level_choice(
         asked: what options cost.
         allowed_TO: options to choose from, at least one of each table.
         fill: share of the height that a single part may take.
-        price_M: milliseconds per byte of each kind of memory.
+        price_M: milliseconds for one of each limit: a byte of memory, or a part under a rule.
     """
     each_T = np.arange(len(allowed_TO))
-    priced_TO = np.where(allowed_TO, asked.total_ms_TO + asked.bytes_TOM @ price_M, np.inf)
+    priced_TO = np.where(allowed_TO, asked.total_ms_TO + asked.needs_TOM @ price_M, np.inf)
     largest_TO = np.where(allowed_TO, asked.largest_ms_TO, np.inf)
     narrowest_T = largest_TO.argmin(1)
 
@@ -133,19 +133,19 @@ def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
 
 def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
     """A level choice that fits: memory that runs short gets a price, doubled until it does."""
-    capacity_M = asked.capacity_M
-    price_M = used_M = np.zeros(len(capacity_M))
-    first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(capacity_M, 1)
+    limits_M = asked.limits_M
+    price_M = used_M = np.zeros(len(limits_M))
+    first_M = 1e-3 * max(asked.least_ms, 1e-6) / np.maximum(limits_M, 1)
     tried_T = wanted_T = None
     for _ in range(PRICE_STEPS):
         options_T = level_choice(cost.problem.num_ranks, asked, allowed_TO, fill, price_M)
         if tried_T is None or (options_T != tried_T).any():
             wanted_T = options_T if wanted_T is None else wanted_T
             tried_T, used_M = options_T, asked.bytes_M(options_T)
-            if (used_M <= capacity_M).all() and (sharding := lay(cost, options_T.tolist())) is not None:
+            if (used_M <= limits_M).all() and (sharding := lay(cost, options_T.tolist())) is not None:
                 return _Start(sharding, wanted_T)
         # Ranks fill up before all memory does: what is nearly full gets dearer as well.
-        price_M = np.where(used_M > 0.5 * capacity_M, np.maximum(2 * price_M, first_M), price_M)
+        price_M = np.where(used_M > 0.5 * limits_M, np.maximum(2 * price_M, first_M), price_M)
     return None
 
 
@@ -161,7 +161,7 @@ class _Start:
         treats like tables alike."""
         slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))
         gain_T = asked.total_ms_TO[each_T, slow_T] - asked.total_ms_TO[each_T, self.faster_T]
-        grow_T = (asked.bytes_TOM[each_T, self.faster_T] - asked.bytes_TOM[each_T, slow_T]).clip(0).sum(-1)
+        grow_T = (asked.needs_TOM[each_T, self.faster_T] - asked.needs_TOM[each_T, slow_T]).clip(0).sum(-1)
         order = [table for table in np.argsort(-gain_T / (grow_T + 1), kind="stable") if gain_T[table] > 0]
         best, best_ms, taken_T = self.sharding, cost.overall_ms(self.sharding), slow_T
         waiting = [np.array(order, dtype=int)] if order else []

@@ -3,7 +3,7 @@
 
 Shapes: B placements side by side (free leading dimensions of the sums), X ranks of some of them, or parts that trials
 put somewhere, Q trials, Z fused groups of ranks that they change, P parts, D ranks, G fused groups, C collectives,
-H latent channels, M kinds of memory.
+H latent channels, M limits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class State:
         self.latent_DGH = cost.group_latents(rank_BX, part_X)
         self.group_ms_DG = both_passes(cost.compute.group_cost_ms(self.latent_DGH))
         self.bytes_CD = cost.bytes_sent(rank_BX, part_X)
-        self.free_DM = self.problem.capacity_DM - self.problem.used_bytes(rank_BX, part_X)
+        self.free_DM = self.problem.limits_DM - self.problem.taken(rank_BX, part_X)
 
     @property
     def device_ms_D(self) -> Tensor:
@@ -108,8 +108,8 @@ class State:
 
         bytes_QDC = self.bytes_CD.T.repeat(count, 1, 1)
         bytes_QDC.flatten(0, 1).index_add_(0, row_X, sign_X[:, None] * problem.bytes_PC[part_X])
-        more_QDM = torch.zeros(count * ranks, problem.storage_PM.shape[1], dtype=torch.int64)
-        more_QDM = more_QDM.index_add_(0, row_X, sign_X[:, None] * problem.storage_PM[part_X]).view(count, ranks, -1)
+        more_QDM = torch.zeros(count * ranks, problem.needs_PM.shape[1], dtype=torch.int64)
+        more_QDM = more_QDM.index_add_(0, row_X, sign_X[:, None] * problem.needs_PM[part_X]).view(count, ranks, -1)
         fits_Q = ((more_QDM <= self.free_DM) | (more_QDM <= 0)).flatten(1).all(-1)
         return device_QD, problem.collectives.ms(bytes_QDC.transpose(1, 2)), fits_Q
 
@@ -167,8 +167,8 @@ class PlacementState(State):
             latent_XGH += cost.preload.latent_DGH[rank_X]
             bytes_XC += cost.preload.bytes_CD.T[rank_X]
         self.latent_DGH[row_X, rank_X], self.bytes_CD[row_X, :, rank_X] = latent_XGH, bytes_XC
-        used_XM = torch.where(here_XP[..., None], problem.storage_PM, 0).sum(1)
-        self.free_DM[row_X, rank_X] = problem.capacity_DM[rank_X] - used_XM
+        used_XM = torch.where(here_XP[..., None], problem.needs_PM, 0).sum(1)
+        self.free_DM[row_X, rank_X] = problem.limits_DM[rank_X] - used_XM
         self.group_ms_DG[row_X, rank_X] = both_passes(cost.compute.group_cost_ms(latent_XGH))
         self.approximate_ms_DG[row_X, rank_X] = self.approximate_ms(latent_XGH)
 

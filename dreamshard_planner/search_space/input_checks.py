@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Checks of the numbers that users and topologies give, before tensors hold them, where they must not overflow.
 
-Shapes: S shards, D devices, M kinds of memory.
+Shapes: S shards, D devices, M limits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Placement rules of one model, as further kinds of memory.
+"""Placement rules of one model, as limits of ranks beside their memory.
 
-What may lie where is to policy, greedy rules, packing and both searches a question of memory, which each of them asks
-already. A table that may lie on some ranks only needs one byte of a memory that no other rank has; tables that are
-apart need one byte each of a memory of which every rank has one. Tables that are together are given their rank
+Policy, greedy rules, packing and both searches keep within limits, whatever these count. A table that may lie on some
+ranks only needs one of a count that is nothing on all other ranks; tables that are apart need one each of a count that
+is one on every rank. Tables that are together are given their rank
 beforehand, heavy groups first, each on the rank with least to do; all others are placed around them.
 
-Shapes: P parts, D ranks, R rules, as kinds of memory.
+Shapes: P parts, D ranks, R rules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 PLENTY = 2**20
-"""Bytes of a rule's memory on ranks that it allows."""
+"""Count of a rule on ranks that it allows: more than there are parts."""
 
 
 @dataclass(frozen=True)
@@ -104,19 +104,19 @@ class LegalRanks:
         wide = {"world", "host"} if not hosts or (others and len(firsts) == 1 < self.world_size) else {"world"}
         return {kind: reason for kind, spec in SHARDING_TYPES.items() if spec.span in wide}
 
-    def memory(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """What parts need of the rules' memories, int64 [P, R], and what ranks have of them, int64 [D, R]."""
+    def limits(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """What parts need of each rule's count, int64 [P, R], and what ranks have of it, int64 [D, R]."""
         groups: dict[frozenset[int], set[str]] = {}
         for fqn, ranks in self.allowed.items():
             groups.setdefault(ranks, set()).add(fqn)
-        kinds: list[tuple[set[str], list[int]]] = [
+        rules: list[tuple[set[str], list[int]]] = [
             (members, [PLENTY * (rank in ranks) for rank in range(self.world_size)])
             for ranks, members in groups.items()
         ]
-        kinds += [(set(group), [1] * self.world_size) for group in self.apart]
-        need_PR = torch.tensor([[int(fqn in members) for members, _ in kinds] for fqn in fqn_P], dtype=torch.int64)
-        room_DR = torch.tensor([room_D for _, room_D in kinds], dtype=torch.int64).T
-        return need_PR.view(len(fqn_P), len(kinds)), room_DR.reshape(self.world_size, len(kinds))
+        rules += [(set(group), [1] * self.world_size) for group in self.apart]
+        need_PR = torch.tensor([[int(fqn in members) for members, _ in rules] for fqn in fqn_P], dtype=torch.int64)
+        room_DR = torch.tensor([room_D for _, room_D in rules], dtype=torch.int64).T
+        return need_PR.view(len(fqn_P), len(rules)), room_DR.reshape(self.world_size, len(rules))
 
     def check(self, shardings: Mapping[str, TableSharding], name: str) -> None:
         """PlannerError, naming rule and tables, for a plan that breaks a rule of ranks or of being apart, or has tables

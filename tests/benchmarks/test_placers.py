@@ -39,7 +39,7 @@ def test_contract(name: str, contest: Contest) -> None:
 @pytest.mark.parametrize("name", list(FIELD.placers))
 def test_nothing_fits(name: str) -> None:
     contest = CONTESTS[0]
-    problem = replace(contest.task.problem, capacity_DM=torch.full_like(contest.task.problem.capacity_DM, 1000))
+    problem = replace(contest.task.problem, limits_DM=torch.full_like(contest.task.problem.limits_DM, 1000))
     assert FIELD.placers[name](replace(contest, task=replace(contest.task, problem=problem))) is None
 
 

@@ -91,8 +91,8 @@ def test_the_largest_pooling_factor_is_planned_where_memory_never_ends() -> None
 
 def test_the_largest_numbers_leave_room_for_sums() -> None:
     devices = [SimpleNamespace(storage=Storage(10**30, -(10**30), 5)) for _ in range(3)]
-    capacity_DM = available_bytes(SimpleNamespace(devices=devices))
-    assert capacity_DM.tolist() == [[MAX_BYTES, -MAX_BYTES, 5]] * 3
+    limits_DM = available_bytes(SimpleNamespace(devices=devices))
+    assert limits_DM.tolist() == [[MAX_BYTES, -MAX_BYTES, 5]] * 3
     problem = Problem(
         num_ranks=3,
         features_PF=torch.zeros(2, 1),
@@ -100,8 +100,8 @@ def test_the_largest_numbers_leave_room_for_sums() -> None:
         num_groups=1,
         bytes_PC=torch.zeros(2, 1),
         collectives=Collectives.all_to_all(CollectiveModel(3, 1e6)),
-        storage_PM=torch.tensor([[MAX_BYTES // 2] * 3] * 2),
-        capacity_DM=capacity_DM,
+        needs_PM=torch.tensor([[MAX_BYTES // 2] * 3] * 2),
+        limits_DM=limits_DM,
         names=("a", "b"),
     )
     told = shortage(problem)

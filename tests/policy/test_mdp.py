@@ -51,8 +51,8 @@ def test_memory_that_nobody_needs_binds_nobody() -> None:
     problem = make_cost(4, 2, memory_bytes=10**9).problem
     with_unused = replace(
         problem,
-        storage_PM=torch.cat([torch.zeros_like(problem.storage_PM), problem.storage_PM], dim=-1),
-        capacity_DM=torch.cat([torch.zeros_like(problem.capacity_DM), problem.capacity_DM], dim=-1),
+        needs_PM=torch.cat([torch.zeros_like(problem.needs_PM), problem.needs_PM], dim=-1),
+        limits_DM=torch.cat([torch.zeros_like(problem.limits_DM), problem.limits_DM], dim=-1),
     )
     free = []
     for variant in (problem, with_unused):

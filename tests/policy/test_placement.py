@@ -33,10 +33,10 @@ def test_rules_place_as_by_hand() -> None:
 )
 def test_every_placer_keeps_the_contract(make, config, count: int, devices: int, memory: float | None) -> None:
     """Valid ranks, memory kept, the same under the same seed, never worse than a rival, input untouched."""
-    sizes = make_cost(count, devices).problem.storage_PM[:, 0]
+    sizes = make_cost(count, devices).problem.needs_PM[:, 0]
     limit = None if memory is None else int(max(float(sizes.sum()) / devices * memory, float(sizes.max())))
     cost = make_cost(count, devices, limit)
-    before = cost.latent_PH.clone(), cost.problem.capacity_DM.clone()
+    before = cost.latent_PH.clone(), cost.problem.limits_DM.clone()
     policy = make()
     result = place(cost, policy, config, seed=3)
     assignment_S = result.chosen.assignment_S
@@ -46,7 +46,7 @@ def test_every_placer_keeps_the_contract(make, config, count: int, devices: int,
     if config is not None:
         assert all(result.chosen.total_ms <= rival.total_ms * (1 + 1e-5) for rival in result.rivals)
         assert {rival.name for rival in result.rivals} >= {"policy", "cost_greedy", *HEURISTICS}
-    assert torch.equal(cost.latent_PH, before[0]) and torch.equal(cost.problem.capacity_DM, before[1])
+    assert torch.equal(cost.latent_PH, before[0]) and torch.equal(cost.problem.limits_DM, before[1])
 
 
 def test_given_placements_are_never_beaten_by_the_choice() -> None:

@@ -157,7 +157,7 @@ def test_factors_of_shards_are_learned(cost: Cost) -> None:
 
 
 def test_measuring_finds_a_better_plan_than_predicting(cost: Cost) -> None:
-    cost = Cost(replace(cost.problem, num_ranks=2, capacity_DM=cost.problem.capacity_DM[:2]), ROOFLINE)
+    cost = Cost(replace(cost.problem, num_ranks=2, limits_DM=cost.problem.limits_DM[:2]), ROOFLINE)
     machine = TrueMachine(cost)
     rule = place_by_heuristic(cost.problem, "size_lookup_greedy")
     predicted = local_search(cost, [rule], DEFAULT_SEARCH, torch.Generator().manual_seed(0)).assignment_S
@@ -172,7 +172,7 @@ def test_measuring_finds_a_better_plan_than_predicting(cost: Cost) -> None:
 def test_luck_is_not_taken_for_a_gain(cost: Cost) -> None:
     """Where the model is right and measurements err by a tenth, the plan stays as good as it was. The best of so many
     plans by a last measurement of each would be up to 5 % worse."""
-    two = replace(cost.problem, num_ranks=2, capacity_DM=cost.problem.capacity_DM[:2])
+    two = replace(cost.problem, num_ranks=2, limits_DM=cost.problem.limits_DM[:2])
     cost = Cost(two, ROOFLINE)
     rule = place_by_heuristic(cost.problem, "size_lookup_greedy")
     predicted = local_search(cost, [rule], DEFAULT_SEARCH, torch.Generator().manual_seed(0)).assignment_S

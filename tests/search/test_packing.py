@@ -68,8 +68,8 @@ def test_shortage_names_table_and_bytes() -> None:
 def in_hbm(sizes: list[int], capacities: list[int]) -> Problem:
     """A problem with all kinds of memory, of which only the first is asked for."""
     problem = storage_problem(sizes, capacities)
-    storage_PM, capacity_DM = (torch.nn.functional.pad(b, (0, 2)) for b in (problem.storage_PM, problem.capacity_DM))
-    return replace(problem, storage_PM=storage_PM, capacity_DM=capacity_DM)
+    needs_PM, limits_DM = (torch.nn.functional.pad(b, (0, 2)) for b in (problem.needs_PM, problem.limits_DM))
+    return replace(problem, needs_PM=needs_PM, limits_DM=limits_DM)
 
 
 @pytest.mark.parametrize("spare", [100, 2])

@@ -30,8 +30,8 @@ def problem_of(device_memory: int) -> Cost:
         features_PF=torch.zeros(len(ms_P), 1),
         group_P=torch.zeros(len(ms_P), dtype=torch.int64),
         num_groups=1,
-        storage_PM=torch.tensor([[10, 0], [0, 10]] * len(DEVICE_MS)),
-        capacity_DM=torch.tensor([[device_memory, 100]] * 2),
+        needs_PM=torch.tensor([[10, 0], [0, 10]] * len(DEVICE_MS)),
+        limits_DM=torch.tensor([[device_memory, 100]] * 2),
         bytes_PC=torch.zeros(len(ms_P), 1, dtype=torch.float64),
         collectives=Collectives([Collective("none", "world", world, world)], 2, world),
     )

@@ -164,7 +164,7 @@ def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
     cost = over_hosts(sharding_cost(8, 4, latency_ms=0.1))
     sharding = Sharding((0,) * 8, tuple((index // 4,) for index in range(8)))
     if tight:  # the fuller host may only get less
-        cost.problem.capacity_DM.fill_(int(cost.problem.used_bytes(*cost.problem.laid(sharding)).max()))
+        cost.problem.limits_DM.fill_(int(cost.problem.taken(*cost.problem.laid(sharding)).max()))
     state = ShardingState(cost, sharding, 1.0)
     swaps, changed_ranks = wide_swaps(state, 0, 1.0)
     assert len(swaps.changes) == 16 and changed_ranks == 16 * RANKS
@@ -224,7 +224,7 @@ def test_a_level_start_splits_what_would_stick_out() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_bytes_alone_find_a_start(seed: int) -> None:
     """In memory that is nearly full when all ranks are level; and none where it cannot hold the tables."""
-    total = int(sharding_cost(12, seed).problem.storage_PM[::10].sum())  # of whole tables: the first of ten parts each
+    total = int(sharding_cost(12, seed).problem.needs_PM[::10].sum())  # of whole tables: the first of ten parts each
     cost = sharding_cost(12, seed, memory=int(1.08 * total / RANKS))
     start = packed_start(cost.problem)
     assert start is not None and cost.problem.fits(start)
