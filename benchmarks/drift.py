@@ -1,14 +1,15 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Plans whose data drifted: staying, planning afresh, and re-planning by few bytes.
 
-    python benchmarks/drift.py --record benchmarks/results/2026-11-24-drift.jsonl
-    python benchmarks/drift.py --measured 5 --record benchmarks/results/2026-11-24-drift-measured.jsonl
+    python benchmarks/drift.py --record benchmarks/results/2026-11-25-drift.jsonl
+    python benchmarks/drift.py --measured 5 --record benchmarks/results/2026-11-25-drift-measured.jsonl
 
 60 tasks, 20 of each kind: pooling factors of some features trade places (``popularity``), an eighth more tables come
 (``tables``), the batch is doubled (``batch``). Models of 16 to 64 tables with row-wise Adagrad, of Meta's published
 statistics and at random, on 4 to 16 H100s. A plan is made for what was, and re-planned for what is; costs are those
 that plans are chosen by. With ``--measured``, the same is planned for as many CPU ranks of 256 samples each, and
-the kernels of all plans are timed in turns, so often each; exchanges stay modelled.
+the kernels of all plans are timed in turns, so often each; exchanges stay modelled. Where the shipped checkpoint is of
+another kind of CPU, ``--checkpoint`` takes one that this machine trained.
 
 Shares of bytes are of those that moving to the plan made afresh takes, with its ranks named so that most stay. Of
 tables that come, staying has each where the plan made afresh has it, and the others as they were.
@@ -71,6 +72,8 @@ class Setting:
     device: str
     batch_size: int
     """Of a rank, before the drift."""
+    checkpoint: str = "auto"
+    """That plans are chosen by."""
 
     def machine(self, ranks: int) -> Machine:
         """With so many ranks."""
@@ -143,6 +146,7 @@ class DriftTask:
             stats=[],
             debug=False,
             optimizers_attached=True,
+            checkpoint=self.setting.checkpoint,
         )
 
     def model(self, after: bool) -> nn.Module:
@@ -179,16 +183,14 @@ class DriftTask:
         before, now = self.planner(False), self.planner(True)
         before.plan(self.model(False), SHARDERS)
         now.plan(self.model(True), SHARDERS)
-        runs = before.saved_plan()
-        found = now.replan(runs, steps=STEPS)
-        plans = {"stay": now.replan(runs, steps=0).plan, "afresh": now.saved_plan()}
+        found = now.replan(before.saved_plan(), steps=STEPS)
+        plans = {"stay": found.over(0).plan, "afresh": now.saved_plan()}
         for share in SHARES:
-            limit = int(share * found.afresh.bytes_moved)
-            plans[f"{share:.0%}"] = now.replan(runs, steps=STEPS, max_bytes_moved=limit).plan
+            plans[f"{share:.0%}"] = found.over(STEPS, int(share * found.afresh.bytes_moved)).plan
         context = PlanningContext(
             self.topology,
             OptionReader(None, self.statistics(True), SHARDERS),
-            resolve("auto", "cpu"),
+            resolve(self.setting.checkpoint, "cpu"),
             sharders=SHARDERS,
         )
         perf = torchrec_estimators(self.topology, None)[0]
@@ -245,6 +247,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path("drift.jsonl"))
     parser.add_argument("--tasks", type=int, default=EACH * len(KINDS), help="the first so many")
     parser.add_argument("--measured", type=int, metavar="REPEATS", help="time kernels on this CPU, so often each")
+    parser.add_argument("--checkpoint", default="auto", help="that plans are chosen by")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -254,7 +257,7 @@ def main() -> None:
     lines = [line for line in map(json.loads, args.record.read_text().splitlines()) if "task" in line]
     done = {line["task"] for line in lines}
     arena = Arena("cpu") if args.measured else None
-    for task in tasks(MEASURED if args.measured else PREDICTED)[: args.tasks]:
+    for task in tasks(replace(MEASURED if args.measured else PREDICTED, checkpoint=args.checkpoint))[: args.tasks]:
         if task.name not in done:
             lines.append(task.measure(args.measured, arena) if arena else task.run())
             append(args.record, lines[-1])

@@ -23,7 +23,7 @@ from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tab
 from dreamshard_planner.planning.result import PlannedModel
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
-from dreamshard_planner.plans.replan import Move, Moving, Replan, best
+from dreamshard_planner.plans.replan import Move, Moving, Replan
 from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
@@ -65,13 +65,10 @@ def replanned(
             ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh)
         )
     points = [now, *(point for point in found if point.overall_ms < now.overall_ms)]
-    curve = tuple(ways.move(point, moving) for point in points)
-    index = best(curve, steps, max_bytes_moved)
     return Replan(
         before=held.name,
-        plan=model.saved(ways.plan(points[index].sharding), "plan"),
-        chosen=curve[index],
-        curve=curve,
+        curve=tuple(ways.move(point, moving) for point in points),
+        plans=tuple(model.saved(ways.plan(point.sharding), "plan") for point in points),
         afresh=ways.move(afresh, moving),
         steps=steps,
         max_bytes_moved=max_bytes_moved,

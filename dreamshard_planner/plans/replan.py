@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from dreamshard_planner.errors import PlanError
@@ -62,16 +62,18 @@ class Move:
 
 @dataclass(frozen=True)
 class Replan:
-    """What :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan` found."""
+    """What :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan` found.
+
+    Raises:
+        PlanError: every plan of the curve moves more bytes than may move.
+    """
 
     before: str
     """Name of the current plan."""
-    plan: SavedPlan
-    """The one that takes least time over the steps that remain."""
-    chosen: Move
-    """What it takes to go there."""
     curve: tuple[Move, ...]
     """By bytes; each plan costs less than all before it."""
+    plans: tuple[SavedPlan, ...]
+    """Of the curve."""
     afresh: Move
     """The plan as it would be made if nothing moved for free or at cost, with ranks named so that most bytes stay."""
     steps: int
@@ -82,6 +84,23 @@ class Replan:
 
     COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
     """Of :meth:`rows`."""
+
+    def __post_init__(self) -> None:
+        best(self.curve, self.steps, self.max_bytes_moved)
+
+    def over(self, steps: int, max_bytes_moved: int | None = None) -> Replan:
+        """What the same curve has for other steps that remain, or other bytes that may move; nothing is searched."""
+        return replace(self, steps=steps, max_bytes_moved=max_bytes_moved)
+
+    @property
+    def plan(self) -> SavedPlan:
+        """The one that takes least time over the steps that remain."""
+        return self.plans[best(self.curve, self.steps, self.max_bytes_moved)]
+
+    @property
+    def chosen(self) -> Move:
+        """What it takes to go there."""
+        return self.curve[best(self.curve, self.steps, self.max_bytes_moved)]
 
     @property
     def stays(self) -> bool:
@@ -118,9 +137,10 @@ class Replan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, without the plan, which is a document of its own."""
-        document = {name: value for name, value in asdict(self).items() if name != "plan"}
-        return {**document, "stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
+        """For JSON, without the plans, which are documents of their own."""
+        document = {"before": self.before, "chosen": asdict(self.chosen)} | asdict(replace(self, plans=()))
+        told = {"stays": self.stays, "saved_seconds": self.saved_seconds, "sentence": self.sentence}
+        return {name: value for name, value in document.items() if name != "plans"} | told
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
         """Of the curve, for people: :attr:`COLUMNS`, without what gains less than half a percent over the last row."""

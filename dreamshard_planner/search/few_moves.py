@@ -38,9 +38,9 @@ SHARPNESS = (40, 16, 100)
 become faster as well."""
 KICKED = 2
 """Tables that are back where they were in each other copy that the third walk goes on from."""
-ANNEALED, ANNEALED_PER_TABLE, MIXED = 3_000, 200, 3
-"""Trials in which each copy between is annealed, no more than so many for each table; and tables of which one changes
-at a time."""
+ANNEALED, DRAWS_PER_TABLE, MIXED = 3_000, 10, 3
+"""Trials in which each copy between is annealed, in no more draws than so many for each table, each of changes of so
+many tables."""
 HEATS = (0.01, 0.03, 0.003)
 """Temperatures at which that begins, in turns, as shares of the cost of the fresh plan."""
 PATIENCE = 12
@@ -183,9 +183,9 @@ class _Walk:
     def _annealed(self, limit: int, heat_ms: float) -> None:
         """Time after time draw one of the changes of a few tables, or none, the dearer the less likely, and less so the
         longer it goes on. Bytes past the limit are dear."""
-        begun, num_tables = self._trials, self._problem.num_tables
-        trials_in_all = min(ANNEALED, ANNEALED_PER_TABLE * num_tables)
-        while (gone := (self._trials - begun) / trials_in_all) < 1:
+        begun, draws, num_tables = self._trials, 0, self._problem.num_tables
+        while (gone := max((self._trials - begun) / ANNEALED, draws / (DRAWS_PER_TABLE * num_tables))) < 1:
+            draws += 1
             trials = list(self._changes_of(self._drawn(num_tables, MIXED)))
             if not trials:
                 return

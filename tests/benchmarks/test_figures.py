@@ -115,7 +115,7 @@ def network_errors() -> str:
 
 
 def gain_of_few_bytes() -> str:
-    rows = read("2026-11-24-drift.jsonl")[1:]
+    rows = read("2026-11-25-drift.jsonl")[1:]
     assert len(rows) == 60
     afresh, few = (sum(log(row["stay_ms"] / ms(row)) for row in rows)
                    for ms in (lambda row: row["afresh_ms"], lambda row: row["share_ms"]["20%"]))  # fmt: skip

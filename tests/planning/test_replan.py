@@ -119,9 +119,8 @@ def test_a_plan_that_was_loaded_is_replanned_like_one_that_was_made(tmp_path: Pa
 
 def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -> None:
     saved, after = planned().saved_plan(), planned("hgfedcba")
-    long, short, slow = (
-        after.replan(saved, steps=steps, bytes_per_s=rate) for steps, rate in ((10**9, 1e12), (10, 1e12), (10**6, 1.0))
-    )
+    long, slow = (after.replan(saved, steps=steps, bytes_per_s=rate) for steps, rate in ((10**9, 1e12), (10**6, 1.0)))
+    short = long.over(10)
     assert not long.stays and short.stays and slow.stays
     assert long.chosen.seconds(10**9) == pytest.approx(
         60 + long.chosen.bytes_to_one_rank / 1e12 + 1e6 * long.chosen.step_ms
@@ -131,12 +130,24 @@ def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -
 
 def test_no_more_bytes_move_than_may() -> None:
     saved, after = planned().saved_plan(), planned("hgfedcba")
-    most = after.replan(saved, steps=10**9).chosen.bytes_moved
-    for limit in (0, most // 2, most):
-        found = after.replan(saved, steps=10**9, max_bytes_moved=limit)
+    whole = after.replan(saved, steps=10**9)
+    most = whole.chosen.bytes_moved
+    some = after.replan(saved, steps=10**9, max_bytes_moved=most // 2)
+    for found, limit in ((whole.over(10**9, 0), 0), (some, most // 2), (some.over(10**9, most), most)):
         check(found, saved)
         assert found.chosen.bytes_moved <= limit
     assert found.chosen.bytes_moved > 0
+
+
+def test_a_curve_answers_for_other_steps_and_bytes_without_a_search() -> None:
+    saved, after = planned().saved_plan(), planned("hgfedcba")
+    found = after.replan(saved, steps=10**9)
+    assert found.over(0).stays and found.over(0).plan.sharding == saved.sharding
+    assert found.over(0).over(10**9) == found
+    for move, plan in zip(found.curve, found.plans, strict=True):
+        limited = found.over(10**9, move.bytes_moved)
+        assert limited.chosen == move and limited.plan == plan
+        assert plan.predicted.total_ms == pytest.approx(move.step_ms, rel=1e-5)
 
 
 def test_few_moves_find_what_trying_all_finds() -> None:
@@ -209,7 +220,7 @@ def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
     assert not found.stays and found.forced == ("it does not keep within memory and rules",)
     assert found.chosen.tables > 0 and "plan cannot stay" in found.sentence
     with pytest.raises(PlanError, match=r"max_bytes_moved=1: .* cannot stay, and the least that must move is \d"):
-        planned(sharding_types=["table_wise"], placement_rules=rules).replan(current, steps=1, max_bytes_moved=1)
+        found.over(1, max_bytes_moved=1)
 
 
 def test_tables_that_come_and_go_move_nothing() -> None:
