@@ -123,7 +123,8 @@ def fit(rows: Sequence[Row]) -> tuple[Kernels, dict[str, float]]:
 
     def read(logs: np.ndarray) -> tuple[Kernels, dict[str, float]]:
         values = np.exp(logs).tolist()
-        kernels = replace(GPU_KERNELS, **dict(zip(FITTED, values, strict=False)))
+        named = dict(zip(FITTED, values, strict=False))
+        kernels = replace(GPU_KERNELS, **named, gradient_speedup=named["cache_speedup"])
         return kernels, dict(zip(unnamed, values[len(FITTED) :], strict=True))
 
     def residuals(logs: np.ndarray) -> list[float]:

@@ -1,9 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """The roofline model: bytes moved over bandwidths, and a few times that kernels take whatever they move.
 
-It serves topologies that no checkpoint covers. On CPUs it has the bandwidth alone. On GPUs its few parameters are
-fitted to what others published of FBGEMM's kernels on other machines (``benchmarks/gpu_prior.py``); nothing of it was
-measured on the machine at hand.
+It serves topologies that no checkpoint covers. On GPUs its few parameters are fitted to what others published of
+FBGEMM's kernels on other machines (``benchmarks/gpu_prior.py``), on CPUs to the shape of what one kind of CPU measured
+(``benchmarks/cpu_prior.py``), whatever its speed; nothing of it was measured on the machine at hand.
 
 Shapes: S shards, F features, H latent channels.
 """
@@ -44,8 +44,16 @@ class Kernels:
     backward_share: float = 1.0
     cache_speedup: float = 4.0
     """Cache over memory bandwidth, for reads of a row after the first where the cache holds what is read."""
+    gradient_speedup: float = 4.0
+    """The same for gradients, which are read again for every lookup."""
     row_bytes: float = 0.0
-    """That reading a row takes at least, however narrow it is."""
+    """That reading a row takes at least, however narrow it is, in the forward and in the backward."""
+    update_bytes: float = 0.0
+    """The same of updating a row, where that is more."""
+    lookup_bytes: float = INDEX_BYTES
+    """That a lookup takes in the forward beside its row: its index, and what finding the row takes."""
+    table_bytes: float = 0.0
+    """That each table takes in either direction beside its rows: kernels that go from table to table start anew."""
     lane_dims: float = 0.0
     """Columns that a warp adds up in one pass of the backward: narrower gradients take as long."""
     row_ns: float = 0.0
@@ -61,11 +69,24 @@ class Kernels:
     backward_launch_ms: float = 0.06
 
 
-CPU_KERNELS = Kernels()
+CPU_KERNELS = Kernels(
+    cache_speedup=26.0,
+    gradient_speedup=11.0,
+    row_bytes=100.0,
+    update_bytes=217.0,
+    lookup_bytes=22.0,
+    table_bytes=41e3,
+    lane_dims=42.0,
+    forward_launch_ms=0.045,
+    backward_launch_ms=0.018,
+)
+"""Fitted by ``benchmarks/cpu_prior.py`` to sets that an AMD EPYC (family 25 model 17) measured, each optimizer and
+direction up to a factor: the level is that of the topology's bandwidth, which one core does not reach."""
 GPU_KERNELS = Kernels(
     forward_share=0.92,
     backward_share=0.56,
     cache_speedup=1.7,
+    gradient_speedup=1.7,
     row_bytes=110.0,
     lane_dims=160.0,
     row_ns=1.1,
@@ -132,7 +153,7 @@ class RooflineCost(ComputeCost):
         first_reads = distinct_rows * row_bytes
         repeats = (lookups - distinct_rows).clamp_min(0) * row_bytes
         outputs = column("output_elements") * OUTPUT_BYTES
-        indices = lookups * INDEX_BYTES
+        indices, tables = lookups * INDEX_BYTES, torch.full_like(lookups, kernels.table_bytes)
         states = distinct_rows * (1 + column("adagrad") * (dim - 1))
         optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES * 2
 
@@ -149,11 +170,12 @@ class RooflineCost(ComputeCost):
         keys = column("uvm_caching") * (SORT_PASSES * 2 * indices + lookups * CACHE_SET_BYTES)
 
         cached_ns = column("uvm_caching") * lookups * kernels.cache_lookup_ns
-        forward = first_reads * read_ms + (outputs + indices + keys) * forward_ms + cached_ns * 1e-6
+        found = lookups * kernels.lookup_bytes
+        forward = first_reads * read_ms + (outputs + found + keys + tables) * forward_ms + cached_ns * 1e-6
         gradient_reads = lookups * dim.clamp_min(kernels.lane_dims) * OUTPUT_BYTES
         backward = (
-            first_reads * update_ms
-            + (outputs + SORT_PASSES * 2 * indices + optimizer_state) * backward_ms
+            distinct_rows * row_bytes.clamp_min(kernels.update_bytes) * update_ms
+            + (outputs + SORT_PASSES * 2 * indices + optimizer_state + tables) * backward_ms
             + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6)
         )
         again = (gradient_reads - outputs).clamp_min(0) * backward_ms
@@ -169,11 +191,12 @@ class RooflineCost(ComputeCost):
         kernels = self.kernels
         launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
         held_X2, again_X2 = latent_XH[..., 4:8:2], latent_XH[..., 5:8:2]
+        speedup_2 = latent_XH.new_tensor([kernels.cache_speedup, kernels.gradient_speedup])
         if math.isinf(self.cache_bytes):
-            slowed_X2 = torch.full_like(again_X2, 1 / kernels.cache_speedup)
+            slowed_X2 = (1 / speedup_2).expand_as(again_X2)
         else:
             hit_X2 = (self.cache_bytes / held_X2.clamp_min(1.0)).clamp_max(1.0)
-            slowed_X2 = 1 - hit_X2 * (1 - 1 / kernels.cache_speedup)
+            slowed_X2 = 1 - hit_X2 * (1 - 1 / speedup_2)
         launched_X2 = (latent_XH[..., [0, 8]] > 0) * launch_2
         kernels_X2 = latent_XH[..., 1:3] + launched_X2 + again_X2 * slowed_X2
         out_X = (latent_XH[..., 3] - both_passes(kernels_X2)).clamp_min(0)
@@ -183,7 +206,7 @@ class RooflineCost(ComputeCost):
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""
         if self.kernels is CPU_KERNELS:
-            return ("nothing was measured for this kind of device: costs come from bandwidths alone",)
+            return ("nothing was measured on this device: the level of costs comes from bandwidths alone",)
         return (
             "nothing was measured on this kind of device here: costs are a prior from published kernels of H100, MI350 "
             "and others, scaled by the topology's bandwidths",
