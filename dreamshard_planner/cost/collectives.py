@@ -74,7 +74,7 @@ class CollectiveFit:
 
 def fits_of(measured: Any) -> dict[str, CollectiveFit]:
     """By operation, of what a file or a checkpoint says was measured between ranks: all :data:`OPERATIONS`, and
-    :data:`LOOKUPS` where these were.
+    :data:`LOOKUPS` where these were; null stands for what training steps did not tell.
 
     Raises:
         ValueError: it is something else; names what is wrong.
@@ -90,17 +90,17 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
     # Before all-gathers were measured, they were taken for the reduce-scatters that they undo.
     fits = {"all_gather": measured["fits"].get("reduce_scatter"), **measured["fits"]}
     known = (*OPERATIONS, *LOOKUPS) if fits.keys() & set(LOOKUPS) else OPERATIONS
-    missing = [operation for operation in known if not isinstance(fits.get(operation), dict)]
+    missing = [operation for operation in known if not isinstance(fits.get(operation, ""), dict | None)]
     if missing:
         raise ValueError(f"fits lack {', '.join(missing)}")
     revision = measured.get("revision", 1)
     if revision not in range(1, REVISION + 1):
         raise ValueError(f"revision must be 1 to {REVISION}, got {revision!r:.50}: a newer version made it")
     try:
-        read = {operation: CollectiveFit(**fits[operation]) for operation in known}
+        read = {operation: CollectiveFit(**fits[operation]) for operation in known if fits[operation] is not None}
     except TypeError as error:
         raise ValueError(f"a fit has other fields: {error}") from error
-    if revision < 2:
+    if revision < 2 and "all_reduce" in read:
         read["all_reduce"] = read["all_reduce"].slowed(measured["world_size"])
     return read
 

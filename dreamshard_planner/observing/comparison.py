@@ -66,9 +66,10 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
         expected = None if every is None else tuple(every[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
     outputs = {name: one for name, one in run.collectives.items() if name.startswith("outputs")}
+    part = "of the last rank to come" if run.lookups_ms is not None else "observed without what is done to them between"
     exchanges = {
         "outputs": "exchange of outputs, of the last rank to come",
-        "lookups": "exchange of lookups, observed without what is done to them between",
+        "lookups": f"exchange of lookups, {part}",
     }
     for carried, what in exchanges.items():
         expected = None if predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
@@ -76,9 +77,13 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     for name, one in run.collectives.items():
         yield Compared(f"{name}: until it is there", None, one.span_ms)
         yield Compared(f"{name}: waiting alone", None, one.waited_ms)
+    inputs_ms = tuple(rank.median("input_dist") for rank in run.ranks)
+    if any(inputs_ms):
+        yield Compared("input_dist: until kernels have their lookups", None, inputs_ms)
     waited = [sum(one.waited_ms[at] for one in outputs.values()) for at in range(len(ranks))]
     model = [rank.median("forward") + rank.median("backward") for rank in run.ranks]
-    inside = [ms - rank.median("kernels") - wait for ms, rank, wait in zip(model, run.ranks, waited, strict=True)]
+    away = [sum(ms) for ms in zip(waited, inputs_ms, strict=True)]
+    inside = [ms - rank.median("kernels") - other for ms, rank, other in zip(model, run.ranks, away, strict=True)]
     yield Compared("dense layers, and what else is in the model", None, tuple(inside))
     outside = [rank.median("step") - ms for rank, ms in zip(run.ranks, model, strict=True)]
     yield Compared("outside of the model: data, dense optimizer", None, tuple(outside))
@@ -86,7 +91,9 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
 
 
 def _observed_ms(run: ObservedRun, carried: str) -> float:
-    """Of all exchanges that carry so."""
+    """Of all exchanges that carry so; of lookups with what is done to them, where that was observed."""
+    if carried == "lookups" and run.lookups_ms is not None:
+        return run.lookups_ms
     return sum(one.ms for name, one in run.collectives.items() if name.startswith(carried))
 
 

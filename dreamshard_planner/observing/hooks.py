@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.types import Awaitable, ShardedModule
 
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.recorder import Mark, Step, StepRecorder
@@ -128,12 +129,29 @@ class Hooks:
         step.add("kernels", start, end)
 
     def listen_to_inputs(self, module: Any, told: Callable[[Any], None]) -> None:
-        """What a sharded module is asked to look up, at every step."""
+        """What a sharded module is asked to look up, at every step; and how long that takes to get to its kernels where
+        its forward pass asks and waits. A pipeline asks ahead, while others compute: that is not timed."""
         input_dist = module.input_dist
 
         def listened(context: Any, features: Any, *others: Any, **named: Any) -> Any:
             told(features)
-            return input_dist(context, features, *others, **named)
+            step, caller = self._recorder.current, sys._getframe(1).f_code
+            if step is None or caller is not ShardedModule.forward.__code__:
+                return input_dist(context, features, *others, **named)
+            start = self._clock.mark()
+
+            def arrived(lookups: Any) -> Any:
+                step.add("input_dist", start, self._clock.mark())
+                step.count("input_dist calls", 1)
+                return lookups
+
+            def sent(arriving: Awaitable[Any]) -> Awaitable[Any]:
+                arriving.callbacks.append(arrived)
+                return arriving
+
+            sending = input_dist(context, features, *others, **named)
+            sending.callbacks.append(sent)
+            return sending
 
         module.input_dist = listened
         self._stack.callback(delattr, module, "input_dist")

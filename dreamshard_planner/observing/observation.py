@@ -22,7 +22,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, lookup_bytes, workloads_of
 
 FORMAT = "dreamshard_planner observation"
 VERSION = 1
@@ -65,6 +65,16 @@ class ObservedKernel:
     """Of the batch that it sees."""
     tables: tuple[ObservedTable, ...]
 
+    @property
+    def module(self) -> str:
+        """Path of the sharded module that it belongs to."""
+        return self.tables[0].name.rpartition(".")[0]
+
+    def lookup_bytes(self, lookups: float) -> float:
+        """Of so many lookups in a step, as the cost counts them."""
+        bags = self.samples * sum(len(table.features) for table in self.tables)
+        return lookup_bytes(lookups, bags, self.weighted)
+
     def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:
         """What it asks for, by statistics of the batches; ObservationError where they lack a feature."""
         if missing := sorted({name for table in self.tables for name in table.features} - set(statistics)):
@@ -99,7 +109,8 @@ class RankSteps:
     columns: dict[str, tuple[float, ...]]
     """Milliseconds of each kept step: ``step``, ``forward`` and ``backward`` of the whole model; ``kernel 0 forward``
     (processor time on a CPU) and so on; ``kernels``, all of them by the host's clock; ``outputs all_to_all forward
-    span`` and ``waited`` of collectives. Their ``calls``, and ``bytes`` to other ranks; ``lookups`` of kernels."""
+    span`` and ``waited`` of collectives; ``input_dist``, all that lookups take to get to their kernels, in modules that
+    wait for it. Their ``calls``, and ``bytes`` to other ranks; ``lookups`` of kernels."""
     kernels: tuple[ObservedKernel, ...]
     statistics: dict[str, FeatureStatistics]
     """Of this rank's batches."""
@@ -152,14 +163,26 @@ class ObservedRun:
         names = {name.removesuffix(" span") for rank in self.ranks for name in rank.columns if name.endswith(" span")}
         return {name: self._collective(name) for name in sorted(names)}
 
-    def _collective(self, name: str) -> Collective:
-        spans = [dict(zip(rank.kept, rank.columns.get(f"{name} span", ()), strict=False)) for rank in self.ranks]
+    @cached_property
+    def lookups_ms(self) -> float | None:
+        """All that lookups take to get to their kernels, sorting included, of the rank that came to it last in each
+        step; None where some module did not wait for it, as in a pipeline, or was not seen to."""
+        modules = {kernel.module for rank in self.ranks for kernel in rank.kernels}
+        if not modules or any(rank.median("input_dist calls") != len(modules) for rank in self.ranks):
+            return None
+        return self._last_ms("input_dist")
+
+    def _last_ms(self, column: str) -> float:
+        """Of the rank that came to it last, in each step: who was early has waited."""
+        spans = [dict(zip(rank.kept, rank.columns.get(column, ()), strict=False)) for rank in self.ranks]
         together = set.intersection(*map(set, spans))
         late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
         span_RX = np.array([[span[index] for index in late] for span in spans]).reshape(len(spans), -1)
-        last_X = span_RX.min(0) if len(late) else np.zeros(1)
+        return float(np.median(span_RX.min(0) if len(late) else np.zeros(1)))
+
+    def _collective(self, name: str) -> Collective:
         return Collective(
-            ms=float(np.median(last_X)),
+            ms=self._last_ms(f"{name} span"),
             span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
             waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
             bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),

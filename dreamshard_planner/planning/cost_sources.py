@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cost.collectives import LOOKUPS, CollectiveModel, fits_of
+from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, fits_of
 from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras, WithServing
 from dreamshard_planner.cost.interconnect import Interconnect
 from dreamshard_planner.cost.model import Cost
@@ -75,7 +75,7 @@ class NetworkCosts:
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""
-        measured = not self.takes_estimates and bool(_measured(self.topology, self.checkpoint))
+        measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
         # Networks tell Adagrad from row-wise Adagrad where calibration did.
         told_apart = not self.uses_network or "adagrad" in self.checkpoint.metadata.get("corrections", {})
@@ -130,9 +130,10 @@ COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": To
 
 def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
     """Exchanges as the checkpoint measured them, for ranks of as many hosts of that kind; else over the topology's
-    bandwidths."""
+    bandwidths. What was measured before lookups were says nothing of these."""
     given = Interconnect.of(topology)
     measured = _measured(topology, checkpoint)
+    counted = not measured or "lookups" in checkpoint.metadata["collectives"]["fits"]
     bucketing = measured.get("bucketing")
     of_host = measured if given.hosts == 1 else {}
     return Links(
@@ -144,7 +145,7 @@ def links_of(topology: Topology, checkpoint: Checkpoint) -> Links:
         host_all_gather=of_host.get("all_gather") or given.host_reduce_scatter(),
         across=given.across(),
         all_to_one=given.all_to_one(),
-        lookups=measured.get("lookups") if measured else given.lookups(),
+        lookups=measured.get("lookups") or (given.lookups() if counted else None),
         # Each rank sorts its own ids, however many ranks there are: as if one of two got them.
         bucketing=bucketing and replace(bucketing, world_size=2),
     )

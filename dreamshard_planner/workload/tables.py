@@ -272,8 +272,7 @@ class Workload:
     @property
     def lookup_bytes(self) -> float:
         """Of all ids and weights of one batch, and of the lengths of its bags, as TorchRec sends them to a shard."""
-        each = INDEX_BYTES + (LOOKUP_WEIGHT_BYTES if self.weighted else 0)
-        return self.lookups * each + self.pooled_vectors * LENGTH_BYTES
+        return lookup_bytes(self.lookups, self.pooled_vectors, self.weighted)
 
     @property
     def output_elements(self) -> float:
@@ -285,6 +284,11 @@ class Workload:
     def pooled_vectors(self) -> float:
         """Bags of one batch, each with a vector after pooling."""
         return self.num_features * self.batch_size * self.output_share
+
+
+def lookup_bytes(lookups: float, bags: float, weighted: bool) -> float:
+    """Of so many ids, their weights where they have some, and the lengths of their bags."""
+    return lookups * (INDEX_BYTES + LOOKUP_WEIGHT_BYTES * weighted) + bags * LENGTH_BYTES
 
 
 ALIKE = ("weight_bytes", "pooled", "weighted", "optimizer", "memory", "served", "prefetched", "cache_load_factor",

@@ -362,6 +362,7 @@ def test_all_reduces_measured_before_are_read_as_what_they_were_of() -> None:
         (lambda text: text.replace('"bytes_per_ms": 2.0', '"bytes_per_ms": -1'), "bytes_per_ms must be a number"),
         (lambda text: text.replace('"all_reduce"', '"reduce"'), "fits lack all_reduce"),
         (lambda text: text.replace('"bucketing"', '"sorting"'), "fits lack bucketing"),
+        (lambda text: text.replace('"lookups": {', '"lookups": 0, "_": {'), "fits lack lookups"),
         (lambda text: f"[{text}]", "must be a mapping"),
     ],
 )

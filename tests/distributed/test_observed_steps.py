@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
+from replicas import TW, Training, batches, sharded, train_steps
 from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, make_planner, shard, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +23,7 @@ from dreamshard_planner import DistributedModelParallel, Observation, Observatio
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import COLLECTIVES, kernels_in, lookups_of
 from dreamshard_planner.observing.learning import ObservedSets
+from dreamshard_planner.observing.observation import ObservedRun
 from dreamshard_planner.observing.trace import Trace
 
 STEPS = 6
@@ -83,7 +86,9 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
         for index, kernel in enumerate(rank.kernels):
             assert kernel.samples == 2 * LOCAL_BATCH and kernel.optimizer == "rowwise_adagrad"
             asked = sum(workload.lookups for workload in kernel.workloads(run.statistics))
-            assert asked == pytest.approx(rank.median(f"kernel {index} lookups"))
+            assert asked == pytest.approx(read := rank.median(f"kernel {index} lookups"))
+            sent = sum(workload.lookup_bytes for workload in kernel.workloads(run.statistics))
+            assert kernel.lookup_bytes(read) == pytest.approx(sent)
         inside = rank.median("forward") + rank.median("backward")
         assert 0 < rank.kernel_ms("forward") + rank.kernel_ms("backward") < inside < rank.median("step")
 
@@ -103,8 +108,36 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     assert set(run.collectives) == {"outputs all_to_all forward", "outputs all_to_all backward", "lookups all_to_all"}
     for one in run.collectives.values():
         assert 0 < one.ms <= min(one.span_ms) * (1 + 1e-9) and all(map(float.__le__, one.waited_ms, one.span_ms))
+    # The model waits for its lookups; of the rank that waits least, that takes longer than their exchange alone.
+    assert all(set(rank.columns["input_dist calls"]) == {1.0} for rank in run.ranks)
+    assert 0 < run.lookups_ms <= min(rank.median("input_dist") for rank in run.ranks) * (1 + 1e-9)
+    for rank, waited_ms in zip(run.ranks, run.collectives["lookups all_to_all"].waited_ms, strict=True):
+        assert waited_ms < rank.median("input_dist") < rank.median("forward")
     compared = compare(run)
     assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.forward_ms
+
+
+def _of_ways(rank: Rank) -> dict[str, ObservedRun]:
+    found = {}
+    for way in ("combined", "pipeline"):
+        model = sharded(Training(SGD), TW, rank)
+        with observe(model) as seen:
+            train_steps(way, model, batches(rank))
+        (found[way],) = seen.observation().runs
+    return found
+
+
+def test_what_lookups_take_in_a_pipeline_is_not_told() -> None:
+    ranks = run_on_ranks(_of_ways, world_size=2)
+    alone, pipeline = (
+        replace(ranks[0][way], ranks=tuple(of_rank for one in ranks for of_rank in one[way].ranks))
+        for way in ("combined", "pipeline")
+    )
+    assert alone.lookups_ms > 0 and pipeline.lookups_ms is None
+    assert not any(name.startswith("input_dist") for rank in pipeline.ranks for name in rank.columns)
+    assert alone.collectives.keys() == pipeline.collectives.keys() >= {"lookups all_to_all"}
+    for run in (alone, pipeline):
+        assert all(rank.median("kernels") > 0 for rank in run.ranks if rank.kernels)
 
 
 CASE = Case(
@@ -147,6 +180,7 @@ def test_every_sharding_type_is_observed() -> None:
     assert set(read) == {*((kind, True) for kind in KINDS), ("row_wise", False)}
     for kind, lookups in asked.items():
         assert lookups == pytest.approx(read[kind], rel=0.2), kind
+    assert run.lookups_ms > 0 and {kernel.module for rank in run.ranks for kernel in rank.kernels} == {*CASE.modules}
     sets = ObservedSets.of(Observation({}, (run,)))
     assert sets.kinds and "data_parallel" not in sets.kinds
     assert "dense kernels take more than their own time" in sets.left_out

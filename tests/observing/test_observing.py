@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,17 @@ from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, Obser
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
+from dreamshard_planner.cost.collectives import OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.comparison import compare
+from dreamshard_planner.observing.exchanges import learn_exchanges
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps
 from dreamshard_planner.observing.recorder import MOST_STEPS, Clock, StepRecorder
+from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.workload.tables import FeatureStatistics
 from tests.planning.test_context import model
 from tests.torchrec_components.test_plugin import SHARDERS, topology
@@ -221,6 +224,8 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     fits = made.metadata["collectives"]["fits"]
     assert fits["all_to_all"]["bytes_per_ms"] == pytest.approx(4e5, rel=1e-3)
     assert fits["all_reduce"] == fits["all_to_all"]
+    prior, learned = (links_of(topology(2), one) for one in (resolve("roofline", "cpu"), made))
+    assert fits["lookups"] is fits["bucketing"] is None and learned.lookups == prior.lookups  # not seen: still counted
     (said,) = made.metadata["learned"]["exchanges"]
     assert said == "outputs by all_to_all: were 100 % off, are now 0 % off"
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
@@ -229,6 +234,102 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     one_alone = replace(seen, runs=tuple(replace(run, ranks=run.ranks[:1]) for run in runs))
     alone = learn(resolve("roofline", "cpu"), one_alone, tmp_path / "alone.safetensors", force=True)
     assert alone.metadata["collectives"] is None  # nobody knows how long it waited
+
+
+LATENCY_MS, RATE = 0.5, 4e3
+"""Of an exchange of lookups, and its bytes per millisecond."""
+
+
+def with_lookups(run: int, sharding_type: str = "table_wise", more_ms: float = 0.0, **columns: tuple) -> ObservedRun:
+    """What kernels read takes some time to get there; rank 0 waits for rank 1."""
+    ranks = [rank_steps(run, rank) for rank in range(WORLD_SIZE)]
+    moved = [one.kernels[0].lookup_bytes(one.median("kernel 0 lookups")) / WORLD_SIZE for one in ranks]
+    ms = LATENCY_MS + max(moved) / RATE + more_ms
+    told = [{"input_dist": (ms + 1 - one.rank,) * 8, "input_dist calls": (1.0,) * 8} | columns for one in ranks]
+    kernels = [(replace(one.kernels[0], sharding_type=sharding_type),) for one in ranks]
+    return observed_run(
+        f"run{run}",
+        *(
+            replace(one, kernels=of_rank, columns=one.columns | more)
+            for one, of_rank, more in zip(ranks, kernels, told, strict=True)
+        ),
+    )
+
+
+def without_lookups() -> Checkpoint:
+    """Collectives as they were measured before lookups were."""
+    prior, fit = resolve("roofline", "cpu"), asdict(CollectiveFit(0.1, 1e6, 1e6, 0.1))
+    hardware = describe_hardware("cpu", 1)
+    known = {"backend": "gloo", "world_size": 2, "hardware": hardware, "fits": dict.fromkeys(OPERATIONS, fit)}
+    return replace(prior, metadata={**prior.metadata, "collectives": known | {"revision": REVISION}})
+
+
+def learned_lookups(runs: list[ObservedRun], checkpoint: Checkpoint) -> tuple[dict | None, list[str]]:
+    return learn_exchanges(Observation(describe_hardware("cpu", 1), tuple(runs)), checkpoint)
+
+
+def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
+    seen = Observation(describe_hardware("cpu", 1), (with_lookups(0), with_lookups(1)))
+    seen.save(tmp_path / "seen.json")
+    seen = Observation.load(tmp_path / "seen.json")
+    cpu = topology(2)
+    for name, prior in (("roofline", resolve("roofline", "cpu")), ("measured", without_lookups())):
+        made = learn(prior, seen, tmp_path / f"{name}.safetensors")
+        links, before = links_of(cpu, made), links_of(cpu, prior)
+        for run in seen.runs:
+            moved_D = torch.tensor(
+                [rank.kernels[0].lookup_bytes(rank.median("kernel 0 lookups")) / WORLD_SIZE for rank in run.ranks]
+            )
+            assert float(links.lookups.all_to_all_ms(moved_D)[0]) == pytest.approx(run.lookups_ms, rel=1e-3)
+        # All else costs what it did, and nobody knows what sorting takes.
+        assert replace(links.all_to_all, source="") == replace(before.all_to_all, source="") and links.bucketing is None
+        assert links.all_to_all.source.startswith("measured") == (name == "measured")
+        (said,) = made.metadata["learned"]["exchanges"]
+        assert ("were not counted, are now" in said) == (name == "measured") and said.startswith("lookups: were ")
+        planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH, checkpoint=made)
+        planner.plan(model(), SHARDERS)
+        report = planner.report()
+        assert sum(ms for name, ms in report.collectives if name.endswith(" lookups")) > LATENCY_MS
+        assert not any("lookups is not counted" in str(note) for note in report.notes)
+
+
+def test_lookups_are_learned_from_what_tells_them_alone() -> None:
+    prior, both = without_lookups(), [0, 1]
+    known = prior.metadata["collectives"]
+    assert learned_lookups([with_lookups(0)], prior) == (known, [])  # none to hold out
+    in_a_pipeline, twice = ({"input_dist calls": (calls,) * 8} for calls in (0.0, 2.0))
+    for unseen in (in_a_pipeline, twice, {"lookups all_to_all of 1 span": (1.0,) * 8}):
+        assert learned_lookups([with_lookups(run, **unseen) for run in both], prior) == (known, [])
+    # Of about as many bytes, none tells a latency.
+    made, _ = learned_lookups([with_lookups(1), with_lookups(2)], prior)
+    assert made["fits"]["lookups"]["latency_ms"] == 0 and made["fits"]["bucketing"] is None
+    # Sorting is known, or nothing is learned where there is some.
+    assert learned_lookups([with_lookups(run, "row_wise") for run in both], prior) == (known, [])
+    shipped = resolve("auto", "cpu")
+    sorting_ms = links_of(topology(2), shipped).bucketing
+    runs = []
+    for run in both:
+        read = [rank.median("kernel 0 lookups") * 8 / WORLD_SIZE for rank in with_lookups(run).ranks]
+        more_ms = float(sorting_ms.all_to_all_ms(torch.tensor(read, dtype=torch.float64))[0])
+        runs.append(with_lookups(run, "row_wise", more_ms))
+    assert (alone := learned_lookups(list(map(with_lookups, both)), shipped)[0]["fits"])["bucketing"] is not None
+    assert learned_lookups(runs, shipped)[0]["fits"]["lookups"] == pytest.approx(alone["lookups"], rel=1e-4)
+    # What is in use stays, unless something is better.
+    confirmed = replace(shipped, metadata={**shipped.metadata, "collectives": {**known, "fits": alone}})
+    assert learned_lookups(list(map(with_lookups, both)), confirmed) == (confirmed.metadata["collectives"], [])
+
+
+def test_lookups_are_shown_as_far_as_they_were_observed() -> None:
+    seen, unseen = (
+        {one.what: one.observed_ms for one in compare(run).kinds} for run in (with_lookups(0), observation(1).runs[0])
+    )
+    run = with_lookups(0)
+    assert seen["exchange of lookups, of the last rank to come"] == (run.lookups_ms,) * 2
+    assert seen["input_dist: until kernels have their lookups"] == (run.lookups_ms + 1, run.lookups_ms)
+    assert unseen["exchange of lookups, observed without what is done to them between"] == (0.0, 0.0)
+    dense = "dense layers, and what else is in the model"
+    less = [before - now for before, now in zip(unseen[dense], seen[dense], strict=True)]
+    assert less == pytest.approx([run.lookups_ms + 1, run.lookups_ms])
 
 
 def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> ObservedRun:
