@@ -8,11 +8,11 @@
 
 CPU ranks over gloo, one thread each. Each model has --count tables of the collection, drawn by its seed, all read
 --lookups times as often and the hottest --hot times more, so that kernels are a good part of a step; and one of three
-optimizers. It trains --steps steps under each of two plans, arbitrary placements of whole tables, while it is observed;
-with ``--learned-from planners`` under TorchRec's plan and ours by bandwidths, which may split tables; with ``mixed``
-under one of those placements and TorchRec's plan. ``learn`` corrects bandwidths (``roofline``), and the checkpoint that
-ships, by these; then errors are told on the kernels of five other arbitrary placements, observed likewise. Those of a
---network are told as it is.
+optimizers. It trains --steps steps under each of two plans, arbitrary placements of whole tables, while it is observed,
+without a pipeline; with ``--learned-from planners`` under TorchRec's plan and ours by bandwidths, which may split
+tables; with ``mixed`` under one of those placements and TorchRec's plan. ``learn`` corrects bandwidths (``roofline``),
+and the checkpoint that ships, by these; then errors are told on the kernels of five other arbitrary placements,
+observed likewise. Those of a --network are told as it is.
 
 Then --plans are made for the model: by the costs of these names, the networks' included, and by TorchRec's planner with
 true pooling factors; all may use the same --sharding-types, of which those are left out that would train the model

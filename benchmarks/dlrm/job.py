@@ -51,11 +51,11 @@ class Job:
         apply_optimizer_in_backward(OPTIMIZERS[self.config.optimizer], tables_of, {"lr": 0.01})
         return model
 
-    def trainee(self, plan: ShardingPlan, judge: DreamShardPlanner | None = None) -> Trainee:
-        """A model under a plan; ``judge`` predicts what is observed."""
+    def trainee(self, plan: ShardingPlan, judge: DreamShardPlanner | None = None, *, pipelined: bool = True) -> Trainee:
+        """A model under a plan; ``judge`` predicts what is observed; see :class:`Trainee`."""
         model = DistributedModelParallel(self.fresh_model(), plan=plan, sharders=self.sharders, device=self.node.device)
         fill_tables(model, self.tables, self.config.seed)
-        return Trainee(model, self.batches, self.node, self.config.processor_time, judge)
+        return Trainee(model, self.batches, self.node, self.config.processor_time, judge, pipelined)
 
 
 def draw_batches(tables: Sequence[Table], config: Config, node: Node) -> list[Batch]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -123,15 +123,17 @@ class Trainee:
         node: Node,
         processor_time: bool = False,
         planner: DreamShardPlanner | None = None,
+        pipelined: bool = True,
     ) -> None:
         """``processor_time``: of kernels on a CPU; ``planner`` predicts what is observed, by whatever plan the model is
-        sharded."""
+        sharded; without ``pipelined`` its forward pass waits for lookups, so that what they take can be observed."""
         self._node, self.model, self._planner = node, model, planner
         self.clock = KernelClock(model, node.device, processor_time)
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))
         optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
-        self._pipeline = TrainPipelineSparseDist(model, optimizer, node.device)
+        pipeline = TrainPipelineSparseDist if pipelined else TrainPipelineBase
+        self._pipeline = pipeline(model, optimizer, node.device)
         self._batches: Iterator[Batch] = itertools.cycle(batches)
         self.losses: list[Tensor] = []
         self.blocks: list[tuple[float, float, float]] = []

@@ -102,7 +102,7 @@ PLANS = {"arbitrary": arbitrary_plan, "planners": planned, "mixed": mixed}
 
 def _observed(job: Job, plan: ShardingPlan, steps: int) -> Observation:
     """All ranks."""
-    one = job.trainee(plan)
+    one = job.trainee(plan, pipelined=False)
     one.train(WARMUP_STEPS, timed=False)
     return _merged(job.node.gather(one.observed(steps)))
 
