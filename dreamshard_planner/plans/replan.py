@@ -86,7 +86,11 @@ class Replan:
     """Of :meth:`rows`."""
 
     def __post_init__(self) -> None:
-        best(self.curve, self.steps, self.max_bytes_moved)
+        self._best()
+
+    def _best(self) -> int:
+        """Index on the curve."""
+        return best(self.curve, self.steps, self.max_bytes_moved)
 
     def over(self, steps: int, max_bytes_moved: int | None = None) -> Replan:
         """What the same curve has for other steps that remain, or other bytes that may move; nothing is searched."""
@@ -95,12 +99,12 @@ class Replan:
     @property
     def plan(self) -> SavedPlan:
         """The one that takes least time over the steps that remain."""
-        return self.plans[best(self.curve, self.steps, self.max_bytes_moved)]
+        return self.plans[self._best()]
 
     @property
     def chosen(self) -> Move:
         """What it takes to go there."""
-        return self.curve[best(self.curve, self.steps, self.max_bytes_moved)]
+        return self.curve[self._best()]
 
     @property
     def stays(self) -> bool:

@@ -201,7 +201,7 @@ class _Walk:
         """Other options of the first one, what the fresh plan does with each, what was, units elsewhere, and swaps."""
         yield from self._resharded(tables[:1])
         yield from self._to_either(tables)
-        movable = [(table, unit) for table in tables for unit in self._units(table)]
+        movable = self._movable(tables)
         yield from self._moved(movable)
         for (one, unit), (other, its) in combinations(movable, 2):
             if one != other and self._at(one, unit) != self._at(other, its):
@@ -245,7 +245,7 @@ class _Walk:
         tables = self._state.heaviest()
         yield from self._resharded(tables)
         yield from self._to_either(range(self._problem.num_tables))
-        movable = [(table, unit) for table in tables for unit in self._units(table)]
+        movable = self._movable(tables)
         yield from self._moved(movable)
         yield from self._swaps(movable)
 
@@ -277,8 +277,11 @@ class _Walk:
             self.sharding.move(other, its, self._at(one, unit)),
         ]
 
+    def _movable(self, tables: Sequence[int]) -> list[tuple[int, int]]:
+        """Units of span 1 that may move, each behind its table."""
+        return [(table, unit) for table in tables for unit in self._units(table)]
+
     def _units(self, table: int) -> range:
-        """Units of span 1 that may move."""
         option = self._problem.tables[table][self.sharding.options[table]]
         return range(len(option.units) if option.units[0].span == 1 and option.pinned is None else 0)
 
@@ -289,7 +292,7 @@ class _Walk:
         """Units of the slowest rank for lighter ones of other ranks, those first that level the two best."""
         problem, load_D = self._problem, self._state.device_ms_D.numpy()
         slowest = int(load_D.argmax())
-        every = [(table, unit) for table in range(problem.num_tables) for unit in self._units(table)]
+        every = self._movable(range(problem.num_tables))
         here = [pair for pair in movable if self._at(*pair) == slowest]
         there = [pair for pair in every if self._at(*pair) != slowest]
         if not here or not there:
