@@ -69,7 +69,9 @@ class CollectiveFit:
 
     def model(self, world_size: int, source: str) -> CollectiveModel:
         """Of an all-to-all between that many ranks."""
-        return CollectiveModel(world_size, self.bytes_per_ms, self.latency_ms, source, self.shared_bytes_per_ms)
+        return CollectiveModel(
+            world_size, self.bytes_per_ms, self.latency_ms, source, self.shared_bytes_per_ms, is_measured=True
+        )
 
 
 def fits_of(measured: Any) -> dict[str, CollectiveFit]:
@@ -117,6 +119,8 @@ class CollectiveModel:
     shared_bytes_per_ms: float = math.inf
     """Bandwidth that all ranks share, e.g. the memory of a host whose ranks exchange over gloo; infinite where each
     link carries its own bytes whatever the others do."""
+    is_measured: bool = False
+    """Whether it was fitted to times, of benchmarks or of training steps."""
 
     def __post_init__(self) -> None:
         for bandwidth in (self.bytes_per_ms, self.shared_bytes_per_ms):

@@ -5,10 +5,13 @@ Between GPUs they reach a share of it, which ``benchmarks/collectives_prior.py``
 published. In an all-to-all between hosts each rank has its own part of the network, as NVIDIA's nccl-tests say
 (issue 130). Reduce-scatters, all-gathers and all-reduces send each byte to another host once or twice, whatever the
 number of ranks there, over the network of all of a host's ranks at once.
+
+CPU ranks of one host have no link of their own: what any of them sends passes the memory that all of them share.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torchrec.distributed.planner.types import Topology
@@ -51,18 +54,21 @@ class Interconnect:
     between_bytes_per_ms: float
     """Of a rank's part of the network."""
     reached: Reached = NCCL
+    memory_bytes_per_ms: float = math.inf
+    """Of a host, which all that its ranks exchange passes; infinite where each has a link past it."""
 
     @classmethod
     def of(cls, topology: Topology) -> Interconnect:
         """Of a topology's bandwidths."""
         per_host = min(topology.intra_group_size, topology.world_size)
-        bandwidths = topology.comms_bandwidths
+        bandwidths, has_links = topology.comms_bandwidths, topology.compute_device == "cuda"
         return cls(
             -(-topology.world_size // per_host),
             per_host,
             bandwidths.intra_host_bw,
             bandwidths.inter_host_bw,
-            NCCL if topology.compute_device == "cuda" else IN_FULL,
+            NCCL if has_links else IN_FULL,
+            math.inf if has_links else topology.ddr_mem_bw,
         )
 
     @property
@@ -128,8 +134,10 @@ class Interconnect:
         return self._model(self.ranks, between if self.ranks_per_host == 1 else min(inside, between), between=True)
 
     def _model(self, ranks: int, bytes_per_ms: float, between: bool) -> CollectiveModel:
-        given = self.between_bytes_per_ms if between else self.inside_bytes_per_ms
+        given = self.between_bytes_per_ms if between else min(self.inside_bytes_per_ms, self.memory_bytes_per_ms)
         latency_ms = self.reached.between_ms if between else self.reached.inside_ms
         prior = "prior from published times of NCCL, " if self.reached is NCCL else ""
         source = f"{prior}topology's {given * 1e3 / 1e9:.0f} GB/s, nothing measured"
-        return CollectiveModel(ranks, bytes_per_ms, latency_ms, source)
+        passes = bytes_per_ms / self.inside_bytes_per_ms
+        shared_bytes_per_ms = math.inf if between else self.memory_bytes_per_ms * passes
+        return CollectiveModel(ranks, bytes_per_ms, latency_ms, source, shared_bytes_per_ms)

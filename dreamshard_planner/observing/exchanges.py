@@ -8,8 +8,8 @@ Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,18 +50,22 @@ class Exchange:
     total_bytes: float
     ms: float
 
-    def off(self, fit: CollectiveFit | CollectiveModel) -> float:
+    def by_bytes_ms(self, model: CollectiveFit | CollectiveModel) -> float:
+        """What its bytes are predicted to take."""
+        return self.slowest_bytes / model.bytes_per_ms + self.total_bytes / model.shared_bytes_per_ms
+
+    def off(self, model: CollectiveFit | CollectiveModel) -> float:
         """Relative error of what is predicted, signed."""
-        by_bytes_ms = self.slowest_bytes / fit.bytes_per_ms + self.total_bytes / fit.shared_bytes_per_ms
-        return (self.calls * fit.latency_ms + by_bytes_ms) / self.ms - 1
+        return (self.calls * model.latency_ms + self.by_bytes_ms(model)) / self.ms - 1
 
 
 def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
     """Collectives for a checkpoint's metadata, and in words what changed.
 
-    Only runs count of which all ranks were observed; the first such gives hosts and backend. Operations that were never
-    observed stay as they were measured; else they are taken for one that was learned. Null stands for what is neither:
-    it stays with the topology's bandwidths.
+    Only runs count of which all ranks were observed; the first such gives hosts and backend. Operations that were
+    measured, or observed and well predicted, stay as they were; of outputs, those of which nothing is known are taken
+    to be slower than predicted by as much as one that was learned. Null stands for what stays with the topology's
+    bandwidths.
 
     Returns:
         The checkpoint's own, where nothing was observed, or held-out exchanges do not confirm it.
@@ -74,40 +78,67 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     alike = (run for run in whole if (run.hosts, run.world_size) == (first.hosts, first.world_size))
     local = first.world_size // first.hosts
     links = links_of(Topology(first.world_size, device, local_world_size=local), checkpoint)
-    points = [one for run in alike for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing))]
-    fits, said = {}, []
-    for operation in dict.fromkeys(one.operation for one in points):
-        of_operation = [one for one in points if one.operation == operation]
-        fit, before, after = _fitted(of_operation, getattr(links, operation))
+    seen: dict[str, list[Exchange]] = defaultdict(list)
+    for run in alike:
+        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing)):
+            seen[one.operation].append(one)
+    learned, said = {}, []
+    for operation, points in seen.items():
+        fit, before, after = _learned(points, links)
         if fit is not None:
-            fits[operation] = fit
+            learned[operation] = fit
             what = operation if operation in LOOKUPS else f"outputs by {operation}"
             were = "not counted" if getattr(links, operation) is None else f"{100 * before:.0f} % off"
             said.append(f"{what}: were {were}, are now {100 * after:.0f} % off")
-    if not fits:
+    if not learned:
         return known, []
-    others = _measured(links, known)
-    of_any = next((fit for operation, fit in fits.items() if operation in OPERATIONS), None)
-    counted = LOOKUPS if "lookups" in fits or links.lookups is not None else ()
-    filled = {operation: of_any for operation in OPERATIONS} | dict.fromkeys(counted) | others | fits
+    fits: dict[str, CollectiveFit | None] = dict.fromkeys((*OPERATIONS, *LOOKUPS))
+    fits |= _unlearned(links, known, seen, learned)
+    fits |= {operation: fit.of(getattr(links, operation) or links.all_to_all) for operation, fit in learned.items()}
+    if "lookups" not in learned and links.lookups is None:
+        fits = {operation: fits[operation] for operation in OPERATIONS}
     return {
         "backend": first.backend,
         "world_size": first.world_size,
         "hosts": first.hosts,
         "hardware": observation.hardware,
         "revision": REVISION,
-        "fits": {operation: fit and asdict(fit) for operation, fit in filled.items()},
+        "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
     }, said
 
 
-def _measured(links: Links, known: Any) -> dict[str, CollectiveFit]:
-    """Fits of a checkpoint, where they are what plans for these ranks would take."""
-    used = {operation for operation in (*OPERATIONS, *LOOKUPS) if _is_measured(getattr(links, operation))}
-    return {operation: fit for operation, fit in fits_of(known).items() if operation in used} if used else {}
+@dataclass(frozen=True)
+class Learned:
+    """How an operation differs from a model of it. Of the bytes of the slowest rank and of those of all, which few runs
+    tell apart, each keeps its share."""
+
+    latency_ms: float
+    times: float
+    """By how many its bytes take longer."""
+    relative_error: float = 0.0
+
+    def of(self, model: CollectiveModel) -> CollectiveFit:
+        """The model, so much slower."""
+        rates = (model.bytes_per_ms, model.shared_bytes_per_ms)
+        slowest, shared = (MAX_BYTES_PER_MS if rate >= MAX_BYTES_PER_MS else rate / self.times for rate in rates)
+        return CollectiveFit(self.latency_ms, slowest, shared, self.relative_error)
 
 
-def _is_measured(model: CollectiveModel | None) -> bool:
-    return model is not None and model.source.startswith("measured")
+def _unlearned(
+    links: Links, known: Any, seen: Mapping[str, Sequence[Exchange]], learned: Mapping[str, Learned]
+) -> Iterator[tuple[str, CollectiveFit]]:
+    """What is known of the other operations, or taken for known."""
+    slower = next((fit for operation, fit in learned.items() if operation in OPERATIONS), None)
+    for operation in (*OPERATIONS, *LOOKUPS):
+        model: CollectiveModel | None = getattr(links, operation)
+        if model is None or operation in learned:
+            continue
+        if model.is_measured:
+            yield operation, fits_of(known)[operation]
+        elif len(seen.get(operation, ())) > 1:
+            yield operation, Learned(model.latency_ms, 1.0).of(model)
+        elif operation in OPERATIONS and slower is not None:
+            yield operation, replace(slower, latency_ms=model.latency_ms).of(model)
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
@@ -144,31 +175,38 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator
         yield Exchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
 
 
-def _fitted(points: Sequence[Exchange], prior: CollectiveModel | None) -> tuple[CollectiveFit | None, float, float]:
-    """A fit, if it is better on points that are held out; and errors before and after. What is not counted is all
-    off."""
+def _learned(points: Sequence[Exchange], links: Links) -> tuple[Learned | None, float, float]:
+    """What is better on points that are held out; and errors before and after. What is not counted is all off; it is
+    taken to pass links as outputs do."""
+    prior: CollectiveModel | None = getattr(links, points[0].operation)
+    like = prior or links.all_to_all
     before = 1.0 if prior is None else float(np.mean([abs(one.off(prior)) for one in points]))
     if len(points) < 2:
         return None, before, before
-    held_out = [one.off(_fit([other for other in points if other is not one], prior)) for one in points]
+    held_out = [
+        one.off(_fit([other for other in points if other is not one], like, prior is like).of(like)) for one in points
+    ]
     after = float(np.abs(held_out).mean())
-    return (_fit(points, prior) if after < before - LEAST_GAIN else None), before, after
+    return (_fit(points, like, prior is like) if after < before - LEAST_GAIN else None), before, after
 
 
-def _fit(points: Sequence[Exchange], prior: CollectiveModel | None) -> CollectiveFit:
+def _fit(points: Sequence[Exchange], like: CollectiveModel, is_known: bool) -> Learned:
     """A latency, at most what was observed, and the rest by bytes."""
-    latency_ms = min(_latency_ms(points, prior), *(0.9 * one.ms / one.calls for one in points))
-    slopes = [(one.ms - one.calls * latency_ms) / one.slowest_bytes for one in points]
-    fit = CollectiveFit(latency_ms, min(1 / float(np.median(slopes)), MAX_BYTES_PER_MS), MAX_BYTES_PER_MS, 0.0)
-    error = float(np.median([abs(one.off(fit)) for one in points]))
-    return CollectiveFit(fit.latency_ms, fit.bytes_per_ms, fit.shared_bytes_per_ms, error)
+    latency_ms = min(_latency_ms(points, like, is_known), *(0.9 * one.ms / one.calls for one in points))
+    times = float(np.median([(one.ms - one.calls * latency_ms) / one.by_bytes_ms(like) for one in points]))
+    fit = Learned(latency_ms, times)
+    return replace(fit, relative_error=float(np.median([abs(one.off(fit.of(like))) for one in points])))
 
 
-def _latency_ms(points: Sequence[Exchange], prior: CollectiveModel | None) -> float:
+def _latency_ms(points: Sequence[Exchange], like: CollectiveModel, is_known: bool) -> float:
     """As it was. Of lookups, which were not measured: of a line through the points, where some are larger."""
-    sizes = [one.slowest_bytes / one.calls for one in points]
-    if points[0].operation in OPERATIONS or _is_measured(prior) or max(sizes) < OTHER_SIZE * min(sizes):
-        return 0.0 if prior is None else prior.latency_ms
-    line = np.array([(one.calls / one.ms, one.slowest_bytes / one.ms) for one in points])
+    sizes_ms = [one.by_bytes_ms(like) / one.calls for one in points]
+    if (
+        points[0].operation in OPERATIONS
+        or (is_known and like.is_measured)
+        or max(sizes_ms) < OTHER_SIZE * min(sizes_ms)
+    ):
+        return like.latency_ms if is_known else 0.0
+    line = np.array([(one.calls / one.ms, one.by_bytes_ms(like) / one.ms) for one in points])
     (latency, _), _ = nnls(line / line.max(0), np.ones(len(points)))
     return float(latency / line[:, 0].max())

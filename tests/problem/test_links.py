@@ -58,6 +58,18 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     assert ms(links.all_reduce) == pytest.approx(16e6 / rings + NCCL.between_ms)
 
 
+def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
+    made = Topology(4, "cpu", local_world_size=4, intra_host_bw=400e6, ddr_mem_bw=50e6)
+    links = links_of(made, resolve("roofline", "cpu"))
+    sent = torch.tensor([[1e6, 1e6, 1e6, 1e6], [4e6, 0, 0, 0]])
+    # The slowest rank sends four times as much, all together the same.
+    both = (links.all_to_all, links.all_reduce)
+    all_to_all, all_reduce = (link.all_to_all_ms(sent)[0] - link.latency_ms for link in both)
+    assert all_to_all.tolist() == pytest.approx([3e6 / 400e6 + 12e6 / 50e6, 12e6 / 400e6 + 12e6 / 50e6])
+    assert all_reduce.tolist() == pytest.approx((2 * all_to_all).tolist())
+    assert "topology's 50 GB/s" in links.all_to_all.source and not links.all_to_all.is_measured
+
+
 def test_the_prior_agrees_with_published_collectives() -> None:
     """Of large ones the level of every row, of all the order; latencies differ by a factor of four between clouds."""
     rows = collectives_prior.published()
