@@ -2,6 +2,7 @@
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
 # make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="C-locale one-core"; TESTS=tests
+# make coverage     lines and branches of the package that the tests run, about twice as long
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
@@ -33,7 +34,7 @@ CASES ?= 1000
 CONDITIONS ?=
 TESTS ?= tests
 
-.PHONY: venv demo check test test-conditions fuzz test-matrix gpu docs clean
+.PHONY: venv demo check test test-conditions coverage fuzz test-matrix gpu docs clean
 .DELETE_ON_ERROR:
 
 venv: $(STAMP)
@@ -59,6 +60,21 @@ test: $(STAMP)
 
 test-conditions: $(STAMP)
 	$(BIN)/python tests/conditions.py $(CONDITIONS) -- -n $(PROCESSES) --dist worksteal $(TESTS)
+
+# Started in every Python that tests start, by a folder on the path.
+.matrix/coverage/installed: requirements/coverage.txt $(STAMP)
+	@rm -rf $(@D)
+	@$(PIP) --target $(@D) -r $<
+	@echo 'import coverage; coverage.process_startup()' > $(@D)/sitecustomize.py
+	@touch $@
+
+coverage: export PYTHONPATH := $(CURDIR)/.matrix/coverage
+coverage: export COVERAGE_FILE := $(CURDIR)/.matrix/coverage/data
+coverage: .matrix/coverage/installed
+	@rm -f $(COVERAGE_FILE)*
+	COVERAGE_PROCESS_START=$(CURDIR)/setup.cfg $(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(TESTS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest tests/test_fuzz.py --cases $(CASES)

@@ -114,7 +114,7 @@ def refused(case: MixedCase) -> bool:
     return False
 
 
-@share(0.25)
+@share(0.15)
 @given(hostile_cases())
 def test_numbers_that_nobody_means_are_planned_or_named(hostile: HostileCase) -> None:
     note(hostile.what)

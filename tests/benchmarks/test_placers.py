@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compare_placements
 from placements.contests import draw_contests
 from placements.placers import Contest, Field
 from placements.summary import ANCHOR, summarize
@@ -66,20 +67,25 @@ def test_summary_by_hand() -> None:
     assert rows["b"]["infeasible"] == 1 and rows["b"]["tasks"] == 0
 
 
-def test_referee_measures_and_continues(tmp_path: Path) -> None:
+def test_referee_measures_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     record = tmp_path / "record.jsonl"
     command = [
-        sys.executable, str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "32",
+        str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "32",
         "--placers", "torchrec,size_greedy,dreamshard", "--rounds", "2",
         "--refine-seconds", "1", "--oracle-seconds", "1",
     ]  # fmt: skip
-    for tasks in ("1", "2"):
-        done = subprocess.run([*command, "--tasks", tasks], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, *command, "--tasks", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [*command, "--tasks", "2"])
+    compare_placements.main()
     head, first, second = (json.loads(line) for line in record.read_text().splitlines())
     assert head["hardware"]["torch"] and (first["task"], second["task"]) == ("1.0", "1.1")
     assert {"torchrec", "dreamshard", "oracle", "refined_1s"} <= set(first["compute_ms"])
     assert all(ms > 0 for ms in first["compute_ms"].values())
-    assert record.with_suffix(".png").stat().st_size > 10_000 and "all pools: 2 tasks" in done.stdout
-    other = subprocess.run([*command, "--tasks", "3", "--seed", "9"], capture_output=True, text=True)
-    assert other.returncode == 2 and "recorded with other settings" in other.stderr
+    assert record.with_suffix(".png").stat().st_size > 10_000 and "all pools: 2 tasks" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--tasks", "3", "--seed", "9"])
+    with pytest.raises(SystemExit, match="2"):
+        compare_placements.main()
+    assert "recorded with other settings" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compare_placements
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
@@ -148,22 +149,28 @@ def test_data_parallel_counts_its_gradient() -> None:
     assert float(measured.rate(found).device_ms_BD[0, 0]) == pytest.approx(kernels_ms + added_ms, rel=1e-6)
 
 
-def test_referee_measures_and_continues(tmp_path: Path) -> None:
+def test_referee_measures_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     record = tmp_path / "record.jsonl"
     command = [
-        sys.executable, str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "256",
+        str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "256",
         "--sharding-types", ",".join(TYPES), "--placers", "torchrec,torchrec_whole,dreamshard", "--rounds", "2",
         "--refine-seconds", "0", "--oracle-seconds", "1", "--processor-time",
     ]  # fmt: skip
-    for count in ("1", "2"):
-        done = subprocess.run([*command, "--tasks", count], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, *command, "--tasks", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [*command, "--tasks", "2"])
+    compare_placements.main()
     head, first, second = (json.loads(line) for line in record.read_text().splitlines())
     assert head["settings"]["sharding_types"] == ",".join(TYPES)
     assert (first["task"], second["task"]) == ("1.0", "1.1") and not first["hot"] and second["hot"]
     assert {"torchrec", "dreamshard", "oracle"} <= set(first["compute_ms"])
     assert all(ms > 0 for ms in first["compute_ms"].values())
     assert first["split_tables"]["torchrec_whole"] == 0
-    assert "all pools: 2 tasks" in done.stdout and "over that of the best plan of whole tables" in done.stdout
-    refused = subprocess.run([*command, "--sharding-types", "row_wise"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "table_wise" in refused.stderr
+    said = capsys.readouterr().out
+    assert "all pools: 2 tasks" in said and "over that of the best plan of whole tables" in said
+    monkeypatch.setattr(sys, "argv", [*command, "--sharding-types", "row_wise"])
+    with pytest.raises(SystemExit, match="2"):
+        compare_placements.main()
+    assert "table_wise" in capsys.readouterr().err
