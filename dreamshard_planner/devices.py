@@ -199,6 +199,8 @@ def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str
         inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
         if min(ranks, per_host) > 1 and inside == constants.INTRA_NODE_BANDWIDTH:
             defaults.append(f"{_gb_per_s(inside)} between ranks of a host (intra_host_bw)")
+        if topology.compute_device == "cpu" and ranks > 1 and topology.ddr_mem_bw == constants.DDR_MEM_BW:
+            defaults.append(f"{_gb_per_s(topology.ddr_mem_bw)} to memory, which ranks of a host share (ddr_mem_bw)")
         if ranks > per_host and between == constants.CROSS_NODE_BANDWIDTH:
             defaults.append(f"{_gb_per_s(between)} between hosts (inter_host_bw)")
     notes = []

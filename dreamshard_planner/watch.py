@@ -83,12 +83,12 @@ class DriftWatch:
     the end of each window the rank that planned judges it. There is no collective unless a group is given, and then
     one per window.
 
-    Re-planning takes as long as planning, on the rank that planned. It happens only where features drifted, and after
-    each time without a finding at half as many windows.
+    Re-planning takes several times as long as planning, on the rank that planned. It happens only where features
+    drifted, and after each time without a finding at half as many windows.
 
     Args:
         planner: of the plan that runs, which it made or loaded.
-        steps: of the whole training.
+        steps: that the job still trains.
         every: steps of a window.
         sample_every: batches from one that is counted to the next.
         worth: share of a step's cost that a new plan has to save.

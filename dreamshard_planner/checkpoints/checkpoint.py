@@ -62,7 +62,8 @@ class Checkpoint:
         """The cost model for planning on a ``torchrec.distributed.planner.Topology``."""
         learned, corrections = self.metadata.get("learned"), self.metadata.get("corrections")
         compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)
-        if self.cost is None and learned:  # whatever the topology says now, these are what was corrected
+        # Whatever the topology says now, these bandwidths are what was corrected.
+        if self.cost is None and learned and corrections:
             compute = RooflineCost.of_bandwidths(self.metadata["hardware"]["device"], *learned["bytes_per_ms"])
         return CorrectedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
 

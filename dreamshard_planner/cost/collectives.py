@@ -251,9 +251,12 @@ class Collectives:
     def level_ms_per_byte(self, num_ranks: int) -> Tensor:
         """Milliseconds, summed over all ranks and both passes, that one byte to each peer costs where all ranks send
         alike, [C]. Latencies are left out."""
+        hosts = num_ranks // self._ranks_per_host
+        together = {"world": num_ranks, "host": self._ranks_per_host, "across": hosts}
         each = [
             sum(
-                (model.world_size - 1) * (1 / model.bytes_per_ms + num_ranks / model.shared_bytes_per_ms)
+                (model.world_size - 1)
+                * (1 / model.bytes_per_ms + together[collective.over] / model.shared_bytes_per_ms)
                 for model in collective.passes
             )
             for collective in self.collectives

@@ -6,7 +6,8 @@ published. In an all-to-all between hosts each rank has its own part of the netw
 (issue 130). Reduce-scatters, all-gathers and all-reduces send each byte to another host once or twice, whatever the
 number of ranks there, over the network of all of a host's ranks at once.
 
-CPU ranks of one host have no link of their own: what any of them sends passes the memory that all of them share.
+CPU ranks of one host have no link of their own: what any of them sends passes the memory that all of them share, also
+on its way to another host.
 """
 
 from __future__ import annotations
@@ -94,26 +95,29 @@ class Interconnect:
         """Between all ranks; an n-th of the tensor counts as what a rank sends to each peer. A tree sends it to each
         other host once and back, where a ring does for each other rank."""
         once = (1 - 1 / self.ranks) / max(0.5, 1 - 1 / self.hosts)
-        return self._world(self._inside / 2, self._rings / 2 * once)
+        return self._world(self._inside / 2, self._rings / 2 * once, passes=2)
 
     def host_reduce_scatter(self) -> CollectiveModel:
         """Between the ranks of one host; an all-gather takes as long."""
-        return self._model(self.ranks_per_host, self._inside, between=False)
+        return self._model(self.ranks_per_host, self._inside, self.memory_bytes_per_ms, between=False)
 
     def across(self) -> CollectiveModel:
         """An all-to-all between the ranks of the same place on every host."""
-        return self._model(self.hosts, self._all_to_all, between=True)
+        # As many go on side by side as a host has ranks.
+        shared_bytes_per_ms = self.hosts * self.memory_bytes_per_ms / self.ranks_per_host
+        return self._model(self.hosts, self._all_to_all, shared_bytes_per_ms, between=True)
 
     def all_to_one(self) -> CollectiveModel:
         """From all ranks to one, over its link to those of its host and over that to other hosts, one after the other;
         all are taken to send alike, itself among them."""
         if self.ranks == 1:
-            return self._model(1, self.inside_bytes_per_ms, between=False)
+            return self._model(1, self.inside_bytes_per_ms, math.inf, between=False)
         inside = (self.ranks_per_host - 1) / self.inside_bytes_per_ms
-        ms_per_byte = (inside + (self.ranks - self.ranks_per_host) / self.between_bytes_per_ms) / self.ranks
+        links = inside + (self.ranks - self.ranks_per_host) / self.between_bytes_per_ms
+        ms_per_byte = (links + (self.ranks - 1) / self.memory_bytes_per_ms) / self.ranks
         # Of two ends, so that nothing counts but the bytes of all ranks together.
-        model = self._model(2, MAX_BYTES_PER_MS, between=self.ranks_per_host == 1)
-        return replace(model, latency_ms=LATENCY_MS, shared_bytes_per_ms=1 / ms_per_byte)
+        model = self._model(2, MAX_BYTES_PER_MS, 1 / ms_per_byte, between=self.ranks_per_host == 1)
+        return replace(model, latency_ms=LATENCY_MS)
 
     @property
     def _inside(self) -> float:
@@ -127,17 +131,18 @@ class Interconnect:
     def _rings(self) -> float:
         return self.ranks_per_host * self.between_bytes_per_ms * self.reached.rings
 
-    def _world(self, inside: float, between: float) -> CollectiveModel:
-        """Between all ranks, at the speed of the slower link among those that it needs."""
+    def _world(self, inside: float, between: float, passes: int = 1) -> CollectiveModel:
+        """Between all ranks, at the speed of the slower link among those that it needs; each byte passes memory so many
+        times."""
+        shared_bytes_per_ms = self.hosts * self.memory_bytes_per_ms / passes
         if self.hosts == 1:
-            return self._model(self.ranks, inside, between=False)
-        return self._model(self.ranks, between if self.ranks_per_host == 1 else min(inside, between), between=True)
+            return self._model(self.ranks, inside, shared_bytes_per_ms, between=False)
+        slowest = between if self.ranks_per_host == 1 else min(inside, between)
+        return self._model(self.ranks, slowest, shared_bytes_per_ms, between=True)
 
-    def _model(self, ranks: int, bytes_per_ms: float, between: bool) -> CollectiveModel:
+    def _model(self, ranks: int, bytes_per_ms: float, shared_bytes_per_ms: float, between: bool) -> CollectiveModel:
         given = self.between_bytes_per_ms if between else min(self.inside_bytes_per_ms, self.memory_bytes_per_ms)
         latency_ms = self.reached.between_ms if between else self.reached.inside_ms
         prior = "prior from published times of NCCL, " if self.reached is NCCL else ""
         source = f"{prior}topology's {given * 1e3 / 1e9:.0f} GB/s, nothing measured"
-        passes = bytes_per_ms / self.inside_bytes_per_ms
-        shared_bytes_per_ms = math.inf if between else self.memory_bytes_per_ms * passes
         return CollectiveModel(ranks, bytes_per_ms, latency_ms, source, shared_bytes_per_ms)

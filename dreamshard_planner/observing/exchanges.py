@@ -8,7 +8,7 @@ Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import Tensor
-from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import (
@@ -36,7 +35,7 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.tables import INDEX_BYTES
 
 OTHER_SIZE = 1.5
-"""Ratio of bytes from which two exchanges tell a latency from a bandwidth."""
+"""Ratio of what bytes are predicted to take from which two exchanges tell a latency from a bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Exchange:
 def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
     """Collectives for a checkpoint's metadata, and in words what changed.
 
-    Only runs count of which all ranks were observed; the first such gives hosts and backend. Operations that were
-    measured, or observed and well predicted, stay as they were; of outputs, those of which nothing is known are taken
+    Only runs count of which all ranks were observed, with the hosts and backend of the first such. Operations that were
+    measured, or observed without a better fit, stay as they were; of outputs, those of which nothing is known are taken
     to be slower than predicted by as much as one that was learned. Null stands for what stays with the topology's
     bandwidths.
 
@@ -74,10 +73,9 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     whole = [run for run in observation.runs if len(run.ranks) == run.world_size > 1]
     if not whole:
         return known, []
-    first, device = whole[0], str(observation.hardware["device"])
-    alike = (run for run in whole if (run.hosts, run.world_size) == (first.hosts, first.world_size))
-    local = first.world_size // first.hosts
-    links = links_of(Topology(first.world_size, device, local_world_size=local), checkpoint)
+    first = whole[0]
+    alike = [run for run in whole if _ranks(run) == _ranks(first)]
+    links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
     seen: dict[str, list[Exchange]] = defaultdict(list)
     for run in alike:
         for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing)):
@@ -92,8 +90,13 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
             said.append(f"{what}: were {were}, are now {100 * after:.0f} % off")
     if not learned:
         return known, []
+    if known is not None and known.get("hosts", 1) != first.hosts:
+        said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
     fits: dict[str, CollectiveFit | None] = dict.fromkeys((*OPERATIONS, *LOOKUPS))
-    fits |= _unlearned(links, known, seen, learned)
+    before = {} if known is None else fits_of(known)
+    stay = {operation: fit for operation, fit in before.items() if _is_measured(links, operation)}
+    assumed = dict(_assumed(links, seen.keys() | stay.keys(), before, learned))
+    fits |= stay | assumed
     fits |= {operation: fit.of(getattr(links, operation) or links.all_to_all) for operation, fit in learned.items()}
     if "lookups" not in learned and links.lookups is None:
         fits = {operation: fits[operation] for operation in OPERATIONS}
@@ -104,7 +107,17 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         "hardware": observation.hardware,
         "revision": REVISION,
         "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
+        "assumed": list(assumed),
     }, said
+
+
+def _ranks(run: ObservedRun) -> tuple[int, int, str]:
+    return run.hosts, run.world_size, run.backend
+
+
+def _is_measured(links: Links, operation: str) -> bool:
+    model: CollectiveModel | None = getattr(links, operation)
+    return model is not None and model.is_measured
 
 
 @dataclass(frozen=True)
@@ -119,33 +132,28 @@ class Learned:
 
     def of(self, model: CollectiveModel) -> CollectiveFit:
         """The model, so much slower."""
-        rates = (model.bytes_per_ms, model.shared_bytes_per_ms)
-        slowest, shared = (MAX_BYTES_PER_MS if rate >= MAX_BYTES_PER_MS else rate / self.times for rate in rates)
-        return CollectiveFit(self.latency_ms, slowest, shared, self.relative_error)
+        rates = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
+        return CollectiveFit(self.latency_ms, *rates, self.relative_error).slowed(self.times)
 
 
-def _unlearned(
-    links: Links, known: Any, seen: Mapping[str, Sequence[Exchange]], learned: Mapping[str, Learned]
+def _assumed(
+    links: Links, known: Collection[str], before: Mapping[str, CollectiveFit], learned: Mapping[str, Learned]
 ) -> Iterator[tuple[str, CollectiveFit]]:
-    """What is known of the other operations, or taken for known."""
+    """Of outputs, what nobody observed or measured: as one that was learned, else as before."""
     slower = next((fit for operation, fit in learned.items() if operation in OPERATIONS), None)
-    for operation in (*OPERATIONS, *LOOKUPS):
-        model: CollectiveModel | None = getattr(links, operation)
-        if model is None or operation in learned:
-            continue
-        if model.is_measured:
-            yield operation, fits_of(known)[operation]
-        elif len(seen.get(operation, ())) > 1:
-            yield operation, Learned(model.latency_ms, 1.0).of(model)
-        elif operation in OPERATIONS and slower is not None:
+    for operation in (operation for operation in OPERATIONS if operation not in known):
+        if slower is not None:
+            model: CollectiveModel = getattr(links, operation)
             yield operation, replace(slower, latency_ms=model.latency_ms).of(model)
+        elif operation in before:
+            yield operation, before[operation]
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
     """Between all ranks."""
     for name, one in run.collectives.items():
         carried, operation, *_ = name.split()
-        if carried != "outputs" or " of " in name or not sum(one.bytes) or not one.ms:
+        if carried != "outputs" or " of " in name or not sum(one.bytes) or one.ms <= 0:
             continue
         total = sum(one.bytes)
         received = [(total - sent) / (run.world_size - 1) for sent in one.bytes]

@@ -179,12 +179,12 @@ class Hooks:
         splits = named.get("input_split_sizes", given[3] if len(given) > 3 else None)
         step.count(f"{name} calls", 1)
         step.count(f"{name} bytes", sent_bytes(operation, sent, splits, group))
-        start = self._clock.mark()
+        known, start = len(step.intervals), self._clock.mark()
         work = original(*given, **named)
         if work is None:
             step.add(f"{name} span", start, self._clock.mark())
             return None
-        return _Listened(work, self._clock, step, name, start)
+        return _Listened(work, self._clock, step, name, start, known)
 
     def _keep(self, *handles: Any) -> None:
         for handle in handles:
@@ -192,10 +192,12 @@ class Hooks:
 
 
 class _Listened:
-    """A collective on its way: ``span`` lasts until it has been waited for, ``waited`` is the wait alone."""
+    """A collective on its way: ``span`` lasts until it has been waited for, ``kernels`` are those that ran meanwhile,
+    ``waited`` is the wait alone."""
 
-    def __init__(self, work: Any, clock: Any, step: Step, name: str, start: Mark) -> None:
+    def __init__(self, work: Any, clock: Any, step: Step, name: str, start: Mark, known: int) -> None:
         self._work, self._clock, self._step, self._name, self._start = work, clock, step, name, start
+        self._known = known
 
     def wait(self, *given: Any, **named: Any) -> Any:
         """As the work itself."""
@@ -203,6 +205,9 @@ class _Listened:
         result = self._work.wait(*given, **named)
         if self._start is not None:
             after = self._clock.mark()
+            for kind, begun, ended, _ in self._step.intervals[self._known :]:
+                if kind == "kernels":
+                    self._step.add(f"{self._name} kernels", begun, ended)
             self._step.add(f"{self._name} span", self._start, after)
             self._step.add(f"{self._name} waited", before, after)
             self._start = None

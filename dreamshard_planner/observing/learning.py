@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
@@ -91,15 +90,11 @@ def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel
 
 def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeCost, tuple[float, float]]:
     """Uncorrected costs, and the bandwidths of memory and of the link to the host's, in bytes per millisecond."""
-    device = str(observation.hardware["device"])
-    topology = Topology(world_size=1, compute_device=device)
-    given = next((run.plan.inputs.topology.bandwidths for run in observation.runs if run.plan is not None), {})
-    memory, link = (topology.ddr_mem_bw,) * 2 if device == "cpu" else (topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw)
-    learned = checkpoint.metadata.get("learned", {}).get("bytes_per_ms")
-    used = learned or (
-        given.get("DDR" if device == "cpu" else "HBM", memory),
-        given.get("DDR" if device == "cpu" else "HBM to DDR", link),
-    )
+    topology, device = observation.topology, str(observation.hardware["device"])
+    in_use = topology.ddr_mem_bw, topology.ddr_mem_bw
+    if device != "cpu":
+        in_use = topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw
+    used = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or in_use
     return checkpoint.cost or RooflineCost.of_bandwidths(device, *used), tuple(used)
 
 
@@ -107,7 +102,7 @@ def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeC
 def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, force: bool = False) -> Checkpoint:
     """Correct a checkpoint's costs, or those of bandwidths where it has no network, by optimizer and direction: their
     level, or what distinct rows and their weights add, or both, as far as kernels that are held out confirm it; and
-    the bandwidth of exchanges. What was not observed stays.
+    the bandwidth of exchanges (:func:`learn_exchanges`). Of kernels, what was not observed stays.
 
     Args:
         checkpoint: to do better than.
@@ -121,10 +116,15 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
     Raises:
         CalibrationRefused: no held-out kernel confirmed anything; nothing was written.
-        ObservationError: there is no kernel to learn from.
+        ObservationError: there is no kernel to learn from, or the checkpoint's costs are of another kind of device.
         FileError: ``out`` cannot be written.
     """
     observed = ObservedSets.of(observation)
+    device, known = observation.hardware["device"], checkpoint.metadata.get("hardware", {}).get("device")
+    if known != device and (checkpoint.cost is not None or "learned" in checkpoint.metadata):
+        raise ObservationError(
+            f"{checkpoint.name} has costs of {known}, and {device} was observed: use --checkpoint auto"
+        )
     compute, bytes_per_ms = prior_of(checkpoint, observation)
     corrections, checks = learn_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)

@@ -11,10 +11,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import ObservationError, StatisticsError
@@ -26,6 +28,14 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workloa
 
 FORMAT = "dreamshard_planner observation"
 VERSION = 1
+BANDWIDTHS = {
+    "HBM": "hbm_mem_bw",
+    "DDR": "ddr_mem_bw",
+    "HBM to DDR": "hbm_to_ddr_mem_bw",
+    "within hosts": "intra_host_bw",
+    "between hosts": "inter_host_bw",
+}
+"""Arguments of TorchRec's ``Topology``, by what plan files call them."""
 WARM_UP = 3
 """First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
 
@@ -109,8 +119,9 @@ class RankSteps:
     columns: dict[str, tuple[float, ...]]
     """Milliseconds of each kept step: ``step``, ``forward`` and ``backward`` of the whole model; ``kernel 0 forward``
     (processor time on a CPU) and so on; ``kernels``, all of them by the host's clock; ``outputs all_to_all forward
-    span`` and ``waited`` of collectives; ``input_dist``, all that lookups take to get to their kernels, in modules that
-    wait for it. Their ``calls``, and ``bytes`` to other ranks; ``lookups`` of kernels."""
+    span`` and ``waited`` of collectives, and ``kernels`` that ran within the span; ``input_dist``, all that lookups
+    take to get to their kernels, in modules that wait for it. Their ``calls``, and ``bytes`` to other ranks;
+    ``lookups`` and ``samples`` of kernels."""
     kernels: tuple[ObservedKernel, ...]
     statistics: dict[str, FeatureStatistics]
     """Of this rank's batches."""
@@ -118,6 +129,10 @@ class RankSteps:
     def __post_init__(self) -> None:
         if odd := next((name for name, values in self.columns.items() if len(values) != len(self.kept)), None):
             raise ValueError(f"{odd!r} has {len(self.columns[odd])} values of {len(self.kept)} steps")
+
+    def column(self, name: str) -> tuple[float, ...]:
+        """Of the kept steps; zeros where there is none."""
+        return self.columns.get(name) or (0.0,) * len(self.kept)
 
     def median(self, name: str) -> float:
         """Of a column over the kept steps, without the first ones; 0 where there is none."""
@@ -172,9 +187,15 @@ class ObservedRun:
             return None
         return self._last_ms("input_dist")
 
-    def _last_ms(self, column: str) -> float:
+    def _last_ms(self, column: str, without: str = "") -> float:
         """Of the rank that came to it last, in each step: who was early has waited."""
-        spans = [dict(zip(rank.kept, rank.columns.get(column, ()), strict=False)) for rank in self.ranks]
+        spans = [
+            {
+                index: ms - other
+                for index, ms, other in zip(rank.kept, *map(rank.column, (column, without)), strict=True)
+            }
+            for rank in self.ranks
+        ]
         together = set.intersection(*map(set, spans))
         late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
         span_RX = np.array([[span[index] for index in late] for span in spans]).reshape(len(spans), -1)
@@ -182,7 +203,7 @@ class ObservedRun:
 
     def _collective(self, name: str) -> Collective:
         return Collective(
-            ms=self._last_ms(f"{name} span"),
+            ms=self._last_ms(f"{name} span", f"{name} kernels"),
             span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
             waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
             bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
@@ -195,10 +216,10 @@ class Collective:
     """One kind of collective of a step; several of a kind are added."""
 
     ms: float
-    """Of the rank that came to it last, in each step: what the exchange itself takes, with what ran beside it. Exact
-    only where all ranks were observed."""
+    """Of the rank that came to it last, in each step, without the kernels that ran meanwhile, as of another sharding
+    type: what the exchange adds to a step. Exact only where all ranks were observed."""
     span_ms: tuple[float, ...]
-    """Of each rank, from its start until the rank had its result: what is above :attr:`ms` is waiting for others."""
+    """Of each rank, from its start until the rank had its result."""
     waited_ms: tuple[float, ...]
     """Of that, what the rank could do nothing else in."""
     bytes: tuple[float, ...]
@@ -234,6 +255,16 @@ class Observation:
         """As ``3 runs, 1,240 steps``."""
         return f"{len(self.runs)} run{'s' * (len(self.runs) > 1)}, {self.steps:,} steps"
 
+    @property
+    def topology(self) -> Topology:
+        """The ranks of the first run, with the bandwidths of the first plan that was kept, else TorchRec's."""
+        first = self.runs[0]
+        plans = (run.plan for run in self.runs if run.plan is not None)
+        known = next((plan.inputs.topology.bandwidths for plan in plans), {})
+        given = {argument: known[name] for name, argument in BANDWIDTHS.items() if name in known}
+        ranks, device = first.world_size, str(self.hardware["device"])
+        return Topology(ranks, device, local_world_size=ranks // first.hosts, **given)
+
     def save(self, path: str | Path) -> None:
         """Write a file that :meth:`load` reads back; FileError says why not."""
         write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}))
@@ -253,9 +284,18 @@ class Observation:
         """Files merged. Where one is missing, those of its ranks are taken, as :func:`observe` writes them.
 
         Raises:
-            ObservationError: a file can't be read, or is of other hardware than the first; names it.
+            ObservationError: a file can't be read, or is of other hardware than the first; those of a name's ranks are
+                of several runs. Names the files.
         """
-        named = {str(path): cls.load(path) for given in paths for path in _files(Path(given))}
+        named = {}
+        for given in paths:
+            of_ranks = {str(path): cls.load(path) for path in _files(Path(given))}
+            runs = {tuple(run.id for run in one.runs) for one in of_ranks.values()}
+            if len(runs) > 1:
+                raise ObservationError(
+                    f"{', '.join(of_ranks)}: not of one run: name the files, or delete those of an earlier job"
+                )
+            named |= of_ranks
         return cls.merge(named)
 
     @classmethod
@@ -289,8 +329,9 @@ def rank_file(path: Path, rank: int) -> Path:
 
 
 def _files(path: Path) -> Iterable[Path]:
-    ranks = path.parent.glob(f"{path.stem}.*{path.suffix}") if not path.exists() else ()
-    return sorted(file for file in ranks if file.name[len(path.stem) + 1 : -len(path.suffix)].isdecimal()) or [path]
+    ranks = path.parent.glob(f"{escape(path.stem)}.*{escape(path.suffix)}") if not path.exists() else ()
+    number = slice(len(path.stem) + 1, -len(path.suffix) or None)
+    return sorted(file for file in ranks if file.name[number].isdecimal()) or [path]
 
 
 def _joined(run: ObservedRun, other: ObservedRun) -> ObservedRun:

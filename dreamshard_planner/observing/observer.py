@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,19 +52,17 @@ class Observer:
         run, ranks = _run_id(), dist.get_world_size()
         hosts = -(-ranks // get_local_size(ranks))
         self._run = ObservedRun(run, started, ranks, hosts, dist.get_backend(), *_planned(model, planner))
-        self._samplers: list[BatchSampler] = []
         self._kernels: list[tuple[str, str, Any]] = []
-        self._samples: dict[int, int] = {}
         lookups = list(lookups_of(model))
         if not lookups:
             raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._recorder = StepRecorder(Clock(self._device))
+        modules = dict.fromkeys(module for _, module, _, _ in lookups)
+        self._samplers = [BatchSampler(every) for _ in modules]
         self._hooks = Hooks(self._recorder)
         self._hooks.listen_to_collectives()
-        for module in dict.fromkeys(module for _, module, _, _ in lookups):
-            sampler = BatchSampler(every)
-            self._samplers.append(sampler)
+        for module, sampler in zip(modules, self._samplers, strict=True):
             self._hooks.listen_to_inputs(module, sampler.add)
         for path, _, kind, lookup in lookups:
             for kernel in kernels_in(lookup):
@@ -76,7 +75,7 @@ class Observer:
 
         def called(step: Step, indices: Tensor, offsets: Tensor) -> None:
             step.count(f"kernel {index} lookups", indices.numel())
-            self._samples[index] = (offsets.numel() - 1) // max(1, kernel.config.num_features())
+            step.count(f"kernel {index} samples", (offsets.numel() - 1) // max(1, kernel.config.num_features()))
 
         self._hooks.listen_to_kernel(f"kernel {index}", kernel.emb_module, called)
 
@@ -101,7 +100,10 @@ class Observer:
             steps=self._recorder.steps,
             kept=kept,
             columns=columns,
-            kernels=tuple(self._described(index) for index in range(len(self._kernels))),
+            kernels=tuple(
+                self._described(kernel, int(np.median(columns.get(f"kernel {index} samples", (0,)))))
+                for index, kernel in enumerate(self._kernels)
+            ),
             statistics={name: known for one in self._samplers if one.seen for name, known in one.statistics().items()},
         )
         run = replace(self._run, ranks=(of_rank,))
@@ -117,8 +119,8 @@ class Observer:
         """
         self.observation().save(rank_file(Path(path), dist.get_rank()))
 
-    def _described(self, index: int) -> ObservedKernel:
-        path, sharding_type, kernel = self._kernels[index]
+    def _described(self, observed: tuple[str, str, Any], samples: int) -> ObservedKernel:
+        path, sharding_type, kernel = observed
         config, fused = kernel.config, kernel.emb_module
         return ObservedKernel(
             sharding_type=sharding_type,
@@ -128,7 +130,7 @@ class Observer:
             pooled=config.pooling.value != "NONE",
             weighted=config.is_weighted,
             weight_bytes=data_type_to_dtype(config.data_type).itemsize,
-            samples=self._samples.get(index, 0),
+            samples=samples,
             tables=tuple(_described_table(path, table) for table in config.embedding_tables),
         )
 
@@ -184,6 +186,7 @@ def observe(
         ObservationError: there is no process group, the model is not sharded, another one is observed just now, or, at
             the end, no step was seen.
         PlannerError: the planner has planned another model.
+        StatisticsError: ``every`` is no number of batches.
         FileError: the file cannot be written; before anything is observed.
 
     Example::

@@ -24,7 +24,7 @@ class Clock:
     """Moments on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         # The clock of a thread says nothing of others that compute for it.
         self._computed = int(torch.get_num_threads() == 1)
 
@@ -33,7 +33,7 @@ class Clock:
         if not self._cuda:
             return time.perf_counter_ns(), time.thread_time_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def elapsed_ms(self, start: Mark, end: Mark, computed: bool) -> float:

@@ -169,4 +169,8 @@ def _measured(topology: Topology, checkpoint: Checkpoint) -> dict[str, Collectiv
         return {}
     ranks = f"{measured['world_size']} ranks of {'one' if hosts == 1 else f'{hosts} x'} {measured['hardware']['name']}"
     source = f"measured with {measured['backend']} on {ranks}, {checkpoint.name}"
-    return {operation: fit.model(topology.world_size, source) for operation, fit in fits_of(measured).items()}
+    models = {operation: fit.model(topology.world_size, source) for operation, fit in fits_of(measured).items()}
+    for operation in {*measured.get("assumed", ())} & models.keys():
+        taken = f"taken to be as much slower than bandwidths say as what was {source}"
+        models[operation] = replace(models[operation], source=taken, is_measured=False)
+    return models

@@ -54,9 +54,10 @@ def calibrate(
     """Correct a checkpoint's costs for this machine with few measurements, and write the result ``out``. All ``ranks``
     measure, the first one does the rest.
 
-    Half of the time goes into sets that corrections are fitted to, half into sets of other tables, which choose between
-    these and what is in use (:mod:`dreamshard_planner.cost.correction`), and tell the errors before and after: in the
-    metadata under ``calibration``. Networks and measured collectives stay as they are. With one thread, processor time
+    Half of the time goes into sets that corrections are fitted to, half into other sets, of other tables unless
+    ``tables`` are given, which choose between these and what is in use (:mod:`dreamshard_planner.cost.correction`), and
+    tell the errors before and after: in the metadata under ``calibration``. Networks and measured collectives stay as
+    they are. With one thread, processor time
     counts; else the wall clock. An interrupted calibration, started again with the same settings, goes on.
 
     Args:

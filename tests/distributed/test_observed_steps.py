@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchrec.optim import SGD
 
 from dreamshard_planner import DistributedModelParallel, Observation, ObservationError, observe
+from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.hooks import COLLECTIVES, kernels_in, lookups_of
 from dreamshard_planner.observing.learning import ObservedSets
@@ -51,6 +52,9 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
         raise RuntimeError("on purpose")
     assert _hooks(model) == before
     with pytest.raises(ObservationError, match="one at a time"), observe(model), observe(model):
+        pass
+    assert _hooks(model) == before
+    with pytest.raises(StatisticsError, match="0"), observe(model, every=0):
         pass
     assert _hooks(model) == before
     with pytest.raises(ObservationError, match="no training step was seen in 0 calls"), observe(model) as seen:

@@ -25,7 +25,7 @@ from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.exchanges import learn_exchanges
 from dreamshard_planner.observing.learning import ObservedSets, learn
-from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps
+from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps, rank_file
 from dreamshard_planner.observing.recorder import MOST_STEPS, Clock, StepRecorder
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -112,6 +112,15 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     assert Observation.load_all([tmp_path / "seen.json"]) == whole
     assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
     assert whole.title == "2 runs, 16 steps"
+    for name in ("[seen]", "seen*.json"):
+        for rank in range(2):
+            replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs)).save(
+                rank_file(tmp_path / name, rank)
+            )
+        assert Observation.load_all([tmp_path / name]) == whole
+    observation(1).save(tmp_path / "seen.2.json")
+    with pytest.raises(ObservationError, match=r"seen.0.json, .*seen.2.json: not of one run"):
+        Observation.load_all([tmp_path / "seen.json"])
 
 
 def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Path) -> None:
@@ -149,6 +158,9 @@ def test_a_collective_takes_what_the_last_rank_to_come_waits() -> None:
     ]
     one = observed_run("a", *ranks).collectives[name]  # the first three steps are not counted
     assert (one.ms, one.span_ms, one.waited_ms) == (1.5, (3.5, 2.0), (0.5, 0.5))
+    kernels = {f"{name} kernels": (0.0, 0.0, 0.0, 0.5, 1.5)}  # of other sharding types, while it is on its way
+    beside = [replace(one, columns=one.columns | kernels) for one in ranks]
+    assert observed_run("a", *beside).collectives[name].ms == 0.5  # 1 - 0.5 and 2 - 1.5
     late = replace(ranks[1], kept=(0, 1, 2, 4, 5))
     assert observed_run("a", ranks[0], late).collectives[name].ms == 1.0  # step 4 alone is of both
 
@@ -201,6 +213,8 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
     unread = replace(one.runs[0].ranks[0], columns={})
     with pytest.raises(ObservationError, match="looked nothing up, or was not trained"):
         learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(unread,)),)), out)
+    with pytest.raises(ObservationError, match="has costs of cpu, and cuda was observed"):
+        learn(resolve("auto", "cpu"), observation(2, device="cuda"), out)
     other = replace(one.runs[0].ranks[0], statistics={name: FeatureStatistics(9.0) for name in STATISTICS})
     with pytest.raises(ObservationError, match="reads 256 ids a step, and the batches have 1,152 for it"):
         learn(resolve("roofline", "cpu"), replace(one, runs=(replace(one.runs[0], ranks=(other,)),)), out)

@@ -68,6 +68,16 @@ def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
     assert all_to_all.tolist() == pytest.approx([3e6 / 400e6 + 12e6 / 50e6, 12e6 / 400e6 + 12e6 / 50e6])
     assert all_reduce.tolist() == pytest.approx((2 * all_to_all).tolist())
     assert "topology's 50 GB/s" in links.all_to_all.source and not links.all_to_all.is_measured
+    # Of two hosts each has its memory, also where rows are added up inside first.
+    two = links_of(
+        Topology(8, "cpu", local_world_size=4, inter_host_bw=10e9, ddr_mem_bw=50e6), resolve("roofline", "cpu")
+    )
+    alike = torch.full((8,), 1e6)
+    assert (two.reduce_scatter.all_to_all_ms(alike)[0] - 0.02).item() == pytest.approx(56e6 / 100e6, rel=0.1)
+    inside, across = (
+        link.all_to_all_ms(alike[: link.world_size])[0] - 0.02 for link in (two.host_reduce_scatter, two.across)
+    )
+    assert inside.item() == pytest.approx(12e6 / 50e6, rel=0.1) and across.item() == pytest.approx(2e6 / 25e6, rel=0.1)
 
 
 def test_the_prior_agrees_with_published_collectives() -> None:
