@@ -92,14 +92,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         return known, []
     if known is not None and known.get("hosts", 1) != first.hosts:
         said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
-    fits: dict[str, CollectiveFit | None] = dict.fromkeys((*OPERATIONS, *LOOKUPS))
-    before = {} if known is None else fits_of(known)
-    stay = {operation: fit for operation, fit in before.items() if _is_measured(links, operation)}
-    assumed = dict(_assumed(links, seen.keys() | stay.keys(), before, learned))
-    fits |= stay | assumed
-    fits |= {operation: fit.of(getattr(links, operation) or links.all_to_all) for operation, fit in learned.items()}
-    if "lookups" not in learned and links.lookups is None:
-        fits = {operation: fits[operation] for operation in OPERATIONS}
+    fits, assumed = _completed(links, {} if known is None else fits_of(known), seen, learned)
     return {
         "backend": first.backend,
         "world_size": first.world_size,
@@ -107,17 +100,12 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
         "hardware": observation.hardware,
         "revision": REVISION,
         "fits": {operation: fit and asdict(fit) for operation, fit in fits.items()},
-        "assumed": list(assumed),
+        "assumed": assumed,
     }, said
 
 
 def _ranks(run: ObservedRun) -> tuple[int, int, str]:
     return run.hosts, run.world_size, run.backend
-
-
-def _is_measured(links: Links, operation: str) -> bool:
-    model: CollectiveModel | None = getattr(links, operation)
-    return model is not None and model.is_measured
 
 
 @dataclass(frozen=True)
@@ -132,21 +120,32 @@ class Learned:
 
     def of(self, model: CollectiveModel) -> CollectiveFit:
         """The model, so much slower."""
-        rates = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
-        return CollectiveFit(self.latency_ms, *rates, self.relative_error).slowed(self.times)
+        slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
+        return CollectiveFit(self.latency_ms, slowest, shared, self.relative_error).slowed(self.times)
 
 
-def _assumed(
-    links: Links, known: Collection[str], before: Mapping[str, CollectiveFit], learned: Mapping[str, Learned]
-) -> Iterator[tuple[str, CollectiveFit]]:
-    """Of outputs, what nobody observed or measured: as one that was learned, else as before."""
+def _completed(
+    links: Links, before: Mapping[str, CollectiveFit], seen: Collection[str], learned: Mapping[str, Learned]
+) -> tuple[dict[str, CollectiveFit | None], list[str]]:
+    """Fits of all operations, and which of them are assumed: outputs that nobody observed or measured are as much
+    slower than predicted as one that was learned, else as they were assumed before."""
     slower = next((fit for operation, fit in learned.items() if operation in OPERATIONS), None)
-    for operation in (operation for operation in OPERATIONS if operation not in known):
-        if slower is not None:
-            model: CollectiveModel = getattr(links, operation)
-            yield operation, replace(slower, latency_ms=model.latency_ms).of(model)
-        elif operation in before:
-            yield operation, before[operation]
+    counted = LOOKUPS if "lookups" in learned or links.lookups is not None else ()
+    fits: dict[str, CollectiveFit | None] = {}
+    assumed = []
+    for operation in (*OPERATIONS, *counted):
+        model: CollectiveModel | None = getattr(links, operation)
+        if operation in learned:
+            fits[operation] = learned[operation].of(model or links.all_to_all)
+        elif model is not None and model.is_measured:
+            fits[operation] = before[operation]
+        elif model is None or operation in seen or operation in LOOKUPS:
+            fits[operation] = None
+        else:
+            same = before.get(operation)
+            fits[operation] = same if slower is None else replace(slower, latency_ms=model.latency_ms).of(model)
+            assumed += [operation] * (fits[operation] is not None)
+    return fits, assumed
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:

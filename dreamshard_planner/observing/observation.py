@@ -287,7 +287,7 @@ class Observation:
             ObservationError: a file can't be read, or is of other hardware than the first; those of a name's ranks are
                 of several runs. Names the files.
         """
-        named = {}
+        named: dict[str, Observation] = {}
         for given in paths:
             of_ranks = {str(path): cls.load(path) for path in _files(Path(given))}
             runs = {tuple(run.id for run in one.runs) for one in of_ranks.values()}

@@ -247,6 +247,8 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
         assert before.latency_ms == after.latency_ms
         assert times == pytest.approx(5 / float(prior.all_to_all.all_to_all_ms(sent_D)[0] - 0.02), rel=1e-3)
     assert fits["lookups"] is fits["bucketing"] is None and learned.lookups == prior.lookups  # not seen: still counted
+    assert learned.all_to_all.is_measured and not learned.all_reduce.is_measured
+    assert "taken to be as much slower" in learned.all_reduce.source
     (said,) = made.metadata["learned"]["exchanges"]
     assert said == "outputs by all_to_all: were 99 % off, are now 0 % off"
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
