@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dreamshard_planner.cli.options import CostSource, Device, bytes_per_s, listed, ranks_of, size_bytes, whole
+from dreamshard_planner.cli.options import COUNT, RATE, SIZE, CostSource, Device, listed, ranks_of
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ TABLES = typer.Option(
     "shipped collection (mlperf_dlrm_dcnv2, merlin_small, meta_like_2021, ...).",
     metavar="SOURCE",
 )
-RANKS = typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node.")
-BATCH_SIZE = typer.Option(parser=whole, metavar="COUNT", help="Samples in the batch of one rank.")
+RANKS = COUNT("--gpus", "--ranks", help="Ranks of each node.")
+BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
 BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "search_seconds")
 """Options that may be given beside a plan, which says all else."""
 
@@ -37,28 +37,16 @@ class PlanningOptions:
     tables: Annotated[str | None, TABLES] = None
     gpus: Annotated[int | None, RANKS] = None
     batch_size: Annotated[int | None, BATCH_SIZE] = None
-    nodes: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Hosts.")] = 1
+    nodes: Annotated[int, COUNT(help="Hosts.")] = 1
     gpu: Annotated[
         str | None, typer.Option(help=f"Model of GPU, for its memory and bandwidths: {', '.join(GPUS)}.")
     ] = None
     device: Annotated[Device, typer.Option(help="What trains.")] = Device.cuda
-    hbm: Annotated[
-        int | None,
-        typer.Option("--hbm", "--memory", parser=size_bytes, metavar="SIZE", help="Memory of one rank, as 80GB."),
-    ] = None
-    hbm_bandwidth: Annotated[
-        float | None, typer.Option(parser=bytes_per_s, metavar="RATE", help="To that memory, as 2039GB/s.")
-    ] = None
-    host_memory: Annotated[
-        int | None, typer.Option(parser=size_bytes, metavar="SIZE", help="A GPU's part of its host's memory.")
-    ] = None
-    intra_bandwidth: Annotated[
-        float | None,
-        typer.Option(parser=bytes_per_s, metavar="RATE", help="Of a rank to those of its host, one direction."),
-    ] = None
-    inter_bandwidth: Annotated[
-        float | None, typer.Option(parser=bytes_per_s, metavar="RATE", help="Of a rank to other hosts, one direction.")
-    ] = None
+    hbm: Annotated[int | None, SIZE("--hbm", "--memory", help="Memory of one rank, as 80GB.")] = None
+    hbm_bandwidth: Annotated[float | None, RATE(help="To that memory, as 2039GB/s.")] = None
+    host_memory: Annotated[int | None, SIZE(help="A GPU's part of its host's memory.")] = None
+    intra_bandwidth: Annotated[float | None, RATE(help="Of a rank to those of its host, one direction.")] = None
+    inter_bandwidth: Annotated[float | None, RATE(help="Of a rank to other hosts, one direction.")] = None
     reserve: Annotated[
         float | None,
         typer.Option(min=0, max=0.99, help="Share of the memory kept for all else; default: TorchRec's estimate."),
@@ -86,12 +74,8 @@ class PlanningOptions:
             metavar="TABLE=RANKS",
         ),
     ] = None
-    sharding_group: Annotated[
-        int | None, typer.Option(parser=whole, metavar="COUNT", help="Ranks of a sharding group (2D parallelism).")
-    ] = None
-    sync_interval: Annotated[
-        int, typer.Option(parser=whole, metavar="COUNT", help="Batches between two averagings of its replicas.")
-    ] = 1
+    sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).")] = None
+    sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.")] = 1
     exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0
     search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from enum import StrEnum
 from fractions import Fraction
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -93,6 +93,12 @@ def bytes_per_s(text: str) -> float:
     if match is None or match[1].count(".") > 1:
         raise typer.BadParameter(f"{text!r} is no bandwidth: give one as 25GB/s (bytes) or 200Gb/s (bits)")
     return float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1)
+
+
+COUNT = partial(typer.Option, parser=whole, metavar="COUNT")
+SIZE = partial(typer.Option, parser=size_bytes, metavar="SIZE")
+RATE = partial(typer.Option, parser=bytes_per_s, metavar="RATE")
+"""Makers of options whose values are read so."""
 
 
 def listed(text: str) -> tuple[str, ...]:

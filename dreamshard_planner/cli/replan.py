@@ -11,7 +11,7 @@ import typer
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import TABLES, load_plan
-from dreamshard_planner.cli.options import bytes_per_s, output, ranks_of, size_bytes, whole
+from dreamshard_planner.cli.options import COUNT, RATE, SIZE, output, ranks_of
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
 from dreamshard_planner.cli.stats import PLAN_AGAIN
@@ -25,35 +25,23 @@ if TYPE_CHECKING:
 @command("dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json")
 def replan(
     plan: PlanArgument,
-    steps: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Training steps that remain.")],
+    steps: Annotated[int, COUNT(help="Training steps that remain.")],
     statistics: Annotated[
         Path | None, typer.Option(help="Of the data as it is now; default: those that the plan's file holds.")
     ] = None,
     max_bytes_moved: Annotated[
-        int | None,
-        typer.Option(
-            parser=size_bytes, metavar="SIZE", help="Of weights and optimizer states, all ranks together, as 20GB."
-        ),
+        int | None, SIZE(help="Of weights and optimizer states, all ranks together, as 20GB.")
     ] = None,
     restart_seconds: Annotated[
         float, typer.Option(min=0, help="From the last step before to the first one after, without moving.")
     ] = 60.0,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            parser=bytes_per_s, metavar="RATE", help="At which they come to one rank; default: its slowest link."
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node now.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(parser=whole, metavar="COUNT", help="Hosts now.")] = None,
+    bandwidth: Annotated[float | None, RATE(help="At which they come to one rank; default: its slowest link.")] = None,
+    gpus: Annotated[int | None, COUNT("--gpus", "--ranks", help="Ranks of each node now.")] = None,
+    nodes: Annotated[int | None, COUNT(help="Hosts now.")] = None,
     lost: Annotated[
         str, typer.Option(help="Ranks of the plan that are gone, as 0,4-7; default: the last ones.", metavar="RANKS")
     ] = "",
-    batch_size: Annotated[
-        int | None, typer.Option(parser=whole, metavar="COUNT", help="Samples in the batch of one rank now.")
-    ] = None,
+    batch_size: Annotated[int | None, COUNT(help="Samples in the batch of one rank now.")] = None,
     tables: Annotated[str | None, TABLES] = None,
     out: Annotated[Path | None, output("Plan to write, .json: JsonPlanLoader reads it in training.")] = None,
     html: HtmlOption = None,

@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import PlanningOptions, load_plan
-from dreamshard_planner.cli.options import listed, output, takes, whole
+from dreamshard_planner.cli.job import BATCH_SIZE, RANKS, PlanningOptions, load_plan
+from dreamshard_planner.cli.options import COUNT, listed, output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.formatting import first_of
 
@@ -26,13 +26,13 @@ app.add_typer(stats, name="stats")
 @command("dreamshard stats parquet day0.parquet --batch-size 8192 --out statistics.json", of=stats)
 def parquet(
     paths: Annotated[list[Path], typer.Argument(help="Files, or folders of .parquet files.")],
-    batch_size: Annotated[int, typer.Option(parser=whole, metavar="COUNT", help="Samples in the batch of one rank.")],
+    batch_size: Annotated[int, BATCH_SIZE],
     out: Annotated[Path, output("Statistics to write, .json.")],
     features: Annotated[
         str | None,
         typer.Option(help="Columns, separated by commas, feature=column where names differ; default: lists of ids."),
     ] = None,
-    max_batches: Annotated[int | None, typer.Option(parser=whole, metavar="COUNT", help="Stop after so many.")] = None,
+    max_batches: Annotated[int | None, COUNT(help="Stop after so many.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
     """Count parquet files, one batch in memory at a time; needs pyarrow."""
@@ -90,14 +90,9 @@ class DiffOptions(PlanningOptions):
         Path | None,
         typer.Option(help="The plan that runs, .json: tells whether planning again is worth it. Instead of --tables."),
     ] = None
-    gpus: Annotated[
-        int, typer.Option("--gpus", "--ranks", parser=whole, metavar="COUNT", help="Ranks of each node.")
-    ] = 8
+    gpus: Annotated[int, RANKS] = 8
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole, metavar="COUNT", help="Samples in the batch of one rank; default: that of the statistics."
-        ),
+        int | None, COUNT(help="Samples in the batch of one rank; default: that of the statistics.")
     ] = None
 
 
