@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,6 @@ from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
 from dreamshard_planner.cli.stats import PLAN_AGAIN
 from dreamshard_planner.support.progress import working
-
-if TYPE_CHECKING:
-    from dreamshard_planner.offline.jobs import Job
-    from dreamshard_planner.plans.plan_file import SavedPlan
 
 
 @command("dreamshard replan plan.json --statistics today.json --steps 100000 --out new.json")
@@ -51,9 +47,19 @@ def replan(
 
     Exit status 3 where moving is worth it, or has to be; 0 where the plan may stay.
     """
+    from dreamshard_planner.offline.from_plan import job_of
+    from dreamshard_planner.offline.jobs import read_model
+    from dreamshard_planner.workload.statistics import TableStatistics
+
     check_picture(html, None)
     saved = load_plan(plan)
-    job = _now(saved, statistics, gpus, nodes, batch_size, tables)
+    known = None if statistics is None else TableStatistics.from_json(statistics)
+    job = job_of(saved, known)
+    if tables is not None:
+        model = read_model(tables)
+        job = replace(job, model=model if known is None else model.with_statistics(known))
+    machine = replace(job.machine, ranks_per_host=gpus or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts)
+    job = replace(job, machine=machine, batch_size=batch_size or job.batch_size)
     with working(f"planning {saved.name} for {job.machine.title}"):
         found = job.plan().planner.replan(
             saved,
@@ -70,25 +76,3 @@ def replan(
     show(found.to_dict(), format, found.sentence, grid(found.COLUMNS, found.rows()))
     if not found.stays:
         raise typer.Exit(PLAN_AGAIN)
-
-
-def _now(
-    saved: SavedPlan,
-    statistics: Path | None,
-    gpus: int | None,
-    nodes: int | None,
-    batch_size: int | None,
-    tables: str | None,
-) -> Job:
-    """The plan's job, as it is now."""
-    from dreamshard_planner.offline.from_plan import job_of
-    from dreamshard_planner.offline.jobs import read_model
-    from dreamshard_planner.workload.statistics import TableStatistics
-
-    known = None if statistics is None else TableStatistics.from_json(statistics)
-    job = job_of(saved, known)
-    if tables is not None:
-        model = read_model(tables)
-        job = replace(job, model=model if known is None else model.with_statistics(known))
-    machine = replace(job.machine, ranks_per_host=gpus or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts)
-    return replace(job, machine=machine, batch_size=batch_size or job.batch_size)
