@@ -128,11 +128,3 @@ class Ranks:
     def from_first(self, make: Callable[[], Thing]) -> Thing:
         """What ``make`` returns on the first rank, which alone calls it, on all ranks. Raises as :meth:`gather`."""
         return cast("Thing", self.gather(make if self.leads else lambda: None)[0])
-
-    def map(self, work: Callable[[Sequence[Any]], Sequence[Thing]], items: Sequence[Any]) -> list[Thing]:
-        """``work(items)``, done by all ranks: each calls it with its share of the same ``items``, and all get the
-        results in the order of the items. Raises as :meth:`gather`."""
-        results: list[Any] = [None] * len(items)
-        for rank, done in enumerate(self.gather(lambda: list(work(self.share(items))))):
-            results[rank :: self.size] = done
-        return results

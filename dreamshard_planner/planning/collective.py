@@ -71,7 +71,7 @@ class Failure:
 
 Job = Callable[[Ranks, dict[str, Any], Any], Any]
 """``(ranks, kept, argument)``: what all ranks do together. Importable by name; ``kept`` stays on a rank between jobs.
-Whatever may fail on one rank alone belongs into ``ranks.map``."""
+Whatever may fail on one rank alone belongs into ``ranks.gather``."""
 
 
 class Together:

@@ -6,7 +6,7 @@ Shapes: N lookups, B samples, K = 17 reuse bins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +113,6 @@ class BatchCounts:
         self._features: dict[str, FeatureCounts] = {}
         self.batches = 0
 
-    # Not around a loop over batches: these are made in the caller's state, random numbers and all.
     @neutral()
     def add(self, batch: KeyedJaggedTensor) -> None:
         """One batch; StatisticsError where it has other keys than the first one."""
@@ -137,16 +136,6 @@ class BatchCounts:
         if not self.batches:
             raise StatisticsError("no batches: cannot take statistics of nothing")
         return {key: count.statistics() for key, count in self._features.items()}
-
-
-def count_batches(
-    batches: Iterable[KeyedJaggedTensor], keys: Sequence[str] | None = None
-) -> dict[str, FeatureStatistics]:
-    """Of batches of ``KeyedJaggedTensor``, see ``TableStatistics.from_batches``."""
-    counts = BatchCounts(keys)
-    for batch in batches:
-        counts.add(batch)
-    return counts.statistics()
 
 
 @neutral()

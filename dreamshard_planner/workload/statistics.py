@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from dreamshard_planner.support.files import read_json, write_whole
 from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.support.progress import progress_bar
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.counting import count_batches, count_lengths, merge_features
+from dreamshard_planner.workload.counting import BatchCounts, count_lengths, merge_features
 from dreamshard_planner.workload.drift import Drift, drift
 from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -88,8 +88,13 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
             raise StatisticsError(f"keys must be a list of feature names, got the string {keys!r}")
         elements = _elements(batches)
         total = len(elements) if isinstance(elements, Sized) else None
+        counts = BatchCounts(keys)
         with progress_bar("counting batches", total, progress) as advance:
-            return cls(count_batches(_each(elements, advance), keys))
+            for position, element in enumerate(elements):
+                with neutral():  # not around the loop: batches are made in the caller's state, random numbers and all
+                    counts.add(_sparse_features(element, position))
+                advance("")
+            return cls(counts.statistics())
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, tuple[Any, Any]], batch_size: int) -> TableStatistics:
@@ -201,14 +206,6 @@ class _Document:
 
     __pydantic_config__: ClassVar = STRICT
     features: dict[str, FeatureStatistics]
-
-
-def _each(elements: Iterable[Any], advance: Callable[[str], None]) -> Iterator[KeyedJaggedTensor]:
-    for position, element in enumerate(elements):
-        with neutral():
-            batch = _sparse_features(element, position)
-        yield batch
-        advance("")
 
 
 def _elements(batches: Any) -> Iterable[Any]:
