@@ -27,8 +27,7 @@ from dreamshard_planner.search_space.alike_shards import is_torchrecs, set_ranks
 from dreamshard_planner.search_space.cache_sizes import coarse_sizes, finer_sizes, uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.towers import pinned_options
-from dreamshard_planner.support.collector import collector_paused
-from dreamshard_planner.support.torch_state import neutral, single_thread
+from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 
 CACHE_ROUNDS = 2
 """Searches with caches of other sizes: coarse ones, then such as are near to those."""

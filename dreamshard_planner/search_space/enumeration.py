@@ -32,7 +32,7 @@ from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOptio
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
-from dreamshard_planner.support.collector import collector_paused
+from dreamshard_planner.support.torch_state import collector_paused
 
 TableKey = tuple[int, str]
 """A table's module, by ``id``, and its name there."""
