@@ -23,8 +23,7 @@ from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
 from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
-from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES
 from paper.setting import Half, Setting

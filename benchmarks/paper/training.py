@@ -30,8 +30,7 @@ from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.policy.reinforce import ReinforceConfig, reinforce_update
 from dreamshard_planner.research.paper_network import PaperCostNetwork, PaperFit, PaperFitConfig
-from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.recipes import PAPER_REINFORCE
+from dreamshard_planner.research.published import PAPER_REINFORCE, PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig
 from paper.setting import Half
 from placements.placers import Contest

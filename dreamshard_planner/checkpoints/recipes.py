@@ -59,8 +59,8 @@ class Recipe:
 
 RECIPES: Registry[Recipe] = Registry(
     default="dreamshard_planner.checkpoints.default_recipe:DEFAULT",
-    paper="dreamshard_planner.research.recipes:PAPER",
-    autoshard="dreamshard_planner.research.recipes:AUTOSHARD",
+    paper="dreamshard_planner.research.published:PAPER",
+    autoshard="dreamshard_planner.research.published:AUTOSHARD",
 )
 """``default`` is ours, ``paper`` is DreamShard as published, ``autoshard`` the recurrent policy of AutoShard on our
 cost network, for comparison."""

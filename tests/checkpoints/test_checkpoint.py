@@ -15,8 +15,7 @@ from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
-from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES, LATER_FEATURES
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")

@@ -21,8 +21,7 @@ from dreamshard_planner.policy.reinforce import (
     greedy_standing,
     train_policy,
 )
-from dreamshard_planner.research.paper_policy import PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.recurrent_policy import RecurrentPolicy, RecurrentPolicyConfig
+from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 
 POLICIES = [(lambda seed=0: Policy(PolicyConfig(), seed), "score")]
