@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dreamshard_planner.plans.picture import drawing
-from dreamshard_planner.plans.picture.content import Content, ShownTable, ms, ratio
+from dreamshard_planner.plans.picture.content import Content, ms, ratio
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.plans.report import MemoryEntry, ReportEntry
+from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 MAX_BARS = 64
@@ -110,16 +110,16 @@ def tables(content: Content) -> Figure:
     shown = content.tables[:MAX_TABLES]
     figure = Figure((drawing.WIDTH_INCHES, 1.4 + ROW_INCHES * len(shown)), layout="constrained")
     weights, where = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
-    for row, table in enumerate(shown):
+    for row, (weight, table) in enumerate(shown):
         colour = _colour(table)
-        weights.barh(row, table.weight, color=colour, height=0.68)
-        _beside(weights, table.weight, row, f"{table.weight:,.3f}", fontsize=9)
+        weights.barh(row, weight, color=colour, height=0.68)
+        _beside(weights, weight, row, f"{weight:,.3f}", fontsize=9)
         where.broken_barh(_runs(table.ranks), (row - 0.34, 0.68), color=colour, linewidth=0)
         for rank, count in _several(table.ranks):
             where.text(rank, row, f"{count}", ha="center", va="center", fontsize=8, color=drawing.PAPER)
-    weights.set_xlim(0, (shown[0].weight or 1.0) * 1.3)
+    weights.set_xlim(0, (shown[0][0] or 1.0) * 1.3)
     weights.set_xlabel(content.weighed_by)
-    _rows(weights, [_short(table.name) for table in shown])
+    _rows(weights, [_short(table.name) for _, table in shown])
     where.tick_params(axis="y", length=0, labelleft=False)
     where.set_xlim(-0.5, content.world_size - 0.5)
     where.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -128,7 +128,7 @@ def tables(content: Content) -> Figure:
         where.set_xticks([rank + 0.5 for rank in range(content.world_size - 1)], minor=True)
         where.tick_params(axis="x", which="minor", length=0)
         where.grid(axis="x", which="minor")
-    kinds = dict.fromkeys((table.sharding_type, _colour(table)) for table in shown)
+    kinds = dict.fromkeys((table.sharding_type, _colour(table)) for _, table in shown)
     _legend(weights, [Patch(color=colour, label=kind) for kind, colour in kinds])
     return figure
 
@@ -240,7 +240,7 @@ def _several(ranks_of_shards: Sequence[int]) -> list[tuple[int, int]]:
     return [(rank, count) for rank in sorted(set(ranks_of_shards)) if (count := ranks_of_shards.count(rank)) > 1]
 
 
-def _colour(table: ShownTable) -> str:
+def _colour(table: TableEntry) -> str:
     return dict(zip(SHARDING_TYPES, PALETTE, strict=False)).get(table.sharding_type, drawing.SOFT)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.plans.report import Report, ReportEntry, TableEntry
 from dreamshard_planner.support.formatting import size_in_words
 
 COST_SOURCES = {
@@ -22,29 +22,15 @@ COST_SOURCES = {
 
 
 @dataclass(frozen=True)
-class ShownTable:
-    """A table and where it went."""
-
-    name: str
-    label: str
-    """Sharding type, and kernel where it is not the usual one."""
-    sharding_type: str
-    ranks: tuple[int, ...]
-    """Of its shards, in order."""
-    weight: float
-    """By which the costliest are chosen."""
-
-
-@dataclass(frozen=True)
 class Content:
     """All that figures and page show."""
 
     title: str
     report: Report
-    tables: tuple[ShownTable, ...]
-    """The costliest first."""
+    tables: tuple[tuple[float, TableEntry], ...]
+    """Each after its weight, the costliest first."""
     weighed_by: str
-    """What the tables' weights are, with its unit."""
+    """What the weights are, with their unit."""
     facts: tuple[tuple[str, str], ...]
     """What the plan was made from, as far as known: name and value."""
     replan: Replan | None = None
@@ -59,10 +45,7 @@ class Content:
 
     @classmethod
     def _of_report(cls, report: Report, title: str | None) -> Content:
-        tables = [
-            ShownTable(printable(table.name), table.label, table.sharding_type, table.ranks, table.alone_ms)
-            for table in report.tables
-        ]
+        tables = [(table.alone_ms, replace(table, name=printable(table.name))) for table in report.tables]
         facts = (
             ("moves and swaps evaluated", f"{report.candidates:,}"),
             ("re-shards evaluated", f"{report.reshards:,}"),
@@ -88,7 +71,7 @@ class Content:
             printable(name): table.rows * table.dim * table.weight_bytes / 2**30
             for name, table in inputs.tables.items()
         }
-        tables = _heaviest_first([replace(table, weight=gib[table.name]) for table in content.tables])
+        tables = _heaviest_first([(gib[table.name], table) for _, table in content.tables])
         note = "this file is of version 1, which holds neither the plans it was chosen from nor what each table costs"
         report = content.report.noting([Note("saved", note)])
         return replace(content, report=report, tables=tables, weighed_by="GiB of weights")
@@ -159,8 +142,8 @@ class Content:
         return tuple(found)
 
 
-def _heaviest_first(tables: list[ShownTable]) -> tuple[ShownTable, ...]:
-    return tuple(sorted(tables, key=lambda table: -table.weight))
+def _heaviest_first(tables: list[tuple[float, TableEntry]]) -> tuple[tuple[float, TableEntry], ...]:
+    return tuple(sorted(tables, key=lambda pair: -pair[0]))
 
 
 def printable(text: str) -> str:

@@ -142,17 +142,17 @@ def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
 
 def _tables(content: Content) -> Section:
     shown = content.tables[: charts.MAX_TABLES]
-    costliest = content.tables[0]
+    most, costliest = shown[0]
     more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
-    several = any(len(set(table.ranks)) < len(table.ranks) for table in shown)
+    several = any(len(set(table.ranks)) < len(table.ranks) for _, table in shown)
     counted = " A number in a cell counts shards on that rank." if several else ""
     what, by = "largest", "by the size of their weights"
     if content.weighed_by == "ms by itself":
         what = "costliest"
         by = "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
     rows = [
-        (table.name, table.label, f"{len(table.ranks):,}", ranges(sorted(set(table.ranks))), f"{table.weight:,.3f}")
-        for table in content.tables
+        (table.name, table.label, f"{len(table.ranks):,}", ranges(sorted(set(table.ranks))), f"{weight:,.3f}")
+        for weight, table in content.tables
     ]
     columns = ("table", "sharding", "shards", "ranks", content.weighed_by)
     return Section(
@@ -160,7 +160,7 @@ def _tables(content: Content) -> Section:
         title=f"The {what} tables, and where their shards went",
         caption=f"Tables {by}{more}.{counted}",
         finding=f"{costliest.name}, {costliest.label} on {ranks_in_words(costliest.ranks)}, is first with "
-        f"{costliest.weight:,.3f} {content.weighed_by}.",
+        f"{most:,.3f} {content.weighed_by}.",
         draw=partial(charts.tables, content),
         grids=(Grid(f"Every table ({len(content.tables):,})", columns, rows),),
     )
