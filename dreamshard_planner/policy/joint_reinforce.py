@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dreamshard_planner.policy.joint_environment import TYPES, JointTask
 from dreamshard_planner.policy.joint_network import JointPolicy, joint_roll_out, score_joint_rollout, subset_types
-from dreamshard_planner.policy.reinforce import advantages
+from dreamshard_planner.policy.reinforce import advantages, copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def train_joint_policy(
     generator, draws = torch.Generator().manual_seed(config.seed), random.Random(config.seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     every = -(-config.updates // config.looks)
-    best = joint_standing(policy, validation), _copied(policy)
+    best = joint_standing(policy, validation), copied(policy)
     if on_look is not None:
         on_look(0, best[0])
     for update in range(config.updates):
@@ -85,15 +85,11 @@ def train_joint_policy(
             on_update(update, JointUpdate(spread, entropy, infeasible))
         if (update + 1) % every == 0 or update + 1 == config.updates:
             standing = joint_standing(policy, validation)
-            best = (standing, _copied(policy)) if standing < best[0] else best
+            best = (standing, copied(policy)) if standing < best[0] else best
             if on_look is not None:
                 on_look(update + 1, standing)
     policy.load_state_dict(best[1])
     return best[0]
-
-
-def _copied(policy: JointPolicy) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in policy.state_dict().items()}
 
 
 def _random_types(draws: random.Random, config: JointReinforceConfig) -> Tensor | None:

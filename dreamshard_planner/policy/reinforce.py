@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.policy.environment import TaskBatch
@@ -98,7 +98,7 @@ def train_policy(
     tasks_per_update = min(config.tasks_per_update, len(costs))
     every = -(-config.updates // config.looks) if config.looks else config.updates + 1
     looked_at = [costs[task] for task in by_size[:: -(-len(costs) // config.look_tasks)]]
-    best = (greedy_standing(policy, looked_at), _copied(policy)) if config.looks else None
+    best = (greedy_standing(policy, looked_at), copied(policy)) if config.looks else None
     for update in range(config.updates):
         remaining = 1 - update / config.updates
         for group in optimizer.param_groups:
@@ -111,7 +111,7 @@ def train_policy(
         )
         if best and ((update + 1) % every == 0 or update + 1 == config.updates):
             standing = greedy_standing(policy, looked_at)
-            best = (standing, _copied(policy)) if standing < best[0] else best
+            best = (standing, copied(policy)) if standing < best[0] else best
         if on_update is not None:
             on_update(update, statistics[-1])
     if best:
@@ -119,7 +119,8 @@ def train_policy(
     return statistics
 
 
-def _copied(policy: AnyPolicy) -> dict[str, Tensor]:
+def copied(policy: nn.Module) -> dict[str, Tensor]:
+    """Its state, which training then leaves alone."""
     return {name: value.clone() for name, value in policy.state_dict().items()}
 
 
