@@ -7,14 +7,14 @@ from collections.abc import Container, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from dreamshard_planner.problem.table_reader import TableReader
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.legality import inexact
 from dreamshard_planner.search_space.options import fqn_of, type_of
 
 MAX_NAMED = 5
 
 
-def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_device: str) -> list[str]:
+def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> list[str]:
     """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
     changed: dict[tuple[str, str], list[str]] = {}
     for option in plan:
@@ -28,7 +28,7 @@ def training_notes(plan: Sequence[ShardingOption], reader: TableReader, compute_
 
 
 def costed_optimizers(
-    plan: Sequence[ShardingOption], reader: TableReader, topology: Topology, unknown: Container[str]
+    plan: Sequence[ShardingOption], reader: OptionReader, topology: Topology, unknown: Container[str]
 ) -> tuple[str, ...]:
     """A sentence on tables whose optimizer is ``unknown`` to the costs, where there are some."""
     others = [fqn_of(option) for option in plan if reader.table(option, topology).optimizer in unknown]
@@ -40,7 +40,7 @@ def costed_optimizers(
     )
 
 
-def lost_optimizers(plan: Sequence[ShardingOption], reader: TableReader, compute_device: str) -> str | None:
+def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> str | None:
     """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
     lost = [
         fqn_of(option)
