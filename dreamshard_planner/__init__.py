@@ -9,99 +9,82 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dreamshard_planner.environment import EnvironmentWarning, explained, warn_of_problems
-from dreamshard_planner.errors import MissingLibraryError
+from dreamshard_planner.environment import explained, warn_of_problems
 
 if TYPE_CHECKING:
-    from dreamshard_planner.across_plans.loading import AcrossPlansLoadPlanner, load_across_plans
-    from dreamshard_planner.across_plans.saving import save_across_plans
-    from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-    from dreamshard_planner.errors import (
-        CheckpointError,
-        DatasetError,
-        DreamShardError,
-        FileError,
-        ObservationError,
-        PlanError,
-        StatisticsError,
-        TaskError,
+    from dreamshard_planner.across_plans.loading import AcrossPlansLoadPlanner as AcrossPlansLoadPlanner
+    from dreamshard_planner.across_plans.loading import load_across_plans as load_across_plans
+    from dreamshard_planner.across_plans.saving import save_across_plans as save_across_plans
+    from dreamshard_planner.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from dreamshard_planner.environment import EnvironmentWarning as EnvironmentWarning
+    from dreamshard_planner.errors import CheckpointError as CheckpointError
+    from dreamshard_planner.errors import DatasetError as DatasetError
+    from dreamshard_planner.errors import DreamShardError as DreamShardError
+    from dreamshard_planner.errors import FileError as FileError
+    from dreamshard_planner.errors import MissingLibraryError as MissingLibraryError
+    from dreamshard_planner.errors import ObservationError as ObservationError
+    from dreamshard_planner.errors import PlanError as PlanError
+    from dreamshard_planner.errors import StatisticsError as StatisticsError
+    from dreamshard_planner.errors import TaskError as TaskError
+    from dreamshard_planner.observing.observation import Observation as Observation
+    from dreamshard_planner.observing.observer import observe as observe
+    from dreamshard_planner.planner import DreamShardPlanner as DreamShardPlanner
+    from dreamshard_planner.plans.comparison import Comparison as Comparison
+    from dreamshard_planner.plans.comparison import compare as compare
+    from dreamshard_planner.plans.explanation import Explanation as Explanation
+    from dreamshard_planner.plans.plan_file import SavedPlan as SavedPlan
+    from dreamshard_planner.plans.replan import Replan as Replan
+    from dreamshard_planner.plans.report import Report as Report
+    from dreamshard_planner.problem.sharding_groups import ShardingGroups as ShardingGroups
+    from dreamshard_planner.search_space.placement_rules import PlacementRules as PlacementRules
+    from dreamshard_planner.torchrec_components.model_parallel import (
+        DistributedModelParallel as DistributedModelParallel,
     )
-    from dreamshard_planner.observing.observation import Observation
-    from dreamshard_planner.observing.observer import observe
-    from dreamshard_planner.planner import DreamShardPlanner
-    from dreamshard_planner.plans.comparison import Comparison, compare
-    from dreamshard_planner.plans.explanation import Explanation
-    from dreamshard_planner.plans.plan_file import SavedPlan
-    from dreamshard_planner.plans.replan import Replan
-    from dreamshard_planner.plans.report import Report
-    from dreamshard_planner.problem.sharding_groups import ShardingGroups
-    from dreamshard_planner.search_space.placement_rules import PlacementRules
-    from dreamshard_planner.torchrec_components.model_parallel import DistributedModelParallel
-    from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
-    from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
-    from dreamshard_planner.watch import DriftWatch
-    from dreamshard_planner.workload.statistics import TableStatistics
-    from dreamshard_planner.workload.tables import FeatureStatistics
+    from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader as JsonPlanLoader
+    from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers as attach_optimizers
+    from dreamshard_planner.watch import DriftWatch as DriftWatch
+    from dreamshard_planner.workload.statistics import TableStatistics as TableStatistics
+    from dreamshard_planner.workload.tables import FeatureStatistics as FeatureStatistics
 
-__all__ = [
-    "AcrossPlansLoadPlanner",
-    "Checkpoint",
-    "CheckpointError",
-    "Comparison",
-    "DatasetError",
-    "DistributedModelParallel",
-    "DreamShardError",
-    "DreamShardPlanner",
-    "DriftWatch",
-    "EnvironmentWarning",
-    "Explanation",
-    "FeatureStatistics",
-    "FileError",
-    "JsonPlanLoader",
-    "MissingLibraryError",
-    "Observation",
-    "ObservationError",
-    "PlacementRules",
-    "PlanError",
-    "Replan",
-    "Report",
-    "SavedPlan",
-    "ShardingGroups",
-    "StatisticsError",
-    "TableStatistics",
-    "TaskError",
-    "attach_optimizers",
-    "compare",
-    "load_across_plans",
-    "observe",
-    "save_across_plans",
-]
+_HOMES = {
+    "AcrossPlansLoadPlanner": "across_plans.loading",
+    "Checkpoint": "checkpoints.checkpoint",
+    "CheckpointError": "errors",
+    "Comparison": "plans.comparison",
+    "DatasetError": "errors",
+    "DistributedModelParallel": "torchrec_components.model_parallel",
+    "DreamShardError": "errors",
+    "DreamShardPlanner": "planner",
+    "DriftWatch": "watch",
+    "EnvironmentWarning": "environment",
+    "Explanation": "plans.explanation",
+    "FeatureStatistics": "workload.tables",
+    "FileError": "errors",
+    "JsonPlanLoader": "torchrec_components.plan_loader",
+    "MissingLibraryError": "errors",
+    "Observation": "observing.observation",
+    "ObservationError": "errors",
+    "PlacementRules": "search_space.placement_rules",
+    "PlanError": "errors",
+    "Replan": "plans.replan",
+    "Report": "plans.report",
+    "SavedPlan": "plans.plan_file",
+    "ShardingGroups": "problem.sharding_groups",
+    "StatisticsError": "errors",
+    "TableStatistics": "workload.statistics",
+    "TaskError": "errors",
+    "attach_optimizers": "torchrec_components.replica_optimizers",
+    "compare": "plans.comparison",
+    "load_across_plans": "across_plans.loading",
+    "observe": "observing.observer",
+    "save_across_plans": "across_plans.saving",
+}
+"""Module of every public name; what a type checker reads of them stands above."""
+
+if not TYPE_CHECKING:  # it would take no name that the list does not spell out for public
+    __all__ = [*_HOMES]
 
 __version__ = "0.1.0"
-
-_HOMES = (
-    "errors",
-    "checkpoints.checkpoint",
-    "workload.statistics",
-    "workload.tables",
-    "plans.report",
-    "plans.plan_file",
-    "plans.comparison",
-    "plans.explanation",
-    "plans.replan",
-    "search_space.placement_rules",
-    "problem.sharding_groups",
-    "planner",
-    "torchrec_components.model_parallel",
-    "torchrec_components.plan_loader",
-    "torchrec_components.replica_optimizers",
-    "across_plans.loading",
-    "across_plans.saving",
-    "observing.observation",
-    "observing.observer",
-    "watch",
-)
-"""Modules of these names, the quickest to load first; none is called as a name is."""
 
 warn_of_problems(stacklevel=2)
 
@@ -110,20 +93,19 @@ if "torch" in sys.modules:  # scripts that train: before there is a process grou
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for home in _HOMES:
-            try:
-                module = import_module(f"{__name__}.{home}")
-            except ModuleNotFoundError as error:
-                if missing := explained(error):
-                    raise missing from error
-                raise
-            found = module.__dict__.get(name)
-            if getattr(found, "__module__", None) == module.__name__:
-                globals()[name] = found
-                return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        if _HOMES[name] not in ("errors", "environment"):
+            import torch.distributed.optim  # noqa: F401
+        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if missing := explained(error):
+            raise missing from error
+        raise
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})
