@@ -17,9 +17,9 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.policy.place import InfeasibleError, Placement, place
 from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.exact import PACKING_SECONDS
 from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search.packing import PACKING_SECONDS
 from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.options import same_option
 from dreamshard_planner.search_space.towers import pin

@@ -15,9 +15,9 @@ from torch import Tensor
 from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
+from dreamshard_planner.search.exact import PACKING_SECONDS, pack
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig, local_search
-from dreamshard_planner.search.packing import PACKING_SECONDS, pack
 from dreamshard_planner.support.registry import Registry
 
 
@@ -151,10 +151,10 @@ def place(
 
     pool = [rival.assignment_S for rival in rivals if rival.assignment_S is not None] + sampled
     if not pool:
-        packing = pack(problem, packing_seconds)
-        if packing.assignment_S is None:
-            raise InfeasibleError(packing.proven)
-        pool.append(packing.assignment_S)
+        assignment_S, proven = pack(problem, packing_seconds)
+        if assignment_S is None:
+            raise InfeasibleError(proven)
+        pool.append(assignment_S)
     overall_B = cost.rate(torch.stack(pool)).overall_ms_B
     order = torch.argsort(_round_significant(overall_B), stable=True).tolist()
     if config is None:

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Placement as a zero-one program for scipy's MILP solver: within memory, and with the least additive cost.
+"""Fitting shards into memory where policy and heuristics dead-end: best fit, then placement as a zero-one program for
+scipy's MILP solver, which also finds the least additive cost.
 
 Shapes: S shards, D ranks, V = S x D variables, M limits.
 """
@@ -25,6 +26,43 @@ MARGINS = (0.0, 1e-5)
 """Shares of the memory kept free. The solver works in floating point to a tolerance, bytes are exact: where a first
 plan is a few bytes too large, a second one is made with that margin."""
 INFEASIBLE_STATUS = 2
+PACKING_SECONDS = 5.0
+"""Limit of the solver where any placement will do."""
+
+
+def pack(problem: Problem, seconds: float = PACKING_SECONDS) -> tuple[Tensor | None, bool]:
+    """Any placement within memory, by best fit decreasing, or by the solver in so many seconds; or None, and whether it
+    is proven that there is none."""
+    assignment_S = best_fit(problem)
+    if assignment_S is not None:
+        return assignment_S, True
+    if not seconds > 0:
+        return None, False
+    exact = solve(problem, seconds)
+    return exact.assignment_S, exact.assignment_S is not None or math.isinf(exact.bound_ms)
+
+
+def largest_first(problem: Problem) -> Tensor:
+    """Shards in descending order of the share that they need of what all need, of the limit where it is
+    largest, int64 [S]."""
+    unit_M = problem.needs_PM.sum(0).clamp_min(1).double()
+    return torch.argsort(-(problem.needs_PM / unit_M).amax(-1), stable=True)
+
+
+def best_fit(problem: Problem) -> Tensor | None:
+    """Largest shards first, each where the least is left over."""
+    free_DM, need_SM = problem.limits_DM.clone(), problem.needs_PM
+    unit_M = need_SM.sum(0).clamp_min(1).double()
+    assignment_S = torch.zeros(problem.num_parts, dtype=torch.int64)
+    for shard in largest_first(problem).tolist():
+        left_DM = free_DM - need_SM[shard]
+        fits_D = has_room(need_SM[shard], free_DM)
+        if not fits_D.any():
+            return None
+        slack_D = (left_DM.clamp_min(0) / unit_M).sum(-1).masked_fill(~fits_D, torch.inf)
+        assignment_S[shard] = int(slack_D.argmin())
+        free_DM[assignment_S[shard]] = left_DM[assignment_S[shard]]
+    return assignment_S
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,19 @@ from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.place import InfeasibleError, place
-from dreamshard_planner.search.exact import RELATIVE_GAP, solve
+from dreamshard_planner.search.exact import RELATIVE_GAP, pack, solve
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search.packing import pack
 
 
 def test_packing_where_greedy_dead_ends() -> None:
     # Best fit decreasing puts 6 beside nothing that fills 10; only {6,4} {5,5} works.
     problem = storage_problem([6, 5, 5, 4], [10, 10])
-    assert problem.fits(pack(problem).assignment_S[None]).all()
+    assert problem.fits(pack(problem)[0][None]).all()
     # Three-partition: best fit fails, the exact solver does not.
     hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
-    assert hard.fits(pack(hard).assignment_S[None]).all()
-    packing = pack(storage_problem([6, 6, 6], [10, 10]))
-    assert packing.assignment_S is None and packing.proven
+    assert hard.fits(pack(hard)[0][None]).all()
+    assert pack(storage_problem([6, 6, 6], [10, 10])) == (None, True)
 
 
 def test_tight_memory_is_feasible_wherever_the_exact_solver_packs() -> None:
