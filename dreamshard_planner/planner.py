@@ -267,17 +267,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _use(self, session: PlanningSession) -> None:
         """Give TorchRec's loop the components of a session, ours where none were given."""
-        settings, budget, context = self._request.settings, self._request.budget, session.context
+        settings, seconds, context = self._request.settings, self._request.seconds, session.context
         self._constraints = session.constraints
         self._enumerator = self._given.enumerator or context.enumerator(self._batch_size, self._estimator(context))
         self._perf_model = self._given.perf_model or DreamShardPerfModel(self._topology, context=context)
         if self._given.proposer is None:
-            joint = JointProposer(context, session.left, search=settings.search, seed=settings.seed, budget=budget)
+            joint = JointProposer(context, session.left, search=settings.search, seed=settings.seed, budget=seconds)
             self._proposers = [joint]
         self._partitioner = self._given.partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,
-            budget=budget,
+            budget=seconds,
             refine_seconds=settings.measuring_seconds,
             together=self._together,
             context=context,

@@ -15,7 +15,7 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.placing import Countdown, SearchBudget, place_proposal
+from dreamshard_planner.planning.placing import Countdown, place_proposal
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
 from dreamshard_planner.policy.place import Contender
@@ -40,10 +40,10 @@ class HowToSearch:
     moves: SearchConfig
     """Of moves and swaps."""
     seed: int
-    budget: SearchBudget
-    """Of time."""
+    stage_seconds: float | None
+    """For the plan of whole tables."""
     clock: Countdown
-    """Of the joint searches, which share what :attr:`budget` has for them."""
+    """Of the joint searches, which share as much."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,10 @@ def _whole_tables(
     """Our plan of whole tables, by name, and the baselines that it was compared with; nothing where whole tables do not
     fit, since others may."""
     whole = copy.deepcopy(fastest_whole(options))
-    budget = replace(how.budget, proposal=how.budget.whole_tables)
     try:
-        outcome = place_proposal(context, whole, topology, how.moves, seed=how.seed, budget=budget, packing_seconds=0.0)
+        outcome = place_proposal(
+            context, whole, topology, how.moves, seed=how.seed, seconds=how.stage_seconds, packing_seconds=0.0
+        )
     except PlannerError:
         return {}, ()
     plans = {"whole_tables": outcome.read.assign(outcome.sharding)}

@@ -25,26 +25,10 @@ from dreamshard_planner.search_space.options import same_option
 from dreamshard_planner.search_space.towers import pin
 
 
-@dataclass(frozen=True)
-class SearchBudget:
-    """Seconds that each stage of a planning pass may take; None for no cap on top of the count of candidates."""
-
-    whole_tables: float | None = None
-    """For the plan of whole tables, which the joint search starts from."""
-    joint: float | None = None
-    """For how tables are split, and the sizes of caches."""
-    placing: float | None = None
-    """For where the shards go once that is chosen."""
-    proposal: float | None = None
-    """For placing a proposal that nobody searched for."""
-
-    @classmethod
-    def of(cls, seconds: float | None) -> SearchBudget:
-        """A third for each stage of the joint search; all of it for a proposal that comes without one."""
-        return cls() if seconds is None else cls(seconds / 3, seconds / 3, seconds / 3, seconds)
-
-
-NO_CAP = SearchBudget()
+def stage_seconds(seconds: float | None) -> float | None:
+    """For each stage of a joint search: the plan of whole tables that it starts from, how tables are split, and where
+    shards go once that is chosen. None for no cap."""
+    return None if seconds is None else seconds / 3
 
 
 class Countdown:
@@ -97,7 +81,7 @@ def place_proposal(
     search: SearchConfig | None,
     *,
     seed: int,
-    budget: SearchBudget = NO_CAP,
+    seconds: float | None = None,
     packing_seconds: float = PACKING_SECONDS,
 ) -> Outcome:
     """Ranks for the shards of a proposal. Ranks that it comes with are the start of the search, and what spans hosts or
@@ -110,7 +94,8 @@ def place_proposal(
         topology: what the storage reservation leaves.
         search: of moves and swaps; None for one policy roll-out alone.
         seed: of the sampled roll-outs and the search.
-        budget: of time.
+        seconds: cap on the search, on top of its budget of candidates; a third of it where the search starts from ranks
+            that the proposal comes with.
         packing_seconds: for an exact packing, where nothing else finds room.
 
     Raises:
@@ -140,7 +125,7 @@ def place_proposal(
             search,
             seed=seed,
             given=given,
-            seconds=budget.proposal if start is None else budget.placing,
+            seconds=seconds if start is None else stage_seconds(seconds),
             packing_seconds=packing_seconds,
         )
     except InfeasibleError as error:

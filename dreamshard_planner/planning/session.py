@@ -24,7 +24,7 @@ from dreamshard_planner.planning.assumptions import assumptions
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.joint_plan import JointPlan
-from dreamshard_planner.planning.placing import Outcome, SearchBudget
+from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import MadeFrom
 from dreamshard_planner.planning.result import PlannedModel, PlanResult
 from dreamshard_planner.planning.settings import PlannerSettings
@@ -69,10 +69,10 @@ class PlanRequest:
     """Of all sharding groups; None where there is one."""
 
     @property
-    def budget(self) -> SearchBudget:
-        """Of time: the shorter of our cap and TorchRec's."""
+    def seconds(self) -> float | None:
+        """Cap on the search: the shorter of ours and TorchRec's; None for none."""
         caps = (self.settings.search_seconds, self.timeout_seconds)
-        return SearchBudget.of(min(filter(None, caps), default=None))
+        return min(filter(None, caps), default=None)
 
     def made_from(
         self,

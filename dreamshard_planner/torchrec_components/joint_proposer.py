@@ -17,7 +17,7 @@ from dreamshard_planner.planning.joint_plan import (
     joint_plan,
     with_cache_sizes,
 )
-from dreamshard_planner.planning.placing import NO_CAP, Countdown, SearchBudget
+from dreamshard_planner.planning.placing import Countdown, stage_seconds
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.cache_sizes import uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
@@ -40,7 +40,7 @@ class JointProposer(Proposer):
         topology: what the storage reservation leaves, where that is known.
         search: of moves and swaps; None to leave whole tables as ``TableWiseProposer`` proposes them.
         seed: of the search.
-        budget: of time.
+        budget: seconds, a third of them for each stage; None for no cap.
 
     Attributes:
         found: what the last search came to; None where there was none.
@@ -52,12 +52,12 @@ class JointProposer(Proposer):
         topology: Topology | None = None,
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
-        budget: SearchBudget = NO_CAP,
+        budget: float | None = None,
     ) -> None:
         self._context = context
         self._topology = topology
         self._sizes_caches = search is not None
-        self._search, self._seed, self._budget = search or DEFAULT_SEARCH, seed, budget
+        self._search, self._seed, self._stage_seconds = search or DEFAULT_SEARCH, seed, stage_seconds(budget)
         self._table_wise: TableWiseProposer | None = None
         self._best: tuple[float, list[ShardingOption]] | None = None
         self._pending: list[ShardingOption] | None = None
@@ -129,4 +129,4 @@ class JointProposer(Proposer):
 
     def _how(self) -> HowToSearch:
         """With all of the time from now on."""
-        return HowToSearch(self._search, self._seed, self._budget, Countdown(self._budget.joint))
+        return HowToSearch(self._search, self._seed, self._stage_seconds, Countdown(self._stage_seconds))

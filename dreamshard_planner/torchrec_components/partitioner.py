@@ -14,7 +14,7 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
-from dreamshard_planner.planning.placing import NO_CAP, Outcome, SearchBudget, place_proposal, wide_units_laid_down
+from dreamshard_planner.planning.placing import Outcome, place_proposal, wide_units_laid_down
 from dreamshard_planner.policy.place import REFINEMENTS, Placement
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
@@ -36,7 +36,8 @@ class DreamShardPartitioner(Partitioner):
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
         search: search settings; None for one policy roll-out alone (the paper's procedure).
         seed: of the sampled roll-outs and the search.
-        budget: of time, on top of the count of candidates.
+        budget: seconds, on top of the count of candidates; a third of them for a proposal that comes with ranks.
+            None for no cap.
         refine_seconds: time for measuring plans on this machine's devices, see
             :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
         together: the ranks that measure; by default this one.
@@ -54,7 +55,7 @@ class DreamShardPartitioner(Partitioner):
         checkpoint: str | Path | Checkpoint = "auto",
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
-        budget: SearchBudget = NO_CAP,
+        budget: float | None = None,
         refine_seconds: float = 0.0,
         together: Together | None = None,
         context: PlanningContext | None = None,
@@ -62,7 +63,7 @@ class DreamShardPartitioner(Partitioner):
         self._arguments = (constraints, statistics, checkpoint)
         self._search = search
         self._seed = checked_seed(seed)
-        self._budget = budget
+        self._seconds = budget
         self._refinement = None
         if refine_seconds:
             self._refinement = REFINEMENTS["measure"](refine_seconds, seed, search or DEFAULT_SEARCH, together)
@@ -80,7 +81,7 @@ class DreamShardPartitioner(Partitioner):
         threads = torch.get_num_threads()
         with single_thread():
             outcome = place_proposal(
-                context, proposal, storage_constraint, self._search, seed=self._seed, budget=self._budget
+                context, proposal, storage_constraint, self._search, seed=self._seed, seconds=self._seconds
             )
             if self._refinement is not None:
                 outcome = _refined(outcome, self._refinement, storage_constraint.compute_device, threads)
