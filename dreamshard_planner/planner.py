@@ -40,9 +40,9 @@ from dreamshard_planner.planning.collective import Together, check_patience, gro
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
-from dreamshard_planner.planning.result import AnyPlan, PlannedModel, PlanResult
-from dreamshard_planner.planning.session import PlanningSession, PlanRequest
+from dreamshard_planner.planning.session import AnyPlan, PlanningSession, PlanResult
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.explanation import Explanation
@@ -305,7 +305,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         else:
             placed = f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
         loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
-        return session.result(self._best_plan, self._enumerated(), found, placed, loaded)
+        return session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded)
 
     def collective_plan(
         self,
@@ -364,8 +364,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             )
         components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
         reader = None if self._session is None else self._session.context.reader
-        made_from = self._request.made_from(space, self._storage_reservation, reader)
-        return made_from.digest(reserved, self._timeout_seconds, components)
+        return self._request.digest(space, reader, reserved, components)
 
     def hash_planner_context_inputs(self) -> int:
         """:meth:`hash_planner_context_inputs_str` as a number."""
@@ -393,9 +392,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank.
         """
         result, settings = self._last(), self._request.settings
-        if result.wider is None:
+        if (wider := result.model.wider) is None:
             return None
-        return result.wider.search(result.plan, settings.search or DEFAULT_SEARCH, settings.seed)
+        return wider.search(result.plan, settings.search or DEFAULT_SEARCH, settings.seed)
 
     @property
     def options(self) -> list[ShardingOption]:
@@ -557,7 +556,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             raise DreamShardError(f"there is no plan: {self._result}")
         return self._result
 
-    def _model(self) -> PlannedModel:
+    def _model(self) -> PlanningSession:
         """The last module that was read, whether or not a plan was found."""
         space = self._enumerated()
         if self._session is None or not space:

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What plans are made from: in plain values for a file, and as one digest."""
+"""What plans are made from: what a planner was given and the options of a model; in plain values for a file, and as one
+digest."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, StorageReservation, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.problem import MEMORY_KINDS
@@ -20,27 +21,45 @@ from dreamshard_planner.support.fingerprint import canonical, digest
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeFrom:
-    """All that the plans of one planner and one model are made from."""
+class PlanRequest:
+    """What a planner was given, whatever module it plans."""
 
-    search_space: Sequence[ShardingOption]
-    reader: OptionReader
     topology: Topology
     batch_size: int
-    constraints: Mapping[str, ParameterConstraints] | None
-    """As they were given."""
+    """Local."""
+    given_batch_size: int | None
+    """None where it is TorchRec's default."""
+    constraints: dict[str, ParameterConstraints] | None
     checkpoint: Checkpoint
     settings: PlannerSettings
-    reservation: str
-    """Name of its class."""
+    timeout_seconds: float | None
+    """TorchRec's, of planning."""
+    sync_ms_per_byte: float = 0.0
+    """Of averaging the replicas of other sharding groups."""
+    all_ranks: Topology | None = None
+    """Of all sharding groups; None where there is one."""
 
-    def inputs(self) -> PlanInputs:
-        """For a file."""
-        settings, tables = self.settings, {fqn_of(option): option for option in self.search_space}
+    @property
+    def seconds(self) -> float | None:
+        """Cap on the search: the shorter of ours and TorchRec's; None for none."""
+        caps = (self.settings.search_seconds, self.timeout_seconds)
+        return min(filter(None, caps), default=None)
+
+    def inputs(
+        self, search_space: Sequence[ShardingOption], reader: OptionReader, reservation: StorageReservation
+    ) -> PlanInputs:
+        """What plans of a model are made from, for a file.
+
+        Args:
+            search_space: all options of all tables.
+            reader: of options.
+            reservation: of memory.
+        """
+        settings, tables = self.settings, {fqn_of(option): option for option in search_space}
         return PlanInputs(
             batch_size=self.batch_size,
             topology=topology_inputs(self.topology),
-            tables={fqn: self.reader.declared(tables[fqn]) for fqn in sorted(tables)},
+            tables={fqn: reader.declared(tables[fqn]) for fqn in sorted(tables)},
             constraints={name: _changed(one) for name, one in sorted((self.constraints or {}).items())},
             placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
             statistics=None if settings.statistics is None else digest(settings.statistics),
@@ -51,7 +70,7 @@ class MadeFrom:
                 "sharding_types": plain(settings.allowed_types),
                 "exact_training": settings.exact_training,
                 "optimizers_attached": settings.optimizers_attached,
-                "storage_reservation": self.reservation,
+                "storage_reservation": type(reservation).__name__,
                 "seed": settings.seed,
                 "search_seconds": settings.search_seconds,
                 "refine_seconds": settings.measuring_seconds,
@@ -60,22 +79,30 @@ class MadeFrom:
             features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
         )
 
-    def digest(self, reserved: Topology, timeout_seconds: float | None, parts: Iterable[object]) -> str:
-        """Of all of it, in hexadecimal, the same in every process.
+    def digest(
+        self,
+        search_space: Sequence[ShardingOption],
+        reader: OptionReader | None,
+        reserved: Topology,
+        parts: Iterable[object],
+    ) -> str:
+        """Of all that plans of a model are made from, in hexadecimal, the same in every process.
 
         Args:
+            search_space: all options of all tables.
+            reader: of options; None where no model was read.
             reserved: what the storage reservation left.
-            timeout_seconds: TorchRec's, of planning.
             parts: of the planner, whose types count.
         """
         settings = self.settings
+        reader = reader or OptionReader(self.constraints, settings.statistics)
         tables = [
             {
                 "option": (option.fqn, option.sharding_type, option.compute_kernel, option.cache_params),
                 "shards": [(list(shard.size), list(shard.offset), shard.storage) for shard in option.shards],
-                "table": self.reader.table(option, self.topology),
+                "table": reader.table(option, self.topology),
             }
-            for option in self.search_space
+            for option in search_space
         ]
         return digest(
             {
@@ -91,7 +118,7 @@ class MadeFrom:
                 "checkpoint": self.checkpoint.digest(),
                 "recipe": self.checkpoint.recipe,
                 "seed": settings.seed,
-                "search": (settings.search, settings.search_seconds, settings.measuring_seconds, timeout_seconds),
+                "search": (settings.search, settings.search_seconds, settings.measuring_seconds, self.timeout_seconds),
                 "parts": [type(part) for part in parts],
             }
         )

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
-from dreamshard_planner.planning.result import PlannedModel
+from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.replan import Move, Moving, Replan
@@ -36,7 +36,7 @@ from dreamshard_planner.support.torch_state import single_thread
 
 @torch.no_grad()
 def replanned(
-    model: PlannedModel,
+    model: PlanningSession,
     current: ShardingPlan | SavedPlan,
     fresh: Sequence[ShardingOption],
     *,
@@ -93,7 +93,7 @@ class Held:
     """Why not all can stay as it is."""
 
     @classmethod
-    def of(cls, model: PlannedModel, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
+    def of(cls, model: PlanningSession, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
         """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost."""
         world_size, given = model.left.world_size, tables_of(current)
         shards, whole, new, gone = {}, {}, [], set(lost)
@@ -141,7 +141,7 @@ class _Ways:
         fresh: with ranks.
     """
 
-    def __init__(self, model: PlannedModel, held: Held, fresh: Sequence[ShardingOption]) -> None:
+    def __init__(self, model: PlanningSession, held: Held, fresh: Sequence[ShardingOption]) -> None:
         self._held, self._saved = held, model.saved(fresh, "plan")
         given = GivenPlans(model.context, model.search_space, model.left)
         named = given.options(renamed(self._saved, names_that_keep_most_of(held.shards, self._saved)))
@@ -240,7 +240,7 @@ class _Ways:
             return None
 
 
-def _searched(model: PlannedModel, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
+def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
     """The options that planning searches."""
     context = model.context
     allowed = as_constrained(model.search_space, context.constraints or {})

@@ -1,37 +1,48 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """One planning pass: the problem of one module is read, TorchRec's loop searches it with our components, and what came
-of it becomes one immutable result."""
+of it becomes one immutable result, by which any plan of the module is rated, saved, loaded and explained."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
+    PlannerErrorType,
     ShardEstimator,
     ShardingOption,
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+from dreamshard_planner import __version__
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.assumptions import assumptions
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.explaining import explain
+from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.placing import Outcome
-from dreamshard_planner.planning.plan_inputs import MadeFrom
-from dreamshard_planner.planning.result import PlannedModel, PlanResult
-from dreamshard_planner.planning.settings import PlannerSettings
+from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.training_notes import training_notes
+from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.notes import Note, noted
-from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
+from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
 from dreamshard_planner.search_space.constraints import (
@@ -42,60 +53,21 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.usable_options import usable_options
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 MakeEstimator = Callable[[PlanningContext], ShardEstimator]
 """Of the costs of single shards."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What a planner was given, whatever module it plans."""
-
-    topology: Topology
-    batch_size: int
-    """Local."""
-    given_batch_size: int | None
-    """None where it is TorchRec's default."""
-    constraints: dict[str, ParameterConstraints] | None
-    checkpoint: Checkpoint
-    settings: PlannerSettings
-    timeout_seconds: float | None
-    """TorchRec's, of planning."""
-    sync_ms_per_byte: float = 0.0
-    """Of averaging the replicas of other sharding groups."""
-    all_ranks: Topology | None = None
-    """Of all sharding groups; None where there is one."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Cap on the search: the shorter of ours and TorchRec's; None for none."""
-        caps = (self.settings.search_seconds, self.timeout_seconds)
-        return min(filter(None, caps), default=None)
-
-    def made_from(
-        self,
-        search_space: Sequence[ShardingOption],
-        reservation: StorageReservation,
-        reader: OptionReader | None = None,
-    ) -> MadeFrom:
-        """What plans are made from, by the options of the module."""
-        return MadeFrom(
-            search_space=search_space,
-            reader=reader or OptionReader(self.constraints, self.settings.statistics),
-            topology=self.topology,
-            batch_size=self.batch_size,
-            constraints=self.constraints,
-            checkpoint=self.checkpoint,
-            settings=self.settings,
-            reservation=type(reservation).__name__,
-        )
+AnyPlan: TypeAlias = ShardingPlan | SavedPlan | str | Path | Sequence[ShardingOption]
+"""A plan as TorchRec has it, one with all that it was made from, its file, or one option with ranks for each table."""
 
 
 @dataclass(frozen=True)
 class PlanningSession:
-    """The problem of one module, and how it is rated; made before TorchRec's loop asks for proposals."""
+    """The problem of one module, and how any plan of it, whoever made it, is rated, saved, loaded and explained; made
+    before TorchRec's loop asks for proposals."""
 
     request: PlanRequest
     context: PlanningContext
@@ -111,6 +83,8 @@ class PlanningSession:
     """What constraints and statistics name that the module does not have, in words."""
     wider: WiderSpace | None
     """What exact training leaves out; None where that is nothing, or nobody could ask for it."""
+    search_space: Sequence[ShardingOption] = ()
+    """All options of the module; none before they are enumerated."""
 
     @classmethod
     def of(
@@ -165,15 +139,74 @@ class PlanningSession:
         """Of every table, with what exact training, rules and the topology leave."""
         return self.context.constraints or {}
 
-    def planned(self, search_space: Sequence[ShardingOption]) -> PlannedModel:
-        """The module, by all its options."""
-        inputs = self.request.made_from(search_space, self.reservation, self.context.reader).inputs
-        return PlannedModel(self.context, search_space, self.left, inputs, self._assumptions, self.legal, self.wider)
+    def planned(self, search_space: Sequence[ShardingOption]) -> PlanningSession:
+        """The same with all options of the module."""
+        return replace(self, search_space=search_space)
+
+    @cached_property
+    def inputs(self) -> PlanInputs:
+        """What plans are made from."""
+        return self.request.inputs(self.search_space, self.context.reader, self.reservation)
+
+    @cached_property
+    def _given(self) -> GivenPlans:
+        return GivenPlans(self.context, self.search_space, self.left)
+
+    def rated(self, plan: AnyPlan) -> Rated:
+        """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
+        return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
+
+    def check_room(self, plan: AnyPlan, name: str) -> None:
+        """PlannerError unless a plan keeps within what the storage reservation leaves, by all that we count."""
+        self._given.check_room(self.rated(plan), name)
+
+    @torch.no_grad()
+    def without_ms(self, plan: Sequence[ShardingOption], table: str) -> float:
+        """Predicted cost of a plan, were one of its tables not there."""
+        left = [option for option in plan if fqn_of(option) != table]
+        read = self.context.read(left, with_storage=False)
+        return self.context.cost(read).overall_ms(read.sharding(left))
+
+    def saved(self, plan: AnyPlan, name: str, known: Report | None = None) -> SavedPlan:
+        """A plan with all that it was made from, and with its report, if that is ``known``."""
+        rated = self.rated(plan)
+        return SavedPlan(
+            libraries=_libraries(),
+            predicted=Predicted.of_report(known or self._report(rated, self.context.notes(rated.options))),
+            inputs=self.inputs,
+            sharding=shardings(rated.options),
+            name=name,
+        )
+
+    def matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
+        """Options as a file has them, as :meth:`GivenPlans.enumerated`.
+
+        Raises:
+            PlannerError: it was made for something else, which is named; it does not fit; or it breaks a rule.
+        """
+        stale = [difference.text for difference in differences(saved.inputs, self.inputs) if difference.stale]
+        if stale:
+            raise PlannerError(
+                f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Plan without "
+                "plan_loader, and save again.",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
+        options = self._given.enumerated(saved)
+        self._given.check_room(self._given.rated(list(options.values())), saved.name)
+        if self.legal is not None:
+            self.legal.check(dict(saved.tables()), saved.name)
+        return options
+
+    def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
+        """Why a rank of a plan, the slowest by default, takes as long as it does."""
+        usable, rated = usable_options(self.search_space, self.context.topology.compute_device), self.rated(plan)
+        found = explain(self.context, self._given, rated, usable, self.wider, rank)
+        notes = (*self.context.notes(rated.options), *self._assumptions(rated.options))
+        return replace(found, assumptions=tuple(note.text for note in notes if note.code == "assumption"))
 
     def result(
         self,
         plan: Sequence[ShardingOption],
-        search_space: Sequence[ShardingOption],
         found: JointPlan | None,
         placed: Sequence[Outcome] | str,
         loaded: SavedPlan | None,
@@ -182,25 +215,19 @@ class PlanningSession:
 
         Args:
             plan: the best, after callbacks.
-            search_space: all options.
             found: by our proposer.
             placed: by our partitioner; where it was not ours, why there is no report.
             loaded: from a file, instead of a search.
         """
-        model = self.planned(search_space)
-        told = self._told(model, plan, found, placed) if loaded is None else model.report(plan, loaded)
+        told = self._told(plan, found, placed) if loaded is None else self._told_of_loaded(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
             told = told.noting(self._assumptions(plan)).noting(noted("table", self.doubtful))
             told = told.noting(noted("unused", self.unused)).noting(noted("training", training))
-        return PlanResult(model, tuple(plan), told, self.wider)
+        return PlanResult(self, tuple(plan), told)
 
     def _told(
-        self,
-        model: PlannedModel,
-        plan: Sequence[ShardingOption],
-        found: JointPlan | None,
-        placed: Sequence[Outcome] | str,
+        self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome] | str
     ) -> Report | str:
         """The report on a plan that was searched for; or why there is none."""
         if isinstance(placed, str):
@@ -227,12 +254,39 @@ class PlanningSession:
         if not changed:
             return report
         try:
-            chosen = ReportEntry.of(report.chosen.name, model.rated(plan).costs)
+            chosen = ReportEntry.of(report.chosen.name, self.rated(plan).costs)
         except PlannerError as error:
             return f"callbacks changed the last plan to one whose cost is not known: {error}"
         verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
         note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
         return replace(report, chosen=chosen).noting(noted("callbacks", [note]))
+
+    def _told_of_loaded(self, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
+        """On a plan that was loaded."""
+        rated, now = self.rated(plan), _libraries()
+        changed = [difference.text for difference in differences(saved.inputs, self.inputs)]
+        changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
+        then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
+        alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
+            then.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
+        )
+        others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
+        loaded = f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}"
+        notes = (
+            Note("loaded", loaded),
+            *noted("stale", [f"since the plan was made: {text}" for text in changed]),
+            *self.context.notes(plan),
+        )
+        report = self._report(rated, notes)
+        if not alike:
+            return report
+        return replace(report, rivals=saved.report().rivals, candidates=then.candidates, reshards=then.reshards)
+
+    @staticmethod
+    def _report(rated: Rated, notes: Sequence[Note]) -> Report:
+        """On a plan that was not searched for."""
+        placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
+        return Report.of(rated.cost, rated.sharding, placement, notes=notes)
 
     def _assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         request = self.request
@@ -257,6 +311,32 @@ class PlanningSession:
         if any(option.dependency for option in options):
             return None  # which hosts towers are pinned to is settled while planning
         return WiderSpace(context, options, self.left, f"{argument}={value}", opened)
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The plan that a planner made, and all that is asked of it afterwards."""
+
+    model: PlanningSession
+    plan: tuple[ShardingOption, ...]
+    """One option for every table, with ranks, after callbacks."""
+    told: Report | str
+    """The report; or why there is none."""
+
+    @property
+    def report(self) -> Report:
+        """What the plan is, and what it was chosen from; raises DreamShardError where there is none."""
+        if isinstance(self.told, str):
+            raise DreamShardError(f"there is no report: {self.told}")
+        return self.told
+
+    def saved(self, name: str) -> SavedPlan:
+        """The plan with all that it was made from, and with its report where there is one."""
+        return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)
+
+
+def _libraries() -> dict[str, str]:
+    return {"dreamshard_planner": __version__, **library_versions()}
 
 
 def _legal_ranks(request: PlanRequest, module: nn.Module, sharders: Sharders) -> LegalRanks | None:
