@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if _HOMES[name] not in ("errors", "environment"):
+        if _HOMES[name] not in ("errors", "environment"):  # early, as above
             import torch.distributed.optim  # noqa: F401
         found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
