@@ -30,6 +30,8 @@ of: its bandwidths came out n times too high."""
 LOOKUPS = ("lookups", "bucketing")
 """How lookups get to the ranks that compute them, and what each rank takes to sort those of row blocks into the blocks
 before. Checkpoints lack both that were made before these were measured."""
+LOOKUP_EXCHANGES = 3
+"""One after the other: how many they are, lengths and ids. Weights are one more."""
 
 
 @dataclass(frozen=True)

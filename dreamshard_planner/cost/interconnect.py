@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner.cost.collectives import LATENCY_MS, MAX_BYTES_PER_MS, CollectiveModel
+from dreamshard_planner.cost.collectives import LATENCY_MS, LOOKUP_EXCHANGES, MAX_BYTES_PER_MS, CollectiveModel
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Interconnect:
         return self._world(inside, self._all_to_all * peers / max(1, others))
 
     def lookups(self) -> CollectiveModel:
-        """How many they are, lengths and ids, one all-to-all after the other; GPUs are taken to sort ids in no time."""
+        """One all-to-all after the other; GPUs are taken to sort ids in no time."""
         model = self.all_to_all()
-        return replace(model, latency_ms=3 * model.latency_ms)
+        return replace(model, latency_ms=LOOKUP_EXCHANGES * model.latency_ms)
 
     def reduce_scatter(self) -> CollectiveModel:
         """Between all ranks; an all-gather takes as long."""

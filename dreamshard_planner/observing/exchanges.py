@@ -30,7 +30,7 @@ from dreamshard_planner.cost.collectives import (
 from dreamshard_planner.cost.correction import LEAST_GAIN
 from dreamshard_planner.observing.observation import Observation, ObservedRun
 from dreamshard_planner.planning.cost_sources import links_of
-from dreamshard_planner.problem.exchanges import Links
+from dreamshard_planner.problem.exchanges import Links, lookup_exchanges
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.workload.tables import INDEX_BYTES
 
@@ -163,6 +163,7 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator
     """Between all ranks, with the bytes that the cost counts for the run's plan. Sorting into blocks of rows is taken
     off as it is predicted; where it is not, runs that sort tell nothing."""
     sent: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(run.world_size, 2, dtype=torch.float64))
+    weighted = {(kernel.module, kernel.sharding_type): kernel.weighted for rank in run.ranks for kernel in rank.kernels}
     for rank in run.ranks:
         for index, kernel in enumerate(rank.kernels):
             spec, lookups = SHARDING_TYPES[kernel.sharding_type], rank.median(f"kernel {index} lookups")
@@ -177,7 +178,8 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator
         return
     sorting_ms = 0.0 if bucketing is None else float(bucketing.all_to_all_ms(sorted_XD)[0].sum())
     slowest_X, _ = CollectiveModel(run.world_size, bytes_per_ms=1.0, latency_ms=0.0).all_to_all_ms(bytes_XD)
-    calls, slowest, total = int((slowest_X > 0).sum()), float(slowest_X.sum()), float(bytes_XD.sum())
+    calls_X = torch.tensor([lookup_exchanges(weighted[key]) for key in sent], dtype=torch.float64)
+    calls, slowest, total = float(calls_X[slowest_X > 0].sum()), float(slowest_X.sum()), float(bytes_XD.sum())
     if calls and run.lookups_ms > sorting_ms:
         yield Exchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
 

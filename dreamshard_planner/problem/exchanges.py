@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
-from dreamshard_planner.cost.collectives import Collective, CollectiveModel
+from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, Collective, CollectiveModel
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS
@@ -84,10 +84,16 @@ def exchanges_of(
     if spec.is_replicated or links.lookups is None:
         return
     # Also between hosts, ids go straight to the rank that holds their rows.
-    yield Collective(f"{name} lookups", "world", links.lookups, None, of_lookups=True), workload.lookup_bytes / world
+    model = replace(links.lookups, latency_ms=links.lookups.latency_ms * lookup_exchanges(workload.weighted))
+    yield Collective(f"{name} lookups", "world", model, None, of_lookups=True), workload.lookup_bytes / world
     if spec.splits_rows and links.bucketing is not None:
         id_bytes = workload.lookups * INDEX_BYTES
         yield Collective(f"{name} bucketing", "world", links.bucketing, None, of_lookups=True), id_bytes / world
+
+
+def lookup_exchanges(weighted: bool) -> float:
+    """Exchanges of a module's lookups, over those that were measured."""
+    return 1 + weighted / LOOKUP_EXCHANGES
 
 
 def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None) -> float:

@@ -129,6 +129,9 @@ def test_options_become_workloads() -> None:
         "plain table_wise all-to-all",
         "plain table_wise lookups",
     ]
+    # How many lookups they are, lengths, ids, and weights, one exchange after the other.
+    weighted, plain = (problem.collectives.collectives[index].forward.latency_ms for index in (1, 3))
+    assert weighted == pytest.approx(plain * 4 / 3)
     # Ids, weights where there are any, and a length for each pooled vector.
     assert problem.bytes_PC[problem.names.index("weighted.d"), 1] == 64 * (1 * (8 + 4) + 4)
     assert problem.bytes_PC[problem.names.index("plain.a"), 3] == 64 * ((2.0 + 0.75 * 3.0) * 8 + 1.75 * 4)
