@@ -272,12 +272,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._enumerator = self._given.enumerator or context.enumerator(self._batch_size, self._estimator(context))
         self._perf_model = self._given.perf_model or DreamShardPerfModel(self._topology, context=context)
         if self._given.proposer is None:
-            joint = JointProposer(context, session.left, search=settings.search, seed=settings.seed, budget=seconds)
+            joint = JointProposer(
+                context, session.left, search=settings.search, seed=settings.seed, search_seconds=seconds
+            )
             self._proposers = [joint]
         self._partitioner = self._given.partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,
-            budget=seconds,
+            search_seconds=seconds,
             refine_seconds=settings.measuring_seconds,
             together=self._together,
             context=context,

@@ -40,7 +40,7 @@ class JointProposer(Proposer):
         topology: what the storage reservation leaves, where that is known.
         search: of moves and swaps; None to leave whole tables as ``TableWiseProposer`` proposes them.
         seed: of the search.
-        budget: seconds, a third of them for each stage; None for no cap.
+        search_seconds: cap on the search, a third of it for each stage; None for none.
 
     Attributes:
         found: what the last search came to; None where there was none.
@@ -52,12 +52,12 @@ class JointProposer(Proposer):
         topology: Topology | None = None,
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
-        budget: float | None = None,
+        search_seconds: float | None = None,
     ) -> None:
         self._context = context
         self._topology = topology
         self._sizes_caches = search is not None
-        self._search, self._seed, self._stage_seconds = search or DEFAULT_SEARCH, seed, stage_seconds(budget)
+        self._search, self._seed, self._stage_seconds = search or DEFAULT_SEARCH, seed, stage_seconds(search_seconds)
         self._table_wise: TableWiseProposer | None = None
         self._best: tuple[float, list[ShardingOption]] | None = None
         self._pending: list[ShardingOption] | None = None

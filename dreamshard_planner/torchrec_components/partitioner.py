@@ -36,8 +36,8 @@ class DreamShardPartitioner(Partitioner):
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
         search: search settings; None for one policy roll-out alone (the paper's procedure).
         seed: of the sampled roll-outs and the search.
-        budget: seconds, on top of the count of candidates; a third of them for a proposal that comes with ranks.
-            None for no cap.
+        search_seconds: cap on the search, on top of the count of candidates; a third of it for a proposal that comes
+            with ranks. None for no cap.
         refine_seconds: time for measuring plans on this machine's devices, see
             :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
         together: the ranks that measure; by default this one.
@@ -55,7 +55,7 @@ class DreamShardPartitioner(Partitioner):
         checkpoint: str | Path | Checkpoint = "auto",
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
-        budget: float | None = None,
+        search_seconds: float | None = None,
         refine_seconds: float = 0.0,
         together: Together | None = None,
         context: PlanningContext | None = None,
@@ -63,7 +63,7 @@ class DreamShardPartitioner(Partitioner):
         self._arguments = (constraints, statistics, checkpoint)
         self._search = search
         self._seed = checked_seed(seed)
-        self._seconds = budget
+        self._seconds = search_seconds
         self._refinement = None
         if refine_seconds:
             self._refinement = REFINEMENTS["measure"](refine_seconds, seed, search or DEFAULT_SEARCH, together)
