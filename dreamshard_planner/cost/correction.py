@@ -2,10 +2,11 @@
 """Corrections of a cost network for the hardware at hand, by optimizer and direction, from few measured sets.
 
 What differs most between processors is what an optimizer takes: whether its kernel is vectorised, how it finds its
-states. So each optimizer's forward and backward is *scale* x network + *a* x distinct rows + *b* x weights of these:
-three numbers, which a dozen sets carry. They apply where held-out sets say that they are better than what was in use.
+states. So each optimizer's forward and backward is *scale* x network + *a* x distinct rows + *b* x weights of these
++ *c* x weights that lookups read, again and again where rows are hot: four numbers, of which few sets carry some and a
+dozen most. They apply where held-out sets say that they are better than what was in use.
 
-Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forward and backward, 3 = numbers of each.
+Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forward and backward, 4 = numbers of each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dreamshard_planner.workload.features import FEATURE_INDEX, columns
 OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "Adagrad"}
 """Those that are corrected apart, and their names; all others go with row-wise Adagrad."""
 DIRECTIONS = ("forward", "backward")
-UNCHANGED = ((1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+UNCHANGED = ((1.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
 
 GOOD, OTHER_SETS, DOUBT = 0.20, 10, 2.0
 """Mean error up to which costs are good, if that of so many other sets would be; standard errors that are certain."""
@@ -37,11 +38,14 @@ have to be halved as well, or a quiet minute does harm in the next. The last is 
 share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
 MOST_FOLDS = 20
 """Into which sets are divided to be held out in turn."""
+LEARNED_TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 1, 2))
+"""Which of the numbers are learned together from observed kernels."""
 _LEAST_SCALE = 0.1
 """Of the network's part, which knows what else there is than rows."""
 
 Corrections = Mapping[str, Sequence[Sequence[float]]]
-"""By optimizer: forward and backward, each a scale, milliseconds per distinct row and per weight of these."""
+"""By optimizer: forward and backward, each a scale, milliseconds per distinct row, per weight of these, and per weight
+that lookups read; the last may be left out."""
 
 
 class CorrectedCost(ComputeCost):
@@ -58,13 +62,13 @@ class CorrectedCost(ComputeCost):
         if learned:
             prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
             self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
-        self._rates_O23 = torch.tensor([corrections.get(name, UNCHANGED) for name in OPTIMIZERS])
+        self._rates_O24 = torch.tensor(list(_all_of(corrections).values()))
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`."""
-        latent_SH, rates_S23 = self._compute.encode(features_SF), self._rates_O23[optimizer_of(features_SF)]
-        added_S2 = torch.einsum("sdk,sk->sd", rates_S23[..., 1:], features_SF[:, columns(_EXTENT)])
-        return torch.cat([torch.ones_like(added_S2[:, :1]), rates_S23[..., 0], added_S2, latent_SH], dim=-1)
+        latent_SH, rates_S24 = self._compute.encode(features_SF), self._rates_O24[optimizer_of(features_SF)]
+        added_S2 = torch.einsum("sdk,sk->sd", rates_S24[..., 1:], features_SF[:, columns(_EXTENT)])
+        return torch.cat([torch.ones_like(added_S2[:, :1]), rates_S24[..., 0], added_S2, latent_SH], dim=-1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`."""
@@ -87,7 +91,7 @@ class CorrectedCost(ComputeCost):
         return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
 
 
-_EXTENT = ("distinct_rows", "distinct_elements")
+_EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements")
 
 
 def optimizer_of(features_SF: Tensor) -> Tensor:
@@ -100,14 +104,15 @@ def check_corrections(given: Any) -> None:
     """ValueError or TypeError where a file holds none: names what is wrong."""
     if not isinstance(given, dict) or not given.keys() <= OPTIMIZERS.keys():
         raise ValueError(f"its corrections must be of {', '.join(OPTIMIZERS)}")
-    least_3 = torch.tensor([_LEAST_SCALE, 0.0, 0.0], dtype=torch.float64)
+    least_4 = torch.tensor([_LEAST_SCALE, 0.0, 0.0, 0.0], dtype=torch.float64)
     for name, rates in given.items():
         try:
-            rates_23 = torch.tensor(rates, dtype=torch.float64)
+            rates_2K = torch.tensor(rates, dtype=torch.float64)
         except (TypeError, ValueError) as error:
             raise ValueError(f"its corrections of {name} are no numbers") from error
-        if rates_23.shape != (2, 3) or not bool((rates_23.isfinite() & (rates_23 >= least_3)).all()):
-            raise ValueError(f"its corrections of {name} must be twice three finite numbers from {least_3.tolist()}")
+        known = rates_2K.shape in ((2, 3), (2, 4))
+        if not known or not bool((rates_2K.isfinite() & (rates_2K >= least_4[: rates_2K.shape[1]])).all()):
+            raise ValueError(f"its corrections of {name} must be twice four finite numbers from {least_4.tolist()}")
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ def learn_corrections(
     chosen, folds = _all_of(in_use), min(len(sets), MOST_FOLDS)
     options, error_CX2 = [chosen], [_errors(CorrectedCost(compute, chosen), sets)]
     fold_X = torch.arange(len(sets)) % folds
-    for terms in ((0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)):
+    for terms in LEARNED_TERMS:
         few = 2 * len(terms) - 1
         options.append(_fitted(compute, sets, chosen, terms, few + 1))
         error_X2 = torch.zeros(len(sets), 2, dtype=torch.float64)
@@ -217,7 +222,9 @@ def learn_corrections(
 
 
 def _all_of(corrections: Corrections) -> dict[str, list[list[float]]]:
-    return {name: [list(rates) for rates in corrections.get(name, UNCHANGED)] for name in OPTIMIZERS}
+    """Of every optimizer, with all numbers."""
+    given = {name: corrections.get(name, UNCHANGED) for name in OPTIMIZERS}
+    return {name: [[*rates, *UNCHANGED[0][len(rates) :]] for rates in both] for name, both in given.items()}
 
 
 def _chosen(
@@ -263,19 +270,19 @@ def _errors(compute: ComputeCost, sets: LabelledSets) -> Tensor:
 def _fitted(
     compute: ComputeCost, sets: LabelledSets, in_use: Corrections, terms: Sequence[int], few: int
 ) -> dict[str, list[list[float]]]:
-    """Some of the scale and the two rates, of each optimizer that there are at least ``few`` sets of. Without a scale,
+    """Some of the scale and the rates, of each optimizer that there are at least ``few`` sets of. Without a scale,
     rates are added to the network's."""
     network_X2 = predict_ms(compute, sets).double()
-    extent_X2 = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
+    extent_X3 = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
     found = {name: [list(rates) for rates in both] for name, both in in_use.items()}
     for name, direction, at_X in _stages(sets):
         if len(at_X) >= few:
-            terms_X3 = torch.cat([network_X2[at_X, direction, None], extent_X2[at_X]], dim=-1)
-            factor_3 = torch.tensor(UNCHANGED[direction], dtype=torch.float64)
-            fixed_X = terms_X3[:, 0] * (0 not in terms)
+            terms_X4 = torch.cat([network_X2[at_X, direction, None], extent_X3[at_X]], dim=-1)
+            factor_4 = torch.tensor(UNCHANGED[direction], dtype=torch.float64)
+            fixed_X = terms_X4[:, 0] * (0 not in terms)
             label_X = sets.labels_ms_X2[at_X, direction].double()
-            factor_3[list(terms)] = _least_relative_error(terms_X3[:, list(terms)], fixed_X, label_X, 0 in terms)
-            found[name][direction] = factor_3.tolist()
+            factor_4[list(terms)] = _least_relative_error(terms_X4[:, list(terms)], fixed_X, label_X, 0 in terms)
+            found[name][direction] = factor_4.tolist()
     return found
 
 
