@@ -82,17 +82,19 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
             seen[one.operation].append(one)
     learned, said = {}, []
     for operation, points in seen.items():
-        fit, before, after = _learned(points, links)
+        fit, was, now = _learned(points, links)
         if fit is not None:
             learned[operation] = fit
             what = operation if operation in LOOKUPS else f"outputs by {operation}"
-            were = "not counted" if getattr(links, operation) is None else f"{100 * before:.0f} % off"
-            said.append(f"{what}: were {were}, are now {100 * after:.0f} % off")
+            were = "not counted" if getattr(links, operation) is None else f"{100 * was:.0f} % off"
+            said.append(f"{what}: were {were}, are now {100 * now:.0f} % off")
     if not learned:
         return known, []
+    before = {} if known is None else fits_of(known)
     if known is not None and known.get("hosts", 1) != first.hosts:
         said.append(f"what was measured between ranks of {known.get('hosts', 1)} host(s) is no longer known")
-    fits, assumed = _completed(links, {} if known is None else fits_of(known), seen, learned)
+        before = {}
+    fits, assumed = _completed(links, before, seen, learned)
     return {
         "backend": first.backend,
         "world_size": first.world_size,

@@ -320,6 +320,10 @@ def test_lookups_are_learned_from_what_tells_them_alone() -> None:
     prior, both = without_lookups(), [0, 1]
     known = prior.metadata["collectives"]
     assert learned_lookups([with_lookups(0)], prior) == (known, [])  # none to hold out
+    of_two_hosts = replace(prior, metadata={**prior.metadata, "collectives": known | {"hosts": 2}})
+    made, (_, gone) = learned_lookups([with_lookups(run) for run in both], of_two_hosts)
+    assert {name for name, fit in made["fits"].items() if fit} == {"lookups"} and made["assumed"] == []
+    assert gone == "what was measured between ranks of 2 host(s) is no longer known"
     in_a_pipeline, twice = ({"input_dist calls": (calls,) * 8} for calls in (0.0, 2.0))
     for unseen in (in_a_pipeline, twice, {"lookups all_to_all of 1 span": (1.0,) * 8}):
         assert learned_lookups([with_lookups(run, **unseen) for run in both], prior) == (known, [])
