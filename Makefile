@@ -2,7 +2,7 @@
 #                   split tables by columns; ends with a table, and the plan's report in demo.html
 # make test         all tests, PROCESSES=2 at a time
 # make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="C-locale one-core"; TESTS=tests
-# make coverage     lines and branches of the package that the tests run, about twice as long
+# make coverage     lines and branches of the package that the tests run, half as long again
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
 # make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
