@@ -90,10 +90,8 @@ def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel
 
 def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeCost, tuple[float, float]]:
     """Uncorrected costs, and the bandwidths of memory and of the link to the host's, in bytes per millisecond."""
-    topology, device = observation.topology, str(observation.hardware["device"])
-    in_use = topology.ddr_mem_bw, topology.ddr_mem_bw
-    if device != "cpu":
-        in_use = topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw
+    device, prior = str(observation.hardware["device"]), RooflineCost.of_topology(observation.topology)
+    in_use = prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms
     used = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or in_use
     return checkpoint.cost or RooflineCost.of_bandwidths(device, *used), tuple(used)
 

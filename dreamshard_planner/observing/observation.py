@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import ObservationError, StatisticsError
+from dreamshard_planner.planning.plan_inputs import bandwidth_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
@@ -28,14 +29,6 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workloa
 
 FORMAT = "dreamshard_planner observation"
 VERSION = 1
-BANDWIDTHS = {
-    "HBM": "hbm_mem_bw",
-    "DDR": "ddr_mem_bw",
-    "HBM to DDR": "hbm_to_ddr_mem_bw",
-    "within hosts": "intra_host_bw",
-    "between hosts": "inter_host_bw",
-}
-"""Arguments of TorchRec's ``Topology``, by what plan files call them."""
 WARM_UP = 3
 """First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
 
@@ -136,8 +129,8 @@ class RankSteps:
 
     def median(self, name: str) -> float:
         """Of a column over the kept steps, without the first ones; 0 where there is none."""
-        values = self.columns.get(name, ())
-        late = [value for index, value in zip(self.kept, values, strict=False) if index >= WARM_UP]
+        values = self.column(name)
+        late = [value for index, value in zip(self.kept, values, strict=True) if index >= WARM_UP]
         return float(np.median(late or values or [0.0]))
 
     def kernel_ms(self, way: str) -> float:
@@ -261,9 +254,8 @@ class Observation:
         first = self.runs[0]
         plans = (run.plan for run in self.runs if run.plan is not None)
         known = next((plan.inputs.topology.bandwidths for plan in plans), {})
-        given = {argument: known[name] for name, argument in BANDWIDTHS.items() if name in known}
         ranks, device = first.world_size, str(self.hardware["device"])
-        return Topology(ranks, device, local_world_size=ranks // first.hosts, **given)
+        return Topology(ranks, device, local_world_size=ranks // first.hosts, **bandwidth_arguments(known))
 
     def save(self, path: str | Path) -> None:
         """Write a file that :meth:`load` reads back; FileError says why not."""

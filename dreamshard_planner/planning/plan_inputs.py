@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, StorageReservation, Topology
@@ -18,6 +19,16 @@ from dreamshard_planner.plans.plan_file import PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.fingerprint import canonical, digest
+
+BANDWIDTHS = {
+    "HBM": "hbm_mem_bw",
+    "DDR": "ddr_mem_bw",
+    "HBM to DDR": "hbm_to_ddr_mem_bw",
+    "SSD": "ssd_mem_bw",
+    "within hosts": "comms_bandwidths.intra_host_bw",
+    "between hosts": "comms_bandwidths.inter_host_bw",
+}
+"""Where a topology has them, by what plan files call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +145,13 @@ def topology_inputs(topology: Topology) -> TopologyInputs:
             kind: tuple(int(getattr(device.storage, kind.lower())) for device in topology.devices)
             for kind in MEMORY_KINDS
         },
-        bandwidths={
-            "HBM": float(topology.hbm_mem_bw),
-            "DDR": float(topology.ddr_mem_bw),
-            "HBM to DDR": float(topology.hbm_to_ddr_mem_bw),
-            "SSD": float(topology.ssd_mem_bw),
-            "within hosts": float(topology.comms_bandwidths.intra_host_bw),
-            "between hosts": float(topology.comms_bandwidths.inter_host_bw),
-        },
+        bandwidths={name: float(attrgetter(place)(topology)) for name, place in BANDWIDTHS.items()},
     )
+
+
+def bandwidth_arguments(bandwidths: Mapping[str, float]) -> dict[str, float]:
+    """Of a plan's file, as TorchRec's ``Topology`` is given them."""
+    return {BANDWIDTHS[name].rpartition(".")[2]: value for name, value in bandwidths.items() if name in BANDWIDTHS}
 
 
 def plain(value: Any) -> Any:
