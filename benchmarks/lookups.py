@@ -48,7 +48,7 @@ from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardP
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.measure.collectives import TRIMMED, measure
-from dreamshard_planner.measure.timing import freed_memory_kept, pinned, rank_cores
+from dreamshard_planner.measure.timing import freed_memory_kept, pinned
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.problem.exchanges import Links
@@ -279,8 +279,7 @@ def main() -> None:
         tell_plans(rows)
         write_result(given.json, provenance(torch.device("cpu")), {"tasks": rows})
         return
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    with freed_memory_kept(), pinned(1, rank_cores(local, ranks)):
+    with freed_memory_kept(), pinned(1):
         node = Node.join()
         rows = measured_exchanges(node, given.repeats)
     if node.rank == 0:

@@ -3,8 +3,9 @@
 
     torchrun --nproc_per_node=2 -m dreamshard_planner.measure.collectives --out collectives.json
 
-NCCL where each rank has a GPU, else gloo, each rank on cores of its own. The all-to-all is that of pooled embeddings,
-its splits even, or skewed so that one rank sends most; reduce-scatter and all-gather are those of row-wise tables,
+NCCL where each rank has a GPU, else gloo, on any core, as torchrun leaves ranks: with a rank's threads all on one core,
+gloo's wait for its others there until the next tick of the scheduler. The all-to-all is that of pooled embeddings, its
+splits even, or skewed so that one rank sends most; reduce-scatter and all-gather are those of row-wise tables,
 all-reduce that of data-parallel ones. Lookups are exchanged by TorchRec's own modules, with all that these do before
 and after; bucketing sorts ids into blocks of rows. A sample is the time of the slowest rank. A payload's time is the
 mean of its repeats without the slowest and fastest tenth: on CPUs an exchange takes 0.2 ms or a tick of the scheduler
@@ -41,7 +42,7 @@ from dreamshard_planner.cost.collectives import (
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import freed_memory_kept, pinned, rank_cores
+from dreamshard_planner.measure.timing import freed_memory_kept, pinned
 from dreamshard_planner.support.files import brief, check_writable, read_json, write_whole
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
@@ -273,7 +274,7 @@ def main(
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    with freed_memory_kept(), pinned(1, None if cuda else rank_cores(local_rank, local_world_size)):
+    with freed_memory_kept(), pinned(1):
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         result = measure(device, local_world_size=local_world_size, seconds=seconds)
     if dist.get_rank() == 0:
