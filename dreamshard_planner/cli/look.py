@@ -70,6 +70,7 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "created": checkpoint.get("created"),
         "recipe": checkpoint.get("recipe"),
         "measured": f"{data['sets']:,} sets of tables to learn from, {data['test_sets']:,} held out" if data else None,
+        "corrected": checkpoint.get("corrected"),
         "learned": (checkpoint.get("learned") or {}).get("said"),
         "error": _error(validation.get("network_mape")),
         "error of a linear model": _error(validation.get("linear_mape")),

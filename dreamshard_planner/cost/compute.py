@@ -79,6 +79,10 @@ class ComputeCost(ABC):
         """Forward and backward milliseconds [..., 2] of groups from their summed latents [..., H].
         A group without shards costs exactly nothing."""
 
+    def needed_by(self, features_SF: Tensor) -> ComputeCost:
+        """The same costs for these shards, without what none of them needs."""
+        return self
+
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """A cheaper estimate of :meth:`group_cost_ms`, for what a policy observes at every step."""
         return self.group_cost_ms(latent_XH)

@@ -64,6 +64,12 @@ class CorrectedCost(ComputeCost):
             self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
         self._rates_O24 = torch.tensor(list(_all_of(corrections).values()))
 
+    def needed_by(self, features_SF: Tensor) -> ComputeCost:
+        """The compute cost itself, where nothing is corrected of these shards' optimizers."""
+        rates_O24 = self._rates_O24[optimizer_of(features_SF).unique()]
+        unchanged = bool((rates_O24 == torch.tensor(UNCHANGED)).all())
+        return self._compute if unchanged and not self._learned else self
+
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`."""
         latent_SH, rates_S24 = self._compute.encode(features_SF), self._rates_O24[optimizer_of(features_SF)]

@@ -148,7 +148,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "left_out": list(observed.left_out),
     }
     metadata = {
-        **{key: value for key, value in checkpoint.metadata.items() if key != "calibration"},
+        **{key: value for key, value in checkpoint.metadata.items() if key not in ("calibration", "corrected")},
         "corrections": corrections,
         "collectives": collectives,
         "hardware": observation.hardware,

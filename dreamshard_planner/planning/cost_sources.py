@@ -61,7 +61,8 @@ class NetworkCosts:
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
         """The cost of a problem's shardings."""
         problem = read.problem
-        compute = WithServing.of(compute, RooflineCost.of_topology(self.topology), problem.features_PF)
+        trained = compute.needed_by(problem.features_PF)
+        compute = WithServing.of(trained, RooflineCost.of_topology(self.topology), problem.features_PF)
         sync_ms_P = read.synced_bytes_P * self.sync_ms_per_byte
         if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any() or sync_ms_P.any()):
             return Cost(problem, compute)

@@ -104,7 +104,7 @@ def calibrate(
             "checks": [one.to_dict(seconds) for one in checks],
         }
         metadata = {
-            **{key: value for key, value in checkpoint.metadata.items() if key != "learned"},
+            **{key: value for key, value in checkpoint.metadata.items() if key not in ("learned", "corrected")},
             "corrections": corrections,
             "collectives": collectives or checkpoint.metadata.get("collectives"),
             "hardware": data[0].hardware,

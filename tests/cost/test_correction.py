@@ -168,12 +168,29 @@ def test_placements_and_shards_are_rated_by_corrected_costs() -> None:
     assert whole.backward_ms_BD[0].tolist() == pytest.approx([float(expected_2[1]), 0.0])
 
 
+def test_the_shipped_network_corrects_adagrad_and_costs_nothing_elsewhere() -> None:
+    compute = Checkpoint.load(SHIPPED / "cpu.safetensors").compute_cost(None)
+    groups = drawn(2, 4)
+    sets = {name: LabelledSets.of(groups[k::3], torch.ones(2, 2)) for k, name in enumerate(OPTIMIZERS)}
+    needed = {name: compute.needed_by(one.features_SF) for name, one in sets.items()}
+    assert isinstance(compute, CorrectedCost) and needed["adagrad"] is compute
+    assert needed["sgd"] is needed["rowwise_adagrad"] and not isinstance(needed["sgd"], CorrectedCost)
+    for name, one in sets.items():
+        before_X2, after_X2 = predict_ms(needed["sgd"], one), predict_ms(compute, one)
+        times = 3 if name == "adagrad" else 1
+        assert torch.equal(after_X2[:, 0], before_X2[:, 0])
+        torch.testing.assert_close(after_X2[:, 1], times * before_X2[:, 1], rtol=0.05, atol=0)
+    learned = CorrectedCost(compute, {}, "three runs")
+    assert learned.needed_by(sets["sgd"].features_SF) is learned  # whose source says so
+
+
 def test_checkpoints_keep_corrections_and_refuse_what_are_none(tmp_path: Path) -> None:
     shipped, path = Checkpoint.load(SHIPPED / "cpu.safetensors"), tmp_path / "x.safetensors"
     replace(shipped, metadata={**shipped.metadata, "corrections": OTHER_CPU}).save(path)
     made = Checkpoint.load(path)
     assert isinstance(made.compute_cost(None), CorrectedCost) and made.compute_cost(None).source == made.cost.source
-    assert shipped.compute_cost(None) is shipped.cost and made.digest() != shipped.digest()
+    bare = replace(shipped, metadata={**shipped.metadata, "corrections": {}})
+    assert bare.compute_cost(None) is shipped.cost and made.digest() != shipped.digest()
     ordinary = LabelledSets.of([[group[0]] for group in drawn(1, 1)], torch.ones(3, 2))
     assert not torch.equal(predict_ms(made.compute_cost(None), ordinary), predict_ms(shipped.cost, ordinary))
     before = {name: [rates[:3] for rates in both] for name, both in OTHER_CPU.items()}  # without the weights looked up

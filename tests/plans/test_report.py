@@ -151,7 +151,7 @@ def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
-    for optimizer, said in ((torch.optim.Adagrad, True), (torch.optim.SGD, False)):
+    for optimizer, said in ((torch.optim.Adam, True), (torch.optim.Adagrad, False), (torch.optim.SGD, False)):
         model = small_model()
         apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
         made = planner()
