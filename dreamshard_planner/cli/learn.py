@@ -236,7 +236,7 @@ def calibrate(
     threads: ThreadsOption = 1,
     collectives: CollectivesOption = None,
     seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Keep the result whatever speaks against it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Keep the result, even of few sets or a busy core.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
     """Correct a checkpoint's costs for this machine, by optimizer and direction; tells their errors before and after.

@@ -65,7 +65,7 @@ def calibrate(
         tables: whose optimizers, dims and lookups count; default: the pool ``broad`` with every optimizer.
         batch_sizes: samples that kernels see; default: a ladder by device.
         collectives: of this machine, in place of the checkpoint's.
-        force: write the result whatever speaks against it.
+        force: write the result even of few sets or a busy core.
 
     Raises:
         CalibrationRefused: nothing was written: too few sets, a core that others used as well, or costs that are not
