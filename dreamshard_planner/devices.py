@@ -111,6 +111,8 @@ class Machine:
     memory_bytes_per_s: float | None = None
     host_memory_bytes: int | None = None
     """The rank's part of the host's memory, on GPUs: for unified memory."""
+    host_bytes_per_s: float | None = None
+    """To the host's memory, on GPUs."""
     intra_bytes_per_s: float | None = None
     """Between ranks of one host."""
     inter_bytes_per_s: float | None = None
@@ -126,7 +128,7 @@ class Machine:
         for name in ("ranks_per_host", "hosts"):
             if getattr(self, name) < 1:
                 raise TaskError(f"{name} must be at least 1, got {getattr(self, name)}")
-        rates = ("memory_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s")
+        rates = ("memory_bytes_per_s", "host_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s")
         for name in ("memory_bytes", "host_memory_bytes", *rates):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise TaskError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -167,7 +169,7 @@ class Machine:
             "hbm_cap": None if on_cpu else memory,
             "ddr_cap": memory if on_cpu else self.host_memory_bytes,
             "ddr_mem_bw" if on_cpu else "hbm_mem_bw": speed,
-            "hbm_to_ddr_mem_bw": _per_ms(gpu.host_bytes_per_s if gpu else None),
+            "hbm_to_ddr_mem_bw": _per_ms(self.host_bytes_per_s or (gpu.host_bytes_per_s if gpu else None)),
             "intra_host_bw": _per_ms(self.intra_bytes_per_s or (gpu.link_bytes_per_s if gpu else None)),
             "inter_host_bw": _per_ms(self.inter_bytes_per_s or (gpu.network_bytes_per_s if gpu else None)),
         }

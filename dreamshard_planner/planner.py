@@ -53,6 +53,7 @@ from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import left_out_by_group
+from dreamshard_planner.search_space.modules import without_weights
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
@@ -224,7 +225,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._planned = None, (module, sharders)
+        self._best_plan, self._planned = None, (without_weights(module), sharders)
         try:
             self._session = self._read(module, sharders)
             for text in self._session.doubtful:
@@ -529,11 +530,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
         if self._planned is None:
             raise DreamShardError(f"there is no plan: {self._result}")
-        other = copy.copy(self)
-        settings = replace(
-            self._request.settings, statistics=statistics or self._request.settings.statistics, refine="none"
-        )
-        other._request, other.plan_loader = replace(self._request, settings=settings), None
+        other, request = copy.copy(self), self._session.request if self._session else self._request
+        settings = replace(request.settings, statistics=statistics or request.settings.statistics, refine="none")
+        other._request, other.plan_loader = replace(request, settings=settings), None
         other._callbacks = [callback for callback in self._callbacks if callback != self._as_loaded]
         other.plan(*self._planned)
         return other._last()

@@ -82,6 +82,8 @@ class PlanningOptions:
 
     def machine(self, ranks_per_host: int) -> Machine:
         """What is to train."""
+        if self.device is Device.cpu and self.host_memory is not None:
+            raise typer.BadParameter("--host-memory is of GPUs' hosts: give CPU ranks' memory as --memory")
         return Machine(
             ranks_per_host=ranks_per_host,
             hosts=self.nodes,
@@ -123,6 +125,8 @@ class PlanningOptions:
     def sharding_groups(self) -> ShardingGroups | None:
         """Of 2D parallelism; None where all ranks are one."""
         if self.sharding_group is None:
+            if self.sync_interval != 1:
+                raise typer.BadParameter("--sync-interval is of sharding groups: give --sharding-group as well")
             return None
         from dreamshard_planner.problem.sharding_groups import ShardingGroups
 

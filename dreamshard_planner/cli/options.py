@@ -16,8 +16,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
+from dreamshard_planner.devices import GPUS
 from dreamshard_planner.errors import FileError
 from dreamshard_planner.support.files import check_writable
+from dreamshard_planner.support.formatting import nearest
 
 
 class Device(StrEnum):
@@ -70,6 +72,16 @@ MAX_RANKS = 2**20
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+NUMBER = r"\d+(?:\.\d*)?|\.\d+"
+
+
+def gpu(text: str) -> str:
+    """A name of :data:`GPUS`."""
+    if text.lower() not in GPUS:
+        raise typer.BadParameter(f"unknown GPU {text!r}{nearest(text.lower(), GPUS)}: known are {', '.join(GPUS)}")
+    return text.lower()
+
+
 def whole(text: str | int) -> int:
     """``8192`` or ``1e6``, from 1."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)(?:e\+?(\d{1,2}))?\s*", str(text), re.IGNORECASE | re.ASCII)
@@ -81,16 +93,16 @@ def whole(text: str | int) -> int:
 
 def size_bytes(text: str) -> int:
     """``80GB`` or ``80G``, ``80GiB`` or ``80Gi`` in bytes."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)b?\s*", text, re.IGNORECASE)
-    if match is None or match[1].count(".") > 1:
+    match = re.fullmatch(rf"\s*({NUMBER})\s*([kmgt]i?)b?\s*", text, re.IGNORECASE)
+    if match is None:
         raise typer.BadParameter(f"{text!r} is no size: give one as 80GB or 80GiB")
     return round(float(match[1]) * UNITS[match[2].lower()])
 
 
 def bytes_per_s(text: str) -> float:
     """``25GB/s`` (bytes) or ``200Gb/s`` (bits) in bytes per second."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kKmMgGtT]i?)([bB])(?:/s|ps)\s*", text)
-    if match is None or match[1].count(".") > 1:
+    match = re.fullmatch(rf"\s*({NUMBER})\s*([kKmMgGtT]i?)([bB])(?:/s|ps)\s*", text)
+    if match is None:
         raise typer.BadParameter(f"{text!r} is no bandwidth: give one as 25GB/s (bytes) or 200Gb/s (bits)")
     return float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1)
 

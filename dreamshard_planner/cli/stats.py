@@ -14,6 +14,7 @@ from dreamshard_planner.cli.app import Commands, app, command
 from dreamshard_planner.cli.job import BATCH_SIZE, RANKS, PlanningOptions, load_plan
 from dreamshard_planner.cli.options import COUNT, listed, output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import first_of
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ def parquet(
     """Count parquet files, one batch in memory at a time; needs pyarrow."""
     from dreamshard_planner.workload.statistics import TableStatistics
 
-    names = None
+    names: dict[str, str] | None = None
     if features is not None:
-        pairs = [name.partition("=") for name in listed(features)]
-        names = {feature.strip(): (column or feature).strip() for feature, _, column in pairs}
+        names = {}
+        for feature, _, column in (name.partition("=") for name in listed(features)):
+            if names.setdefault(feature.strip(), found := (column or feature).strip()) is not found:
+                raise typer.BadParameter(f"--features names {feature.strip()!r} twice")
     counted = TableStatistics.from_parquet(paths, batch_size, names, max_batches, progress=True)
     if names is None:
         from dreamshard_planner.workload.parquet import columns_left_out
@@ -114,6 +117,8 @@ def diff(
     """
     from dreamshard_planner.workload.statistics import TableStatistics
 
+    if options.statistics is not None:
+        raise typer.BadParameter("--statistics: give both files of statistics as arguments")
     saved = None if options.plan is None else load_plan(options.plan)
     if after is not None:
         one, newer = TableStatistics.from_json(before), after
@@ -133,8 +138,14 @@ def diff(
     told: list[Any] = [str(found).splitlines()[0], *([grid(columns, rows)] if rows else [])]
     gain, worthwhile = None, False
     if saved is not None:
+        from dreamshard_planner.offline.from_plan import not_held
         from dreamshard_planner.offline.what_if import replanning
 
+        if missing := not_held(saved, other):
+            raise StatisticsError(
+                f"{saved.name} was made with statistics that neither its file has nor {newer.name}, of "
+                f"{first_of(missing, 3)}: count these as well"
+            )
         if after is None and found.only_after:
             named = first_of(found.only_after, 3)
             told.append(f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}.")

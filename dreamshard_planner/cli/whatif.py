@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import PlanOrJobOptions, load_plan, tell_other_statistics
-from dreamshard_planner.cli.options import bytes_per_s, listed, size_bytes, takes, whole
+from dreamshard_planner.cli.options import bytes_per_s, gpu, listed, size_bytes, takes, whole
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ AXES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gpus": ("ranks", whole),
     "nodes": ("hosts", whole),
     "batch-size": ("batch_size", whole),
-    "gpu": ("gpu", str),
+    "gpu": ("gpu", gpu),
     "memory": ("memory_bytes", size_bytes),
     "hbm": ("memory_bytes", size_bytes),
     "intra-bandwidth": ("intra_bytes_per_s", bytes_per_s),
@@ -54,7 +54,9 @@ def what_if(
     format: FormatOption = Format.table,
 ) -> None:
     """What other machines, batches and tables would cost; each line is a plan of its own."""
-    varied = None if not vary else dict(_axis(text) for text in vary)
+    varied: dict[str, list[Any]] = {}
+    for axis, values in map(_axis, vary or ()):
+        varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
     job = options.job()
     if options.plan is not None:
         tell_other_statistics(load_plan(options.plan), job, options.statistics)
@@ -62,7 +64,7 @@ def what_if(
     from dreamshard_planner.support.progress import progress_bar
 
     with progress_bar("planning", None, enabled=True) as advance:
-        found = what_if(job, _around(job) if varied is None else varied, smallest, worst, advance, options.plan)
+        found = what_if(job, varied or _around(job), smallest, worst, advance, options.plan)
     show(found.to_dict(), format, *_tables(found))
 
 

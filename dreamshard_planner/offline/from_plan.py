@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
+from dreamshard_planner.support.files import brief
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -57,12 +58,12 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
     tables = {path: [_spec(saved, path, name) for name in of_module] for path, of_module in saved.sharding.items()}
     model = OfflineModel.of_modules(
         tables,
-        {name: _constraint(changed) for name, changed in inputs.constraints.items()},
+        {name: _constraint(saved, name, changed) for name, changed in inputs.constraints.items()},
         TableStatistics(inputs.features) if inputs.features else None,
         saved.name,
     )
     given = {name: settings[name] for name in PLANNERS if name in settings}
-    rules = {"placement_rules": PlacementRules(**inputs.placement_rules)} if inputs.placement_rules else {}
+    rules = {"placement_rules": _rules(saved)} if inputs.placement_rules else {}
     return Job(
         model=model if statistics is None else model.with_statistics(statistics),
         machine=_machine(saved),
@@ -86,12 +87,20 @@ def check_statistics(saved: SavedPlan, job: Job, given: bool) -> str | None:
         return (
             f"{saved.name} was made with other statistics than these: its costs here are not those that it was made by"
         )
-    missing = sorted({name for table in saved.inputs.tables.values() for name in table.features} - set(known or ()))
+    missing = not_held(saved, known or ())
     of = f" of {first_of(missing, 3)}" if missing else ""
     raise PlanError(
         f"{saved.name} was made with statistics{of} that it does not hold, and without them costs would be laid to the "
         "wrong tables: give their file as --statistics (TableStatistics.to_json writes one)"
     )
+
+
+def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
+    """Features whose statistics a plan may have been made with, and which neither its file has nor ``known``."""
+    if saved.inputs.statistics in (None, digest(TableStatistics(saved.inputs.features))):
+        return []
+    read = {name for table in saved.inputs.tables.values() for name in table.features}
+    return sorted(read - saved.inputs.features.keys() - set(known))
 
 
 def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
@@ -111,10 +120,18 @@ def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
         embedding_dim=table.dim,
         features=dict.fromkeys(table.features),
         pooling=table.pooling,
-        data_type=dtype_to_data_type(getattr(torch, table.data_type)).name.lower(),
+        data_type=_data_type(saved, table.data_type),
         weighted=table.weighted,
         optimizer=table.optimizer,
     )
+
+
+def _data_type(saved: SavedPlan, name: str) -> Any:
+    """TorchRec's name of a dtype."""
+    try:
+        return dtype_to_data_type(getattr(torch, name)).name.lower()
+    except Exception as error:  # TorchRec's, of no class of its own
+        raise PlanError(f"{saved.name}: TorchRec has no tables of {name}") from error
 
 
 def _machine(saved: SavedPlan) -> Machine:
@@ -137,6 +154,7 @@ def _machine(saved: SavedPlan) -> Machine:
         memory_bytes=None if own else memory,
         memory_bytes_per_s=None if own else speed,
         host_memory_bytes=None if on_cpu else min(topology.memory_bytes["DDR"]),
+        host_bytes_per_s=None if own and own.host_bytes_per_s == rate["HBM to DDR"] else rate["HBM to DDR"],
         intra_bytes_per_s=None if own and own.link_bytes_per_s == rate["within hosts"] else rate["within hosts"],
         inter_bytes_per_s=None if own and own.network_bytes_per_s == rate["between hosts"] else rate["between hosts"],
     )
@@ -148,18 +166,28 @@ def _rates(topology: TopologyInputs) -> dict[str, float]:
 
 
 def _reserve(saved: SavedPlan) -> float | None:
-    """The share of device memory that the reservation took from the rank that it left least of."""
-    limits = [entry.limit_bytes for entry in saved.predicted.memory if entry.kind == "HBM"]
-    sizes = saved.inputs.topology.memory_bytes["HBM"]
-    if saved.inputs.topology.compute_device != "cuda" or not limits:
+    """The share of the ranks' own memory that the reservation took from the one that it left least of."""
+    own = "DDR" if saved.inputs.topology.compute_device == "cpu" else "HBM"
+    limits = [entry.limit_bytes for entry in saved.predicted.memory if entry.kind == own]
+    sizes = saved.inputs.topology.memory_bytes[own]
+    if not limits:
         return None
     return 1 - min(left / size for left, size in zip(limits[0], sizes, strict=True))
 
 
-def _constraint(changed: Mapping[str, Any]) -> ParameterConstraints:
+def _rules(saved: SavedPlan) -> PlacementRules:
+    try:
+        return PlacementRules(**saved.inputs.placement_rules)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{saved.name}: placement_rules: {brief(error)}") from error
+
+
+def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> ParameterConstraints:
     """All but what is kept by name; of a cache its numbers."""
     known = {field.name for field in fields(ParameterConstraints)}.difference(BY_NAME)
     kept = {name: value for name, value in changed.items() if name in known}
     if cache := kept.pop("cache_params", None):
+        if not isinstance(cache, Mapping):
+            raise PlanError(f"{saved.name}: constraints of {table!r}: cache_params must be an object, got {cache!r}")
         kept["cache_params"] = CacheParams(**{name: part for name, part in cache.items() if isinstance(part, float)})
     return ParameterConstraints(**kept)

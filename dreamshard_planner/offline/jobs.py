@@ -20,12 +20,13 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.devices import Machine
@@ -38,6 +39,7 @@ from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
 
 _OPTIMIZERS = {
     "sgd": torch.optim.SGD,
@@ -61,7 +63,11 @@ class OfflineModel:
     @classmethod
     def of_specs(cls, specs: Sequence[TableSpec], name: str = "tables") -> OfflineModel:
         """Collections on the meta device: one of pooled tables, one of weighted ones, one of the sequence tables of
-        each dim."""
+        each dim.
+
+        Raises:
+            TaskError: tables say different things of a feature that they share; names them.
+        """
         module = nn.Module()
         for kind, members in groupby(sorted(specs, key=_collection), key=_collection):
             module.add_module(kind, _made(kind, list(members)))
@@ -74,8 +80,8 @@ class OfflineModel:
             for spec in specs
             if (spec.sharding_types, spec.compute_kernels, spec.min_partition) != (None, None, None)
         }
-        statistics = TableStatistics({name: told for spec in specs for name, told in spec.features.items() if told})
-        return cls(name, module, constraints, statistics, tuple(specs))
+        told = _told(specs, name)
+        return cls(name, module, constraints, TableStatistics(told) if told else None, tuple(specs))
 
     @classmethod
     def of_modules(
@@ -128,7 +134,7 @@ class Job:
 
     def planner(self) -> DreamShardPlanner:
         """A planner for the job."""
-        reservation = None if self.reserve is None else FixedPercentageStorageReservation(self.reserve)
+        reservation = None if self.reserve is None else ShareReservation(self.reserve)
         return DreamShardPlanner(
             topology=self.machine.topology(),
             batch_size=self.batch_size,
@@ -156,6 +162,23 @@ class Job:
             planner = self.planner()
             planner.read(self.model.module, get_default_sharders())
         return planner
+
+
+class ShareReservation(FixedPercentageStorageReservation):
+    """Keeps a share of every rank's own memory: also of CPU ranks', which TorchRec's leaves whole."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(share)
+        self._share = share
+
+    def reserve(self, topology: Topology, *arguments: Any, **named: Any) -> Topology:
+        """See ``StorageReservation.reserve``."""
+        left = super().reserve(topology, *arguments, **named)
+        kind = "ddr" if topology.compute_device == "cpu" else "hbm"
+        for before, after in zip(topology.devices, left.devices, strict=True):
+            # Rounded, so that the share that a plan file tells leaves the same bytes again.
+            setattr(after.storage, kind, round((1 - self._share) * getattr(before.storage, kind)))
+        return left
 
 
 @dataclass(frozen=True)
@@ -219,6 +242,22 @@ def _called(source: str) -> nn.Module:
     return module
 
 
+def _told(specs: Sequence[TableSpec], source: str) -> dict[str, FeatureStatistics]:
+    """What tables say of their features."""
+    told: dict[str, tuple[str, FeatureStatistics]] = {}
+    for spec in specs:
+        for feature, statistics in spec.features.items():
+            if statistics is None:
+                continue
+            table, known = told.setdefault(feature, (spec.name, statistics))
+            if known != statistics:
+                raise TaskError(
+                    f"{source}: tables {table!r} and {spec.name!r} read feature {feature!r} with other lookups each "
+                    f"({known.pooling_factor:g} and {statistics.pooling_factor:g} for a sample): a batch has one number"
+                )
+    return {feature: statistics for feature, (_, statistics) in told.items()}
+
+
 def _collection(spec: TableSpec) -> str:
     if spec.pooling == "none":
         return f"sequences_{spec.embedding_dim}"
@@ -249,6 +288,15 @@ def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
         tables = collection.embedding_bags
     for optimizer, members in groupby(sorted(specs, key=lambda spec: spec.optimizer), key=lambda spec: spec.optimizer):
         weights = [tables[spec.name].weight for spec in members]
-        kernel = {} if optimizer in _OPTIMIZERS else {"optimizer": EmbOptimType.__members__.get(optimizer.upper())}
-        apply_optimizer_in_backward(_OPTIMIZERS.get(optimizer, RowWiseAdagrad), weights, {"lr": 0.01, **kernel})
+        rule, arguments = _optimizer(optimizer)
+        apply_optimizer_in_backward(rule, weights, {"lr": 0.01, **arguments})
     return collection
+
+
+def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class that TorchRec estimates memory by, and arguments, of an optimizer by its name in lists or FBGEMM's."""
+    kind = _OPTIMIZERS.get(name.removeprefix("exact_"))
+    if kind is not None:
+        return kind, {}
+    # One state for every weight, as TorchRec counts of all others; the argument decides what FBGEMM runs.
+    return Adagrad, {"optimizer": EmbOptimType.__members__.get(name.upper())}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from torch import nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 
 from dreamshard_planner.errors import StatisticsError, TaskError
@@ -22,6 +23,10 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
+"""Of a pool's tables, by their bytes."""
+MAX_WEIGHTS = 2**53
+"""Of a table."""
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
 
@@ -65,6 +70,14 @@ class _Declared:
     min_partition: Count | None = None
     """Columns of the narrowest slice."""
 
+    def __post_init__(self) -> None:
+        if "." in self.name or hasattr(nn.ModuleDict(), self.name):
+            raise TaskError(
+                f"no table of a module can be called {self.name!r}: leave out dots, and names of its methods"
+            )
+        if self.num_embeddings * self.embedding_dim > MAX_WEIGHTS:
+            raise TaskError(f"table {self.name!r}: rows times dim must be up to {MAX_WEIGHTS:,}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec(_Declared):
@@ -75,8 +88,14 @@ class TableSpec(_Declared):
 
     @classmethod
     def of_table(cls, table: Table) -> TableSpec:
-        """A table of a pool: its features are called like it, numbered where they are several."""
+        """A table of a pool: its features are called like it, numbered where they are several; TaskError for what no
+        list can say."""
         several = len(table.features) > 1
+        if table.served or table.weight_bytes not in WEIGHTS:
+            raise TaskError(
+                f"table {table.name!r}: lists have tables that are trained, of {', '.join(WEIGHTS.values())} weights; "
+                f"this one's take {table.weight_bytes:g} bytes{' and are only served' * table.served}"
+            )
         kernel = next(name for name, kernel in KERNELS.items() if kernel.memory == table.memory)
         return cls(
             name=table.name,
@@ -84,7 +103,7 @@ class TableSpec(_Declared):
             embedding_dim=table.dim,
             features={f"{table.name}_{i}" if several else table.name: f for i, f in enumerate(table.features)},
             pooling="sum" if table.pooled else "none",
-            data_type="fp32" if table.weight_bytes == 4 else "fp16",
+            data_type=WEIGHTS[table.weight_bytes],
             weighted=table.weighted,
             optimizer=table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad",
             compute_kernels=None if kernel == FUSED else (kernel,),
@@ -113,6 +132,7 @@ class TableEntry(_Declared):
     """Of all features, or of each; None: nobody said, and TorchRec's default is assumed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names, factors = self.feature_names or (self.name,), self.pooling_factor
         if len(set(names)) < len(names):
             raise ValueError(f"feature_names must differ, got {', '.join(names)}")

@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType
 
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.errors import TaskError
+from dreamshard_planner.errors import DreamShardError, TaskError
 from dreamshard_planner.offline.jobs import Job, PlannedJob
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -180,26 +180,26 @@ class Plans:
 
     def __init__(self, step: Step = lambda what: None, present: PlannedJob | None = None) -> None:
         self._step, self._present = step, present
-        self._made: list[tuple[Job, Report | PlannerError]] = []
+        self._made: list[tuple[Job, Report | Exception]] = []
         if present is not None:
             self._made.append((present.job, present.report))
 
     def report(self, what: str, job: Job) -> Report:
-        """PlannerError where nothing fits.
+        """PlannerError where nothing fits, DreamShardError where there is no such machine.
 
         Args:
             what: the plan is of, for people.
             job: whose model is as it was when it was planned before.
         """
-        report = next((made for known, made in self._made if known == job), None)
+        report: Report | Exception | None = next((made for known, made in self._made if known == job), None)
         if report is None:
             self._step(what)
             try:
                 report = self._cheaper(job.plan())
-            except PlannerError as error:
+            except (PlannerError, DreamShardError) as error:
                 report = error
             self._made.append((job, report))
-        if isinstance(report, PlannerError):
+        if isinstance(report, Exception):
             raise report
         return report
 
@@ -207,9 +207,16 @@ class Plans:
         """What a job costs, or why it does not fit."""
         try:
             report = self.report(f"{axis} {value if isinstance(value, str) else format(value, ',')}", job)
-        except PlannerError as error:
+        except (PlannerError, DreamShardError) as error:
             return Point.of(axis, value, job, None, " ".join(str(error).split()))
         return Point.of(axis, value, job, report)
+
+    def varied(self, axis: str, value: Any, job: Job) -> Point:
+        """The same of a job with another value of an axis."""
+        try:
+            return self.point(axis, value, AXES[axis](job, value))
+        except DreamShardError as error:
+            return Point.of(axis, value, job, None, str(error))
 
     def _cheaper(self, planned: PlannedJob) -> Report:
         """Of the plan, or of the present one, which a search may miss."""
@@ -248,7 +255,7 @@ def what_if(
 
     Raises:
         PlannerError: the job's own tables do not fit.
-        TaskError: an unknown axis, or a value that cannot be.
+        TaskError: an unknown axis.
     """
     unknown = sorted(set(vary or {}) - AXES.keys())
     if unknown:
@@ -280,9 +287,9 @@ def _as_filed(job: Job, path: Path) -> tuple[PlannedJob, tuple[Note, ...]]:
 
 
 def sweep(job: Job, axis: str, values: Sequence[Any], plans: Plans | None = None) -> tuple[Point, ...]:
-    """The cost at each value; what does not fit is a point that says why."""
+    """The cost at each value; what does not fit, or cannot be, is a point that says why."""
     plans = plans or Plans()
-    return tuple(plans.point(axis, value, AXES[axis](job, value)) for value in values)
+    return tuple(plans.varied(axis, value, job) for value in values)
 
 
 def _grouped(job: Job, size: int) -> Job:
@@ -302,19 +309,20 @@ def smallest_that_fits(job: Job, plans: Plans | None = None) -> tuple[Point | No
     them all: on one host while it has room for more, then on whole hosts.
 
     Looked for by bisection, since what fits on some ranks fits on more of them but for the last few bytes; None where
-    :data:`MAX_HOSTS` are too few.
+    :data:`MAX_HOSTS` are too few. Ranks are whole sharding groups, where there are some.
 
     Args:
         job: with as many ranks per host as a host has room for.
         plans: made before.
     """
-    machines, plans = _machines(job.machine), plans or Plans()
+    groups, plans = job.settings.get("sharding_groups"), plans or Plans()
+    machines = [one for one in _machines(job.machine) if groups is None or one.ranks % groups.size == 0]
 
     def tried(index: int) -> Point:
         return plans.point("ranks", machines[index].ranks, replace(job, machine=machines[index]))
 
     def smallest(fits: Callable[[Point], bool]) -> Point | None:
-        low, high = -1, job.machine.ranks_per_host - 1  # low: does not fit
+        low, high = -1, max(0, sum(one.hosts == 1 for one in machines) - 1)  # low: does not fit
         while not fits(tried(high)):
             low = high
             if high == len(machines) - 1:

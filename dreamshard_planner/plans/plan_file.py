@@ -43,6 +43,8 @@ FORMAT = "dreamshard_planner plan"
 VERSION = 4
 """4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals, costs of each table and of each
 collective, and notes. Older files are read without."""
+RATES = ("HBM", "DDR", "HBM to DDR", "within hosts", "between hosts")
+"""Bandwidths that every file has."""
 LINE = 150
 """Columns up to which a value is written on one line."""
 
@@ -136,8 +138,9 @@ class TableInputs:
     def __post_init__(self) -> None:
         if self.rows < 0 or self.dim < 0:
             raise ValueError(f"a table cannot have {self.rows} rows of dim {self.dim}")
-        if not isinstance(getattr(torch, self.data_type, None), torch.dtype):
-            raise ValueError(f"{self.data_type!r} is no dtype of torch")
+        dtype = getattr(torch, self.data_type, None)
+        if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+            raise ValueError(f"{self.data_type!r} is no dtype of torch that weights have")
 
     @property
     def weight_bytes(self) -> int:
@@ -170,6 +173,15 @@ class TopologyInputs:
     bandwidths: dict[str, float]
     """Bytes per millisecond."""
 
+    def __post_init__(self) -> None:
+        if min(self.world_size, self.local_world_size) < 1:
+            raise ValueError(f"there are no {self.world_size} ranks, {self.local_world_size} on a host")
+        for kind in {"HBM", "DDR", *self.memory_bytes}:
+            if len(self.memory_bytes.get(kind, ())) != self.world_size:
+                raise ValueError(f"memory_bytes must have the {kind} of all {self.world_size} ranks")
+        if missing := sorted(set(RATES) - self.bandwidths.keys()):
+            raise ValueError(f"bandwidths lack {missing[0]!r}")
+
 
 @dataclass(frozen=True)
 class PlanInputs:
@@ -191,6 +203,10 @@ class PlanInputs:
     """Arguments of the planner: cost source, checkpoint, recipe, seed, and so on."""
     features: dict[str, FeatureStatistics] = field(default_factory=dict)
     """Statistics of those features that have no sketch of ids, which takes kilobytes: these stay in their own file."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"a batch cannot have {self.batch_size} samples")
 
 
 @dataclass(frozen=True)
@@ -226,6 +242,9 @@ class SavedPlan:
             for of_ranks in (cost.forward_ms, cost.backward_ms):
                 if len(of_ranks) != world_size:
                     raise ValueError(f"costs of {len(of_ranks)} ranks are predicted, the topology has {world_size}")
+        for entry in predicted.memory:
+            if not len(entry.used_bytes) == len(entry.limit_bytes) == world_size:
+                raise ValueError(f"{entry.kind} of other ranks is predicted than the topology's {world_size}")
         if predicted.alone_ms and (odd := sorted(sharded.keys() ^ predicted.alone_ms.keys())):
             raise ValueError(f"predicted costs and sharding name different tables: {', '.join(odd[:5])}")
 

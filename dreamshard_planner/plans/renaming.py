@@ -26,11 +26,11 @@ FORBIDDEN = -1e18
 def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]:
     """The name that each rank of ``after`` is to have, for most bytes of weights and optimizer states to stay where
     they are. Ranks of one host remain on one host; those of other memory, and those that placement rules name, keep
-    theirs.
+    theirs. All do where blocks of rows may be read unevenly, which lie in the order of ranks: costs would be others.
     """
     one, other = before.inputs.topology, after.inputs.topology
     shape = [(each.compute_device, each.world_size, each.local_world_size) for each in (one, other)]
-    if shape[0] != shape[1]:
+    if shape[0] != shape[1] or _reads_blocks_unevenly(after):
         return tuple(range(other.world_size))
     held = {
         fqn: table.shards for fqn, table in before.tables() if before.inputs.tables[fqn] == after.inputs.tables.get(fqn)
@@ -57,8 +57,8 @@ def names_that_keep_most_of(held: Mapping[str, Sequence[ShardPlace]], after: Sav
 
 def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
     """The plan with each rank under another name, and its predicted costs with it. Tables that lie on all ranks, or on
-    all of a host, have their shards in the order of ranks still, as TorchRec needs them; per-rank costs neglect what
-    these differ by.
+    all of a host, have their shards in the order of ranks still, as TorchRec needs them, and read evenly: see
+    :func:`names_that_keep_most`.
     """
     if list(names) == list(range(len(names))):
         return plan
@@ -75,6 +75,14 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
     return replace(
         plan, sharding=sharding, predicted=replace(_cost(predicted, names), memory=memory, measured=measured)
     )
+
+
+def _reads_blocks_unevenly(plan: SavedPlan) -> bool:
+    """Whether a table with a block of rows on each rank has statistics that the file lacks: sketches of ids."""
+    of_blocks = [fqn for fqn, table in plan.tables()
+                 if (spec := SHARDING_TYPES.get(table.sharding_type)) is None or spec.splits_rows]  # fmt: skip
+    read = {name for fqn in of_blocks for name in plan.inputs.tables[fqn].features}
+    return plan.inputs.statistics is not None and not read <= plan.inputs.features.keys()
 
 
 def _bytes_that_stay(

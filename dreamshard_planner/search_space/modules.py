@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_PARAM
@@ -33,6 +35,25 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
             if hasattr(child, method):
                 configs.update((config.name, config) for config in getattr(child, method)())
     return configs
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """A copy to plan once more, whose parameters take no memory: TorchRec shards the modules of a model in place."""
+    copies: dict[int, nn.Module] = {}
+
+    def bare(weight: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        made.__dict__.update(weight.__dict__)  # its in-backward optimizer
+        return made
+
+    def copied(one: nn.Module) -> nn.Module:
+        if id(one) not in copies:
+            copies[id(one)] = other = copy.copy(one)
+            other._parameters = {name: None if p is None else bare(p) for name, p in one._parameters.items()}
+            other._modules = {name: None if child is None else copied(child) for name, child in one._modules.items()}
+        return copies[id(one)]
+
+    return copied(module)
 
 
 def remaps_ids(module: nn.Module) -> bool:

@@ -52,8 +52,13 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]] | None,
     ) -> ShardingPlan:
         sharders = get_default_sharders() if sharders is None else sharders
-        if hasattr(planner, "optimizers_attached"):
+        attached = getattr(planner, "optimizers_attached", None)
+        if attached is not None:
             planner.optimizers_attached = True
-        if env is not None and env.process_group is None:
-            return planner.plan(module, sharders)
-        return planner.collective_plan(module, sharders, env.process_group if env is not None else None)
+        try:
+            if env is not None and env.process_group is None:
+                return planner.plan(module, sharders)
+            return planner.collective_plan(module, sharders, env.process_group if env is not None else None)
+        finally:
+            if attached is not None:
+                planner.optimizers_attached = attached  # the next plan may be for TorchRec's own class

@@ -30,6 +30,7 @@ from dreamshard_planner.cli import app
 from dreamshard_planner.planning.replanning import Held, _Ways
 from dreamshard_planner.plans.replan import Move, Moving, best
 from dreamshard_planner.search.few_moves import _Walk
+from dreamshard_planner.search_space.modules import without_weights
 
 POOLING = (900.0, 600.0, 400.0, 200.0, 90.0, 60.0, 40.0, 10.0)
 ROOMY = {"cost_source": "roofline"}
@@ -103,6 +104,19 @@ def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
     assert found.stays and not again.stays
     assert with_statistics.plan.sharding == again.plan.sharding and with_statistics.curve == again.curve
     assert made.saved_plan() == saved
+
+
+def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
+    made, module = planner(topology=topology(2), statistics=statistics("abcdefgh"), **ROOMY), model()
+    made.plan(module, SHARDERS)
+    saved, weights = made.saved_plan(), module.sparse
+    before = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
+    module.sparse = nn.Identity()  # as TorchRec does
+    after = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
+    assert after.plan.sharding == before.plan.sharding and after.curve == before.curve
+    bare = without_weights(nn.ModuleList([weights, weights]))
+    assert bare[0] is bare[1] and bare[0] is not weights
+    assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
 
 
 def test_a_plan_that_was_loaded_is_replanned_like_one_that_was_made(tmp_path: Path) -> None:
