@@ -83,7 +83,8 @@ def _shardings(
     for module, tables in plan.sharding.items():
         for name, sharding in tables.items():
             fqn = f"{module}.{name}".removeprefix(".")
-            found = [weight for weight in left if weight.startswith(module) and weight.split(".")[-2] == name]
+            inside = f"{module}." if module else ""
+            found = [weight for weight in left if weight.startswith(inside) and weight.split(".")[-2] == name]
             if not found and (fqn in added or name in added):
                 continue
             if len(found) != 1:

@@ -94,8 +94,13 @@ class Held:
 
     @classmethod
     def of(cls, model: PlanningSession, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
-        """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost."""
-        world_size, given = model.left.world_size, tables_of(current)
+        """Ranks that are left take the numbers from 0 on, in their order; those past the planned model's are lost.
+        ValueError for lost ranks that there are not."""
+        world_size, given, lost = model.left.world_size, tables_of(current), sorted(set(lost))
+        ranks_now = current.inputs.topology.world_size if isinstance(current, SavedPlan) else None
+        if odd := [rank for rank in lost if rank < 0 or (ranks_now is not None and rank >= ranks_now)]:
+            of = f": the plan that runs is for {ranks_now} ranks" if ranks_now else ""
+            raise ValueError(f"there is no rank {odd[0]} to be lost{of}")
         shards, whole, new, gone = {}, {}, [], set(lost)
         for fqn, declared in model.inputs.tables.items():
             alike = not isinstance(current, SavedPlan) or current.inputs.tables.get(fqn) == declared

@@ -106,6 +106,13 @@ def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
     assert made.saved_plan() == saved
 
 
+@pytest.mark.parametrize("lost", [[7], [-1], [0, 9]])
+def test_lost_ranks_have_to_be_there(lost: list[int]) -> None:
+    made = planned()
+    with pytest.raises(ValueError, match=f"no rank {[rank for rank in lost if rank][-1]} "):
+        made.replan(made.saved_plan(), steps=10, lost=lost)
+
+
 def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     made, module = planner(topology=topology(2), statistics=statistics("abcdefgh"), **ROOMY), model()
     made.plan(module, SHARDERS)
