@@ -16,10 +16,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
-from dreamshard_planner.devices import GPUS
-from dreamshard_planner.errors import FileError
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.errors import FileError, TaskError
 from dreamshard_planner.support.files import check_writable
-from dreamshard_planner.support.formatting import nearest
 
 
 class Device(StrEnum):
@@ -76,9 +75,11 @@ NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 
 
 def gpu(text: str) -> str:
-    """A name of :data:`GPUS`."""
-    if text.lower() not in GPUS:
-        raise typer.BadParameter(f"unknown GPU {text!r}{nearest(text.lower(), GPUS)}: known are {', '.join(GPUS)}")
+    """A name of :data:`~dreamshard_planner.devices.GPUS`."""
+    try:
+        Machine(ranks_per_host=1, gpu=text.lower())
+    except TaskError as error:
+        raise typer.BadParameter(str(error)) from error
     return text.lower()
 
 

@@ -176,7 +176,7 @@ class TopologyInputs:
     def __post_init__(self) -> None:
         if min(self.world_size, self.local_world_size) < 1:
             raise ValueError(f"there are no {self.world_size} ranks, {self.local_world_size} on a host")
-        for kind in {"HBM", "DDR", *self.memory_bytes}:
+        for kind in ("HBM", "DDR", *self.memory_bytes):
             if len(self.memory_bytes.get(kind, ())) != self.world_size:
                 raise ValueError(f"memory_bytes must have the {kind} of all {self.world_size} ranks")
         if missing := sorted(set(RATES) - self.bandwidths.keys()):

@@ -1,18 +1,124 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Jobs read back from plan files: as large, as dear and as full as when the plan was made."""
+"""Jobs that are read from plans: what they were made from, whole."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner import SavedPlan, TaskError
+from dreamshard_planner import (
+    DreamShardPlanner,
+    FeatureStatistics,
+    PlacementRules,
+    PlanError,
+    TableStatistics,
+    TaskError,
+)
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.offline.from_plan import check_statistics, job_of
+from dreamshard_planner.offline.from_plan import check_statistics, job_of, other_inputs
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
-from dreamshard_planner.workload.tables import FeatureStatistics
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.workload.sketch import IdSketch
+
+META = torch.device("meta")
+
+
+def model() -> nn.Module:
+    """Pooled tables of two types and a sequence table, two modules deep, beside a dense layer."""
+    pooled = EmbeddingBagCollection(
+        device=META,
+        is_weighted=True,
+        tables=[
+            EmbeddingBagConfig(name="a", num_embeddings=5000, embedding_dim=16, feature_names=["f", "g"]),
+            EmbeddingBagConfig(
+                name="b", num_embeddings=90, embedding_dim=32, feature_names=["h"], data_type=DataType.FP16,
+                pooling=PoolingType.MEAN,
+            ),
+        ],
+    )  # fmt: skip
+    apply_optimizer_in_backward(torch.optim.Adam, pooled.parameters(), {"lr": 0.1})
+    sequences = EmbeddingCollection(
+        device=META,
+        tables=[EmbeddingConfig(name="a", num_embeddings=700, embedding_dim=8, feature_names=["s"])],
+    )
+    sparse = nn.ModuleDict({"pooled": pooled, "sequences": sequences})
+    return nn.ModuleDict({"sparse": sparse, "dense": nn.Linear(4, 4, device=META)})
+
+
+def saved_of(module: nn.Module, statistics: TableStatistics | None, topology: Topology, **given) -> SavedPlan:
+    planner = DreamShardPlanner(topology=topology, batch_size=64, statistics=statistics, search_seconds=0.1, **given)
+    planner.plan(module, get_default_sharders())
+    return planner.saved_plan()
+
+
+STATISTICS = TableStatistics(
+    {"f": FeatureStatistics(20.0), "h": FeatureStatistics(3.0, ids=IdSketch.even(90), batch_size=64)}
+)
+CUDA = Machine(ranks_per_host=2, hosts=2, gpu="h100").topology()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [CUDA, Topology(4, "cuda", local_world_size=2, hbm_cap=10**9), Topology(2, "cpu")],
+    ids=["named", "cuda", "cpu"],
+)
+def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
+    constraints = {
+        "a": ParameterConstraints(
+            pooling_factors=[4.0, 2.0], min_partition=8, cache_params=CacheParams(load_factor=0.5)
+        ),
+        "b": ParameterConstraints(sharding_types=["table_wise", "row_wise"]),
+    }
+    rules = PlacementRules(on_ranks={"b": [0, 1]})
+    saved = saved_of(model(), STATISTICS, topology, constraints=constraints, placement_rules=rules)
+    job = job_of(saved, STATISTICS)
+    assert check_statistics(saved, job, given=True) is None
+    planned = job.plan()
+    again = planned.planner.saved_plan()
+    assert other_inputs(saved, again.inputs) == [] and again.inputs.tables == saved.inputs.tables
+    assert again.inputs.placement_rules == saved.inputs.placement_rules
+    cost = planned.planner.predict(saved)
+    assert cost.total_ms == pytest.approx(saved.predicted.total_ms, rel=1e-4)
+    for kept, left in zip(again.predicted.memory, saved.predicted.memory, strict=True):
+        if topology.compute_device == "cuda":
+            assert kept.limit_bytes == pytest.approx(left.limit_bytes, rel=1e-6)
+    assert other_inputs(replace(saved, inputs=replace(saved.inputs, batch_size=1)), again.inputs) == [
+        "batch size 1 -> 64"
+    ]
+
+
+def test_statistics_with_sketches_are_asked_for_by_name() -> None:
+    saved = saved_of(model(), STATISTICS, CUDA)
+    assert list(saved.inputs.features) == ["f"]
+    with pytest.raises(PlanError, match=r"with statistics of g, h, s that it does not hold.*--statistics"):
+        check_statistics(saved, job_of(saved), given=False)
+    other = TableStatistics({"h": FeatureStatistics(9.0)})
+    assert "other statistics" in check_statistics(saved, job_of(saved, other), given=True)
+    without = saved_of(model(), None, CUDA)
+    assert check_statistics(without, job_of(without), given=False) is None
+
+
+def test_a_plan_of_a_collection_alone_and_of_ranks_that_fill_no_hosts() -> None:
+    alone = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="a", num_embeddings=50, embedding_dim=16, feature_names=["f"])], device=META
+    )
+    saved = saved_of(alone, None, CUDA)
+    assert job_of(saved).plan().planner.predict(saved).feasible
+    odd = replace(saved.inputs, topology=replace(saved.inputs.topology, local_world_size=3))
+    with pytest.raises(PlanError, match="4 ranks do not fill hosts of 3"):
+        job_of(replace(saved, inputs=odd))
+
 
 GB = 10**9
 MACHINES = {
