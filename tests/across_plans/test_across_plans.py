@@ -359,3 +359,16 @@ def test_the_command_tells_and_converts(tmp_path: Path) -> None:
         other.exit_code == 1
         and "table ebc.t: of size (12, 16) in the checkpoint, (99, 16) in plan.json" in other.stderr
     )
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "other"}', None], ids=str)
+def test_what_is_no_plan_is_named_and_nothing_is_written(content: str | None, tmp_path: Path) -> None:
+    """None for a plan whose end is missing."""
+    saved(tmp_path / "saved")
+    plan_of(tmp_path / "odd.json", *WHOLE)
+    whole = (tmp_path / "odd.json").read_text()
+    (tmp_path / "odd.json").write_text(whole[: len(whole) // 2] if content is None else content)
+    names = [str(tmp_path / name) for name in ("saved", "new", "odd.json")]
+    result = CliRunner().invoke(app, ["checkpoint", "convert", *names[:2], "--plan", names[2]])
+    assert result.exit_code == 1 and "odd.json" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.json", "saved"]
