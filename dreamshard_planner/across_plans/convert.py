@@ -25,7 +25,6 @@ from dreamshard_planner.across_plans.layout import (
     is_named,
     paths,
     saved_tables,
-    table_name,
 )
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.rules import JOINS, Join
@@ -56,14 +55,15 @@ def convert(
         FileError: the target exists, or cannot be written.
     """
     reader, writer = BoundedReader(source), WholeWriter(target)
-    content = _Content(reader, plan.inputs.topology.world_size)
-    names = {str(table_name(weight)) for weight in content.saved}
-    check_named({*dropped, *added, *fresh}, names | {f"{m}.{t}" for m, found in plan.sharding.items() for t in found})
-    for weight, sharding in _shardings(plan, content.saved, dropped, added).items():
+    planned = dict(plan.tables())
+    content = _Content(reader, plan)
+    check_named({*dropped, *added, *fresh}, {*planned, *(table.name for table in content.saved.values())})
+    for weight in _written(plan, planned, content.saved, dropped, added):
+        name = content.saved[weight].name
         try:
-            content.add_table(weight, sharding, is_named(weight, fresh))
+            content.add_table(weight, planned[name], is_named(name, fresh))
         except reads.RefusedError as problem:
-            raise CheckpointError(f"table {table_name(weight)}: {problem}") from problem
+            raise CheckpointError(f"table {name}: {problem}") from problem
     content.add_others()
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(SavePlan([]))
@@ -75,45 +75,40 @@ def convert(
         shutil.rmtree(writer.path, ignore_errors=True)
 
 
-def _shardings(
-    plan: SavedPlan, saved: dict[str, SavedTable], dropped: Collection[str], added: Collection[str]
-) -> dict[str, TableSharding]:
-    """Of every table that is written, by its weight."""
-    left, result = {weight for weight in saved if not is_named(weight, dropped)}, {}
-    for module, tables in plan.sharding.items():
-        for name, sharding in tables.items():
-            fqn = f"{module}.{name}".removeprefix(".")
-            inside = f"{module}." if module else ""
-            found = [weight for weight in left if weight.startswith(inside) and weight.split(".")[-2] == name]
-            if not found and (fqn in added or name in added):
+def _written(
+    plan: SavedPlan,
+    planned: Collection[str],
+    saved: dict[str, SavedTable],
+    dropped: Collection[str],
+    added: Collection[str],
+) -> list[str]:
+    """The weights of the tables that are written."""
+    found = {table.name: weight for weight, table in saved.items() if not is_named(table.name, dropped)}
+    for name in planned:
+        if name not in found:
+            if is_named(name, added):
                 continue
-            if len(found) != 1:
-                help = f"if it is new, name it as added ({fqn})"
-                raise CheckpointError(f"table {fqn}: in {plan.name}, not in the checkpoint; {help}")
-            size, planned = (
-                tuple(saved[found[0]].entry.size),
-                (plan.inputs.tables[fqn].rows, plan.inputs.tables[fqn].dim),
-            )
-            if size != planned:
-                raise CheckpointError(f"table {fqn}: of size {size} in the checkpoint, {planned} in {plan.name}")
-            result[found[0]] = sharding
-            left.remove(found[0])
-    if left:
-        names = ", ".join(sorted(str(table_name(weight)) for weight in left))
+            help = f"if it is new, name it as added ({name})"
+            raise CheckpointError(f"table {name}: in {plan.name}, not in the checkpoint; {help}")
+        table = plan.inputs.tables[name]
+        size, here = tuple(saved[found[name]].entry.size), (table.rows, table.dim)
+        if size != here:
+            raise CheckpointError(f"table {name}: of size {size} in the checkpoint, {here} in {plan.name}")
+    if left := sorted(found.keys() - planned):
         raise CheckpointError(
-            f"tables that are not in {plan.name}: {names}; if they were removed, pass them as dropped"
+            f"tables that are not in {plan.name}: {', '.join(left)}; if they were removed, pass them as dropped"
         )
-    return result
+    return list(found.values())
 
 
 class _Content(DefaultSavePlanner):
     """What is written, made piece by piece when its turn comes."""
 
-    def __init__(self, reader: BoundedReader, world_size: int) -> None:
+    def __init__(self, reader: BoundedReader, plan: SavedPlan) -> None:
         super().__init__()
         self._reader, self._saved = reader, reader.read_metadata()
         reader.set_up_storage_reader(self._saved, True)
-        self.saved, self._where = saved_tables(self._saved), paths(self._saved)
+        self.saved, self._where = saved_tables(self._saved, plan.sharding), paths(self._saved)
         fused = (
             path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in str(path[-1])
         )
@@ -122,7 +117,7 @@ class _Content(DefaultSavePlanner):
         self._kept: set[str] = set()
         self.entries: dict[str, Any] = {}
         self.paths: dict[str, KeyPath] = {}
-        self.of_ranks: list[list[WriteItem]] = [[] for _ in range(world_size)]
+        self.of_ranks: list[list[WriteItem]] = [[] for _ in range(plan.inputs.topology.world_size)]
 
     def add_table(self, weight: str, sharding: TableSharding, fresh: bool) -> None:
         table = self.saved[weight]
@@ -223,10 +218,10 @@ def describe(path: str | Path) -> dict[str, Any]:
     others, tables = set(metadata.state_dict_metadata), {}
     for index, stored in metadata.storage_data.items():
         sizes[index.fqn] += stored.length
-    for weight, table in sorted(saved_tables(metadata).items()):
+    for _, table in sorted(saved_tables(metadata).items()):
         keys = {table.key, *table.states.values()}
         others -= keys
-        tables[str(table_name(weight))] = {
+        tables[table.name] = {
             "rows": table.entry.size[0],
             "dim": table.entry.size[1],
             "data_type": str(table.entry.properties.dtype).removeprefix("torch."),

@@ -12,8 +12,10 @@ table is a plain tensor with the states of the script's optimizer: ``state`` / `
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -26,18 +28,48 @@ KeyPath = tuple[str | int, ...]
 """Where something is in a nested state dict."""
 
 _WEIGHT = re.compile(r"(?:(?P<module>.+)\.)?(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight")
+_TOWER = re.compile(r"(?:(?P<module>.+?)\.)?(?:towers\.\d+\.)?embedding")
+_INNER = {
+    "_embedding_bag_collection": ("_feature_processors", "_iter"),
+    "_embedding_collection": ("_iter",),
+    "_embedding_module": ("_managed_collision_collection",),
+}
+"""The collection within a module of TorchRec's that plans name in its place, and what such a module has beside it."""
 
 
-def table_name(parameter: object) -> str | None:
-    """``ebc.t`` of ``ebc.embedding_bags.t.weight``, as plans name it; None for what is no table's weight."""
-    match = _WEIGHT.fullmatch(str(parameter))
-    return match and ".".join(filter(None, (match["module"], match["table"])))
+def table_names(keys: Collection[str], modules: Container[str] = ()) -> dict[str, str]:
+    """Of tables, by their weights among the keys of a state dict, as plans name them: ``ebc.t`` of
+    ``ebc.embedding_bags.t.weight``, and of ``ebc._embedding_bag_collection.embedding_bags.t.weight`` where ``ebc`` has
+    feature processors.
+
+    Args:
+        modules: of a plan; they alone tell a tower's ``embedding`` from any other module of that name.
+
+    Returns:
+        No name twice: tables that would share one keep their weights'.
+    """
+    paths = {path for key in keys for path in accumulate(key.split("."), lambda path, part: f"{path}.{part}")}
+    names = {}
+    for key, match in ((key, match) for key in keys if (match := _WEIGHT.fullmatch(key))):
+        module, table = match["module"] or "", match["table"]
+        outer, _, inner = module.rpartition(".")
+        if any(_joined(outer, beside) in paths for beside in _INNER.get(inner, ())):
+            module = outer
+        tower = _TOWER.fullmatch(module)
+        if tower and module not in modules and (tower["module"] or "") in modules:
+            module = tower["module"] or ""
+        names[key] = _joined(module, table)
+    count = Counter(names.values())
+    return {key: name if count[name] == 1 else key for key, name in names.items()}
 
 
-def is_named(parameter: str, names: Container[str]) -> bool:
-    """Whether the table is among names such as ``ebc.t`` or ``t``."""
-    name = table_name(parameter) or parameter
-    return name in names or name.rpartition(".")[2] in names
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def is_named(table: str, names: Container[str]) -> bool:
+    """Whether a table such as ``ebc.t`` is among names, as that or as ``t``."""
+    return table in names or table.rpartition(".")[2] in names
 
 
 def check_named(names: Collection[str], tables: Collection[str]) -> None:
@@ -69,6 +101,8 @@ class SavedTable:
 
     key: str
     """Of the weights, in the metadata."""
+    name: str
+    """In plans."""
     entry: TensorStorageMetadata
     """Of the weights."""
     states: dict[str, str] = field(default_factory=dict)
@@ -88,14 +122,15 @@ def paths(metadata: Metadata) -> dict[str, KeyPath]:
     return {key: tuple(known.get(key, (key,))) for key in metadata.state_dict_metadata}
 
 
-def saved_tables(metadata: Metadata) -> dict[str, SavedTable]:
-    """By the name of their weights in the model's state dict."""
+def saved_tables(metadata: Metadata, modules: Container[str] = ()) -> dict[str, SavedTable]:
+    """By the name of their weights in the model's state dict; ``modules`` as for :func:`table_names`."""
     where = paths(metadata)
+    names = table_names([str(path[-1]) for path in where.values()], modules)
     found: dict[str, SavedTable] = {}
     for key, entry in metadata.state_dict_metadata.items():
         weight = str(where[key][-1])
-        if isinstance(entry, TensorStorageMetadata) and len(entry.size) == 2 and table_name(weight):
-            found.setdefault(weight, SavedTable(key, entry))
+        if isinstance(entry, TensorStorageMetadata) and len(entry.size) == 2 and weight in names:
+            found.setdefault(weight, SavedTable(key, names[weight], entry))
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and (state := state_of(where[key], found)):
             weight, name = state

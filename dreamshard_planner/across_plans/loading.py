@@ -27,7 +27,7 @@ from dreamshard_planner.across_plans.layout import (
     paths,
     saved_tables,
     state_of,
-    table_name,
+    table_names,
 )
 from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
@@ -51,7 +51,8 @@ def load_across_plans(
         state_dict: as for ``load``, filled in place: the model's state dict and its optimizers' in one, such as
             ``{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}``.
         path: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
-        added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack: they stay as they are.
+        added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack, and keys of what else it may: they stay as
+            they are.
         dropped: tables that the checkpoint has and the model may lack.
         fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
 
@@ -84,13 +85,14 @@ class AcrossPlansLoadPlanner(FillingPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         self._saved = saved_tables(self.metadata)
-        self._weights = {str(path[-1]): key for key, path in self.mappings.items() if table_name(path[-1])}
+        here = table_names([str(path[-1]) for path in self.mappings.values()])
+        self._names = {weight: table.name for weight, table in self._saved.items()} | here
+        self._weights = {str(path[-1]): key for key, path in self.mappings.items() if path[-1] in here}
         self._states: dict[str, set[str]] = {weight: set() for weight in self._weights}
         for path in self.mappings.values():
             if state := state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
-        tables = {str(table_name(weight)) for weight in (*self._saved, *self._weights)}
-        check_named(self._added | self._dropped | self._fresh, tables)
+        check_named(self._added - self.mappings.keys() | self._dropped | self._fresh, set(self._names.values()))
         self._rates = LearningRates(self.original_state_dict, self.metadata)
         reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []
         for key, value in self.state_dict.items():
@@ -108,9 +110,9 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         of_ranks = zip(*(plan.planner_data for plan in global_plan), strict=True)
         weights, states, optimizer = (functools.reduce(operator.or_, of_rank) for of_rank in of_ranks)
         problems = [
-            f"table {table_name(weight)}: in the checkpoint, not in the model; if it was removed, name it in dropped="
+            f"table {self._names[weight]}: in the checkpoint, not in the model; if it was removed, name it in dropped="
             for weight in sorted(self._saved.keys() - weights)
-            if weights and not is_named(weight, self._dropped)
+            if weights and not is_named(self._names[weight], self._dropped)
         ]
         if optimizer:
             for weight in sorted(weights & self._saved.keys()):
@@ -142,23 +144,22 @@ class AcrossPlansLoadPlanner(FillingPlanner):
 
     def _same_key_reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
         entry = self.metadata.state_dict_metadata.get(key)
-        table = table_name(path[-1])
-        if entry is None and table and is_named(str(path[-1]), self._added):
+        table = self._names.get(str(path[-1]))
+        if entry is None and (key in self._added or (table and is_named(table, self._added))):
             return []
+        what = f"table {table}" if table else key
         if entry is None:
-            help = f"; if it is new, pass added=[{table!r}]" if table else ""
-            raise RefusedError(f"{f'table {table}' if table else key}: not in the checkpoint{help}")
+            raise RefusedError(f"{what}: not in the checkpoint; if it is new, pass added=[{table or key!r}]")
         if isinstance(entry, BytesStorageMetadata):
             return [Read(read_bytes(key))]
         size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
         if tuple(entry.size) != size:
-            what = f"table {table}" if table else key
             raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
         shards = enumerate(_create_chunk_list(value))
         return [r for i, found in shards for r in overlaps(key, entry, found, MetadataIndex(key, found.offsets, i))]
 
     def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
-        table, fresh = self._saved.get(weight), is_named(weight, self._fresh)
+        table, named = self._saved.get(weight), self._names[weight]
         if table is None:
             return []  # its weights say so
         try:
@@ -177,18 +178,16 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 reads += state_reads(table, name, index, tuple(found.sizes), of)
             return reads
         except RefusedError as problem:
-            if fresh:
+            if is_named(named, self._fresh):
                 return []
-            named = table_name(weight)
             raise RefusedError(f"table {named}, state {name}: {problem}; or pass fresh=[{named!r}]") from problem
 
     def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
         """Saved states of a table that no rank asks for: without them its training would go on differently."""
-        saved = self._saved[weight].states.keys()
+        saved, table = self._saved[weight].states.keys(), self._names[weight]
         for name in sorted(saved - asked):
-            if is_named(weight, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
+            if is_named(table, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
                 continue
-            table = table_name(weight)
             yield (
                 f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there "
                 f"(if replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
