@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from dreamshard_planner.across_plans.layout import (
     check_named,
     is_named,
     paths,
+    remapped_table,
     saved_tables,
 )
 from dreamshard_planner.across_plans.reading import BoundedReader
@@ -64,7 +65,10 @@ def convert(
             content.add_table(weight, planned[name], is_named(name, fresh))
         except reads.RefusedError as problem:
             raise CheckpointError(f"table {name}: {problem}") from problem
-    content.add_others()
+    try:
+        content.add_others(planned, dropped)
+    except reads.RefusedError as problem:
+        raise CheckpointError(str(problem)) from problem
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(SavePlan([]))
     try:
@@ -160,17 +164,23 @@ class _Content(DefaultSavePlanner):
             for state in of_part:
                 self._add(shard.rank, *state)
 
-    def add_others(self) -> None:
-        """What is no table's, as it is."""
+    def add_others(self, planned: Mapping[str, TableSharding], dropped: Collection[str]) -> None:
+        """What is no table's weights or states, as it is; and what maps ids to rows of tables that are written."""
         of_tables = {key for table in self.saved.values() for key in (table.key, *table.states.values())}
         for key in sorted(self._where.keys() - (of_tables - self._kept)):
-            entry = self._saved.state_dict_metadata[key]
+            entry, remapped = self._saved.state_dict_metadata[key], remapped_table(str(self._where[key][-1]))
+            if remapped and is_named(remapped, dropped):
+                continue
             if isinstance(entry, BytesStorageMetadata):
                 self.entries[key], self.paths[key] = entry, self._where[key]
                 self.of_ranks[0].append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
             self._declare(key, self._where[key], entry, entry.size)
-            for part in (part for whole in entry.chunks for part in reads.pieces(whole, entry)):
+            if remapped and remapped in planned:
+                shards = [reads.rectangle(shard.offset, shard.size) for shard in planned[remapped].shards]
+                reads.check_row_blocks(key, entry, remapped, shards)
+            cut = [part for whole in entry.chunks for part in reads.pieces(whole, entry)]
+            for part in entry.chunks if remapped else cut:
                 index = MetadataIndex(key, part.offsets)
                 self._add(0, index, part, reads.overlaps(key, entry, part, index))
 

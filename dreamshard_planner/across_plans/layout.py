@@ -28,6 +28,9 @@ KeyPath = tuple[str | int, ...]
 """Where something is in a nested state dict."""
 
 _WEIGHT = re.compile(r"(?:(?P<module>.+)\.)?(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight")
+_REMAPPED = re.compile(
+    r"(?:(?P<module>.+)\.)?_managed_collision_collection\._managed_collision_modules\.(?P<table>[^.]+)\..+"
+)
 _TOWER = re.compile(r"(?:(?P<module>.+?)\.)?(?:towers\.\d+\.)?embedding")
 _INNER = {
     "_embedding_bag_collection": ("_feature_processors", "_iter"),
@@ -61,6 +64,12 @@ def table_names(keys: Collection[str], modules: Container[str] = ()) -> dict[str
         names[key] = _joined(module, table)
     count = Counter(names.values())
     return {key: name if count[name] == 1 else key for key, name in names.items()}
+
+
+def remapped_table(key: str) -> str | None:
+    """The table whose ids are mapped to rows by a buffer of managed collisions; None for any other key."""
+    match = _REMAPPED.fullmatch(key)
+    return match and _joined(match["module"] or "", match["table"])
 
 
 def _joined(module: str, name: str) -> str:

@@ -25,13 +25,22 @@ from dreamshard_planner.across_plans.layout import (
     is_named,
     owner,
     paths,
+    remapped_table,
     saved_tables,
     state_of,
     table_names,
 )
 from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
-from dreamshard_planner.across_plans.reads import FillingPlanner, Read, RefusedError, overlaps, read_bytes, state_reads
+from dreamshard_planner.across_plans.reads import (
+    FillingPlanner,
+    Read,
+    RefusedError,
+    check_row_blocks,
+    overlaps,
+    read_bytes,
+    state_reads,
+)
 from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 
@@ -144,8 +153,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
 
     def _same_key_reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
         entry = self.metadata.state_dict_metadata.get(key)
-        table = self._names.get(str(path[-1]))
-        if entry is None and (key in self._added or (table and is_named(table, self._added))):
+        table, remapped = self._names.get(str(path[-1])), remapped_table(str(path[-1]))
+        if entry is None and (key in self._added or self._is_new(table or remapped)):
             return []
         what = f"table {table}" if table else key
         if entry is None:
@@ -155,8 +164,19 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         size = tuple(value.size()) if isinstance(value, Tensor) else f"what is a {type(value).__name__}"
         if tuple(entry.size) != size:
             raise RefusedError(f"{what}: of size {tuple(entry.size)} in the checkpoint, {size} here")
-        shards = enumerate(_create_chunk_list(value))
-        return [r for i, found in shards for r in overlaps(key, entry, found, MetadataIndex(key, found.offsets, i))]
+        shards = _create_chunk_list(value)
+        if remapped:
+            check_row_blocks(key, entry, remapped, shards)
+        return [
+            read
+            for number, found in enumerate(shards)
+            for read in overlaps(key, entry, found, MetadataIndex(key, found.offsets, number))
+        ]
+
+    def _is_new(self, table: str | None) -> bool:
+        """Whether the checkpoint may lack all of a table, and does."""
+        saved = {saved.name for saved in self._saved.values()}
+        return table is not None and table not in saved and is_named(table, self._added)
 
     def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
         table, named = self._saved.get(weight), self._names[weight]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dreamshard_planner.across_plans.layout import SavedTable
 from dreamshard_planner.across_plans.rules import JOINS, Join
+from dreamshard_planner.support.formatting import first_of
 
 PIECE_BYTES = 64 << 20
 """What is read, written or kept beside the shards at a time."""
+_WITHOUT_ROWS = ("._output_segments_tensor", "._current_iter_tensor", "._scalar_logger_steps", "._hash_zch_bucket")
+"""Buffers of managed collisions that every rank has whole."""
 
 
 class RefusedError(Exception):
@@ -55,6 +58,28 @@ def pieces(
     for start in range(0, whole.sizes[0], step):
         rows = min(step, whole.sizes[0] - start)
         yield rectangle((whole.offsets[0] + start, *whole.offsets[1:]), (rows, *whole.sizes[1:]))
+
+
+def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: Iterable[ChunkStorageMetadata]) -> None:
+    """Managed collisions map ids to rows in each row block by itself: what they know of one says nothing of another.
+
+    Args:
+        key: of a buffer of theirs.
+        here: row blocks, of this rank or of all.
+
+    Raises:
+        RefusedError: not all of them were row blocks when the buffer was saved.
+    """
+    if key.endswith(_WITHOUT_ROWS):
+        return
+    was, now = ({(part.offsets[0], part.sizes[0]) for part in parts if part.sizes[0]} for parts in (entry.chunks, here))
+    if not now <= was:
+        saved, own = (first_of([f"{row}-{row + rows - 1}" for row, rows in sorted(of)], 4) for of in (was, now))
+        raise RefusedError(
+            f"table {table}: {key} maps ids to rows in each row block by itself, which were rows {saved} in the "
+            f"checkpoint and are {own} here; keep the table's sharding type and number of ranks, or start it anew: "
+            "name it as dropped and added where you convert, as added where you load"
+        )
 
 
 def overlaps(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dreamshard_planner.across_plans.layout import remapped_table
 from dreamshard_planner.across_plans.loading import users_error
 from dreamshard_planner.across_plans.reads import pieces
 from dreamshard_planner.errors import FileError
@@ -70,7 +71,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
     def _pieces(self, item: WriteItem) -> list[WriteItem]:
         data = item.tensor_data
-        if data is None:  # no tensor
+        if data is None or remapped_table(item.index.fqn):  # no tensor, or one whose chunks say where it may go
             return [item]
         parts = list(pieces(data.chunk, data))
         if len(parts) < 2:

@@ -1,5 +1,9 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables have the names of plans, whatever TorchRec's modules around them are called in state dicts."""
+"""Tables in TorchRec's modules around collections: they have the names of plans, whatever those are called in state
+dicts, and what maps ids to their rows goes with its row block, or nowhere.
+
+``tests/distributed/test_moved_modules.py`` trains such modules.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,9 @@ from torchrec.modules.mc_modules import (
 )
 
 from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
+from dreamshard_planner.across_plans import reads
 from dreamshard_planner.across_plans.convert import convert, describe
+from dreamshard_planner.across_plans.reading import BoundedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -50,7 +56,7 @@ def processed(*tables: str) -> nn.Module:
 def managed(*tables: str) -> nn.Module:
     bags = collection(*tables)
     modules = {
-        table: MCHManagedCollisionModule(ROWS, CPU, DistanceLFU_EvictionPolicy(), eviction_interval=2)
+        table: MCHManagedCollisionModule(ROWS, CPU, DistanceLFU_EvictionPolicy(), eviction_interval=2, buckets=2)
         for table in tables
     }
     return ManagedCollisionEmbeddingBagCollection(
@@ -75,9 +81,9 @@ SHARDERS = (
 )
 
 
-def plan_of(path: Path, model: nn.Module) -> SavedPlan:
+def plan_of(path: Path, model: nn.Module, ranks: int = 1) -> SavedPlan:
     """For a GPU: TorchRec shards managed collisions on no other device."""
-    planner = DreamShardPlanner(topology=Topology(1, "cuda"), batch_size=8, stats=[], debug=False)
+    planner = DreamShardPlanner(topology=Topology(ranks, "cuda"), batch_size=8, stats=[], debug=False)
     planner.plan(model, list(SHARDERS))
     planner.save_plan(path)
     return SavedPlan.load(path)
@@ -166,3 +172,54 @@ def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     fewer = plan_of(tmp_path / "fewer.json", model_of(x=own, x2y=plain["x2y"]))
     convert(first, tmp_path / "fewer", fewer, dropped=["x2.a", "embedding.a", "xembedding.a"])
     assert sorted(describe(tmp_path / "fewer")["tables"]) == sorted(fewer.inputs.tables)
+
+
+BUFFERS = "model.x._managed_collision_collection._managed_collision_modules"
+
+
+def test_what_maps_ids_to_rows_is_cut_for_no_other_row_blocks(tmp_path: Path) -> None:
+    model = model_of(x=managed("a", "b"))
+    first = saved(tmp_path / "saved", model)
+    plan = plan_of(tmp_path / "plan.json", model, ranks=2)
+    told = rf"table x\.a: {BUFFERS}\.a\._mch_.*rows 0-23 in the checkpoint.* 0-11, 12-23 here"
+    with pytest.raises(CheckpointError, match=told):
+        convert(first, tmp_path / "cut", plan)
+    with pytest.raises(CheckpointError, match=r"table x\.b"):
+        convert(first, tmp_path / "cut", plan, dropped=["x.a"], added=["x.a"])
+    assert not (tmp_path / "cut").exists()
+
+
+def test_tables_with_managed_collisions_start_anew_by_consent(tmp_path: Path) -> None:
+    model = model_of(x=managed("a"), y=collection("b"))
+    first = saved(tmp_path / "saved", model)
+    convert(first, tmp_path / "cut", plan_of(tmp_path / "plan.json", model, ranks=2), dropped=["x.a"], added=["x.a"])
+    told = describe(tmp_path / "cut")
+    assert list(told["tables"]) == ["y.b"] and told["others"] == []
+    loaded = blank(model)
+    load_across_plans(loaded, tmp_path / "cut", added=["a"])
+    for key, value in loaded["model"].items():
+        expected = model.state_dict()[key]
+        assert torch.equal(value, expected if key.startswith("y.") else torch.zeros_like(expected)), key
+
+
+def test_weights_are_not_carried_without_what_maps_ids_to_them(tmp_path: Path) -> None:
+    model = model_of(x=managed("a"))
+    without = {key: value for key, value in model.state_dict().items() if "_mch_remapped_ids" not in key}
+    save_across_plans({"model": without}, tmp_path / "saved")
+    for added in ((), ("x.a",)):
+        with pytest.raises(CheckpointError, match=rf"{BUFFERS}\.a\._mch_remapped_ids_mapping: not in the checkpoint"):
+            load_across_plans(blank(model), tmp_path / "saved", added=added)
+
+
+def test_row_blocks_are_told_by_large_buffers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are saved and converted in pieces."""
+    model = model_of(x=managed("a"))
+    monkeypatch.setattr(reads, "PIECE_BYTES", 64)
+    first = saved(tmp_path / "saved", model)
+    convert(first, tmp_path / "cut", plan_of(tmp_path / "plan.json", model))
+    for path in (first, tmp_path / "cut"):
+        entries = BoundedReader(path).read_metadata().state_dict_metadata
+        assert [tuple(part.sizes) for part in entries[f"{BUFFERS}.a._mch_counts"].chunks] == [(ROWS,)]
+        loaded = blank(model)
+        load_across_plans(loaded, path)
+        torch.testing.assert_close(loaded["model"], dict(model.state_dict()))
