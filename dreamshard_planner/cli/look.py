@@ -203,7 +203,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
         saved = plan_file.SavedPlan.load(path)
         return "plan", {
             "tables": len(saved.inputs.tables),
-            "ranks": saved.inputs.topology.world_size,
+            "ranks": saved.inputs.topology.all_ranks,
             "total_ms": saved.predicted.total_ms,
             "cost_source": saved.predicted.cost_source,
             "libraries": saved.libraries,

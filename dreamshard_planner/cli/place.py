@@ -168,8 +168,8 @@ def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
     ]
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     return [
-        f"{saved.name}: {len(saved.inputs.tables)} tables on {topology.world_size} {topology.compute_device} ranks, "
-        f"{topology.local_world_size} on a host, {saved.inputs.batch_size:,} samples each; {libraries}.",
+        f"{saved.name}: {len(saved.inputs.tables)} tables on {topology}, "
+        f"{saved.inputs.batch_size:,} samples each; {libraries}.",
         str(saved.report()),
         "",
         grid(("rank", "forward ms", "backward ms", *(f"{kind} GiB" for kind in memory)), per_rank),

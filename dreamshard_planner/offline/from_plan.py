@@ -52,8 +52,8 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         )
     if "sharding_groups" in settings:
         raise PlanError(
-            f"{saved.name} is for the ranks of one sharding group (2D parallelism) and does not say all ranks: give "
-            "the tables and --sharding-group instead"
+            f"{saved.name} is for the ranks of one sharding group (2D parallelism), and no job is read back of "
+            "several: give the tables and --sharding-group instead"
         )
     tables = {path: [_spec(saved, path, name) for name in of_module] for path, of_module in saved.sharding.items()}
     model = OfflineModel.of_modules(

@@ -5,7 +5,7 @@ digest."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.settings import PlannerSettings
-from dreamshard_planner.plans.plan_file import PlanInputs, TopologyInputs
+from dreamshard_planner.plans.plan_file import GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.fingerprint import canonical, digest
@@ -56,6 +56,14 @@ class PlanRequest:
         caps = (self.settings.search_seconds, self.timeout_seconds)
         return min(filter(None, caps), default=None)
 
+    @property
+    def _groups(self) -> GroupsInputs | None:
+        groups = self.settings.sharding_groups
+        if groups is None or self.all_ranks is None or (count := groups.replicas(self.all_ranks)) == 1:
+            return None
+        host_ranks = min(self.all_ranks.local_world_size, self.all_ranks.world_size)
+        return GroupsInputs(count, host_ranks, groups.use_inter_host_allreduce)
+
     def inputs(
         self, search_space: Sequence[ShardingOption], reader: OptionReader, reservation: StorageReservation
     ) -> PlanInputs:
@@ -69,7 +77,7 @@ class PlanRequest:
         settings, tables = self.settings, {fqn_of(option): option for option in search_space}
         return PlanInputs(
             batch_size=self.batch_size,
-            topology=topology_inputs(self.topology),
+            topology=replace(topology_inputs(self.topology), groups=self._groups),
             tables={fqn: reader.declared(tables[fqn]) for fqn in sorted(tables)},
             constraints={name: _changed(one) for name, one in sorted((self.constraints or {}).items())},
             placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding, TopologyInputs
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
 from dreamshard_planner.plans.stale import differences, machine_differences
@@ -49,7 +49,7 @@ class Comparison:
     """Tables that the other plan lacks, or that have another shape or data type there."""
     only_after: tuple[str, ...]
     bytes_received: tuple[int, ...]
-    """That each rank must get from others: what :attr:`changes` add up to."""
+    """That each rank, of all sharding groups, must get from others: what :attr:`changes` add up to."""
     cost_before: Predicted
     cost_after: Predicted
     machine: tuple[str, ...]
@@ -188,7 +188,7 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
 
 
 def _samples(plan: SavedPlan) -> int:
-    return plan.inputs.batch_size * plan.inputs.topology.world_size
+    return plan.inputs.batch_size * plan.inputs.topology.all_ranks
 
 
 def _changes(
@@ -196,29 +196,45 @@ def _changes(
 ) -> tuple[tuple[TableChange, ...], tuple[int, ...]]:
     """Of tables that both plans have, those with most bytes first; and the bytes that each rank receives."""
     one, other = dict(before.tables()), dict(after.tables())
-    received = [0] * max(before.inputs.topology.world_size, after.inputs.topology.world_size)
+    was, now = before.inputs.topology, after.inputs.topology
+    received = [0] * max(was.all_ranks, now.all_ranks)
     changes = []
     for fqn in alike:
-        if one[fqn] == other[fqn]:
+        if one[fqn] == other[fqn] and was.groups == now.groups:
             continue
-        bytes_of = _received(one[fqn], other[fqn], before.inputs.tables[fqn])
+        held = _of_all_ranks(one[fqn], was), _of_all_ranks(other[fqn], now)
+        bytes_of = _received(*held, before.inputs.tables[fqn])
         for rank, count in bytes_of.items():
             received[rank] += count
         retyped = (one[fqn].sharding_type, one[fqn].kernel) != (other[fqn].sharding_type, other[fqn].kernel)
-        changes.append(TableChange(fqn, one[fqn].label, other[fqn].label, retyped, sum(bytes_of.values())))
+        labels = _label(one[fqn], was), _label(other[fqn], now)
+        changes.append(TableChange(fqn, *labels, retyped, sum(bytes_of.values())))
     return tuple(sorted(changes, key=lambda change: -change.bytes_received)), tuple(received)
 
 
-def _received(before: TableSharding, after: TableSharding, table: TableInputs) -> dict[int, int]:
-    """Bytes of a table, optimizer states with them, that each rank holds after and did not hold before."""
+def _label(table: TableSharding, topology: TopologyInputs) -> str:
+    return f"{table.label} of each of {topology.num_groups} groups" if topology.groups else table.label
+
+
+def _of_all_ranks(table: TableSharding, topology: TopologyInputs) -> dict[int, list[ShardPlace]]:
+    """What each rank of all sharding groups holds of a table."""
     held: dict[int, list[ShardPlace]] = {}
-    for shard in before.shards:
-        held.setdefault(shard.rank, []).append(shard)
-    received: dict[int, int] = {}
-    for shard in after.shards:
-        known = sum(shard.common(other) for other in held.get(shard.rank, ()))
-        new = shard.size[0] * shard.size[1] - known
-        received[shard.rank] = received.get(shard.rank, 0) + table.trained_bytes(new, max(1, shard.size[1]))
+    for shard in table.shards:
+        for rank in topology.replicas(shard.rank):
+            held.setdefault(rank, []).append(shard)
+    return held
+
+
+def _received(
+    before: dict[int, list[ShardPlace]], after: dict[int, list[ShardPlace]], table: TableInputs
+) -> dict[int, int]:
+    """Bytes of a table, optimizer states with them, that each rank holds after and did not hold before."""
+    received = dict.fromkeys(after, 0)
+    for rank, shards in after.items():
+        for shard in shards:
+            known = sum(shard.common(other) for other in before.get(rank, ()))
+            new = shard.size[0] * shard.size[1] - known
+            received[rank] += table.trained_bytes(new, max(1, shard.size[1]))
     return received
 
 

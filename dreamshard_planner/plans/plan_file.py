@@ -4,7 +4,7 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 4,
+      "format": "dreamshard_planner plan", "version": 5,
       "libraries":  {name: version},
       "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
                      "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},
@@ -40,9 +40,9 @@ from dreamshard_planner.support.formatting import ranks_in_words
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 4
-"""4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals, costs of each table and of each
-collective, and notes. Older files are read without."""
+VERSION = 5
+"""5: sharding groups; 4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals, costs of each
+table and of each collective, and notes. Older files are read without."""
 RATES = ("HBM", "DDR", "HBM to DDR", "within hosts", "between hosts")
 """Bandwidths that every file has."""
 LINE = 150
@@ -161,8 +161,24 @@ class TableInputs:
 
 
 @dataclass(frozen=True)
+class GroupsInputs:
+    """Of sharding groups (2D parallelism), each of which has all tables and follows the plan."""
+
+    __pydantic_config__: ClassVar = STRICT
+    count: int
+    host_ranks: int
+    """Ranks of all groups on one host."""
+    consecutive: bool
+    """Whether ranks that follow on each other form a group; else a group takes every n-th."""
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.host_ranks) < 1:
+            raise ValueError(f"there are no {self.count} sharding groups, {self.host_ranks} ranks on a host")
+
+
+@dataclass(frozen=True)
 class TopologyInputs:
-    """The ranks that a plan was made for."""
+    """The ranks that a plan was made for: of one sharding group, where there are several."""
 
     __pydantic_config__: ClassVar = STRICT
     compute_device: str
@@ -172,6 +188,28 @@ class TopologyInputs:
     """Of every rank, by kind of memory, before any reservation."""
     bandwidths: dict[str, float]
     """Bytes per millisecond."""
+    groups: GroupsInputs | None = None
+    """None for one group, as in older files."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups.count if self.groups else 1
+
+    @property
+    def all_ranks(self) -> int:
+        """Of all sharding groups."""
+        return self.world_size * self.num_groups
+
+    def replicas(self, rank: int) -> range:
+        """Out of :attr:`all_ranks`, those that hold what ``rank`` of the plan holds, one of each group."""
+        if self.groups is not None and self.groups.consecutive:
+            return range(rank, self.all_ranks, self.world_size)
+        return range(rank * self.num_groups, (rank + 1) * self.num_groups)
+
+    def __str__(self) -> str:
+        in_groups = f" in {self.groups.count:,} sharding groups of {self.world_size:,}" if self.groups else ""
+        on_host = self.groups.host_ranks if self.groups else self.local_world_size
+        return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {on_host:,} on a host"
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.local_world_size) < 1:
@@ -286,6 +324,8 @@ class SavedPlan:
         """For JSON."""
         document = asdict(self)
         del document["name"]
+        if document["inputs"]["topology"]["groups"] is None:
+            del document["inputs"]["topology"]["groups"]
         for module in document["sharding"].values():
             for table in module.values():
                 if table["cache_load_factor"] is None:

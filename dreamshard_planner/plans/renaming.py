@@ -29,7 +29,7 @@ def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]
     theirs. All do where blocks of rows may be read unevenly, which lie in the order of ranks: costs would be others.
     """
     one, other = before.inputs.topology, after.inputs.topology
-    shape = [(each.compute_device, each.world_size, each.local_world_size) for each in (one, other)]
+    shape = [(each.compute_device, each.world_size, each.local_world_size, each.groups) for each in (one, other)]
     if shape[0] != shape[1] or _reads_blocks_unevenly(after):
         return tuple(range(other.world_size))
     held = {

@@ -39,7 +39,7 @@ def differences(made_from: PlanInputs, now: PlanInputs) -> list[Difference]:
 
 def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]:
     """Between the ranks of two plans, their memories and what connects them."""
-    return [*_ranks(one, other), *_bandwidths(one, other)]
+    return [*_ranks(one, other), *_surroundings(one, other)]
 
 
 def _stale(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
@@ -77,7 +77,10 @@ def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
             yield f"{kind} of rank {rank}{others} {memory_in_words(before[rank])} -> {memory_in_words(after[rank])}"
 
 
-def _bandwidths(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
+def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
+    """What is around the ranks of a plan: others that follow it, and bandwidths."""
+    if one.num_groups != other.num_groups:
+        yield f"sharding groups of so many ranks {one.num_groups} -> {other.num_groups}"
     for name in sorted(one.bandwidths.keys() | other.bandwidths.keys()):
         was, has = (topology.bandwidths.get(name, 0.0) / 1e6 for topology in (one, other))
         if was != has:
@@ -102,7 +105,7 @@ def _chosen_by(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
     if made_from.statistics != now.statistics:
         was, has = ("none" if value is None else value[:12] for value in (made_from.statistics, now.statistics))
         yield f"statistics {was} -> {has}"
-    yield from _bandwidths(made_from.topology, now.topology)
+    yield from _surroundings(made_from.topology, now.topology)
     yield from _entries("", {"setting": made_from.settings}, {"setting": now.settings})
 
 

@@ -57,7 +57,7 @@ class Content:
     def _of_saved(cls, saved: SavedPlan, title: str | None) -> Content:
         content, inputs, topology = cls._of_report(saved.report(), title), saved.inputs, saved.inputs.topology
         facts = (
-            ("ranks", f"{topology.world_size:,} {topology.compute_device}, {topology.local_world_size:,} on a host"),
+            ("ranks", str(topology)),
             ("samples per rank", f"{inputs.batch_size:,}"),
             *((f"{kind.upper()} of a rank", size_in_words(max(of_D))) for kind, of_D in topology.memory_bytes.items()),
             ("statistics", inputs.statistics or "none"),

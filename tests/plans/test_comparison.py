@@ -1,0 +1,68 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Two plans beside each other, on ranks that form other sharding groups or have other names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dreamshard_planner import FeatureStatistics, PlanError, SavedPlan, ShardingGroups, compare
+from dreamshard_planner.devices import Machine
+from dreamshard_planner.offline.jobs import Job, OfflineModel
+from dreamshard_planner.offline.table_list import TableSpec
+from tests.cli.test_commands import run
+
+ROWS, DIM, TABLES = 100_000, 64, 4
+TABLE_BYTES = ROWS * DIM * 4
+
+
+def saved(path: Path, groups: ShardingGroups | None = None) -> SavedPlan:
+    """Whole tables on eight GPUs of two hosts."""
+    specs = [
+        TableSpec(
+            name=f"t{index}", num_embeddings=ROWS, embedding_dim=DIM, features={f"f{index}": FeatureStatistics(5.0)}
+        )
+        for index in range(TABLES)
+    ]
+    settings = {"search_seconds": 0.2, "sharding_types": ["table_wise"], "sharding_groups": groups}
+    machine = Machine(ranks_per_host=4, hosts=2, gpu="h100")
+    job = Job(model=OfflineModel.of_specs(specs), machine=machine, batch_size=256, settings=settings)
+    job.plan().planner.save_plan(path)
+    return SavedPlan.load(path)
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_a_plan_of_sharding_groups_is_counted_for_all_ranks(tmp_path: Path, consecutive: bool) -> None:
+    groups = ShardingGroups(size=4, use_inter_host_allreduce=consecutive)
+    one, two = saved(tmp_path / "one.json"), saved(tmp_path / "two.json", groups)
+    found = compare(one, two)
+    assert found.samples == (2048, 2048) and "for each" not in str(found)
+    assert any("sharding groups" in text and "1 -> 2" in text for text in found.machine)
+    assert len(found.bytes_received) == 8
+    place = {name: table.shards[0].rank for name, table in one.tables()}
+    group = {name: table.shards[0].rank for name, table in two.tables()}
+    expected = [0] * 8
+    for name in place:
+        of_group = [group[name], group[name] + 4] if consecutive else [2 * group[name], 2 * group[name] + 1]
+        for rank in set(of_group) - {place[name]}:
+            expected[rank] += TABLE_BYTES
+    assert list(found.bytes_received) == expected
+    assert compare(two, two).total_bytes == 0
+    text = run("report", str(tmp_path / "two.json")).stdout
+    assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host" in text
+    assert json.loads(run("info", str(tmp_path / "two.json"), "--format", "json").stdout)["ranks"] == 8
+
+
+def test_a_file_without_sharding_groups_is_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "two.json"
+    two = saved(path, ShardingGroups(size=4))
+    document = json.loads(path.read_text())
+    groups = document["inputs"]["topology"].pop("groups")
+    path.write_text(json.dumps({**document, "version": 4}))
+    assert compare(path, two).samples == (1024, 2048)
+    document["inputs"]["topology"]["groups"] = {**groups, "count": 0}
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match="two.json.*groups.*0 sharding groups"):
+        SavedPlan.load(path)
