@@ -152,11 +152,11 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     from dreamshard_planner.support.formatting import ranges
 
-    by_cost = sorted(((table.alone_ms / len(table.ranks), table) for table in report.tables), key=lambda pair: -pair[0])
+    by_cost = sorted(((table.most_ms, table) for table in report.tables), key=lambda pair: -pair[0])
     shown = by_cost[:limit]
     rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), rank_ms) for rank_ms, table in shown]
     more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
-    return grid(("table", "sharding", "ranks", "ms a rank, by itself"), rows, f"Tables{more}")
+    return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")
 
 
 def _saved_tables(saved: SavedPlan) -> list[RenderableType]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
-from dreamshard_planner.plans.report import ReportEntry, each_collective
+from dreamshard_planner.plans.report import ReportEntry, each_collective, skews
 from dreamshard_planner.plans.verdict import LEVEL, collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
@@ -93,8 +93,9 @@ def explain(
         headline = f"{of_step} {headline}"
     elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
-        headline = f"{headline} {_remedy(entry)}"
+        headline = f"{headline} {_remedy(entry, skews(rated.cost, rated.sharding).get(bottleneck))}"
         headline += _beyond(wider, given, rated, bottleneck, rank)
+        headline += _elsewhere(tables, bottleneck)
     elif tables and float(device_ms_D[rank]) >= float(device_ms_D.max()) * NEARLY:
         level = float(device_ms_D.max()) <= float(device_ms_D.mean()) * (1 + LEVEL)
         headline = f"{of_step if level else headline} {_best_change(tables)}"
@@ -186,7 +187,8 @@ class _Changes:
         smaller = [
             index
             for index, option in enumerate(options)
-            if len(option.parts) > pieces and option.kernel in (now.kernel, FUSED)
+            if len(option.parts) > (pieces if option.sharding_type == now.sharding_type else 1)
+            and option.kernel in (now.kernel, FUSED)
         ]
         cached = [
             index
@@ -289,29 +291,42 @@ def _verdict(rated: Rated, here: _Here, rank: int) -> tuple[str | None, str]:
     )
 
 
-def _remedy(entry: TableCost | None) -> str:
-    """What changing the table itself would gain, or why it can't be split."""
+def _remedy(entry: TableCost | None, skew: str | None) -> str:
+    """What changing the table itself would gain, or why it can't be split, and that its ids are not read evenly."""
     tried = {} if entry is None else {"splitting": entry.splitting, "caching": entry.caching}
     changes = {what: change for what, change in tried.items() if change is not None}
+    uneven = "" if skew is None else f" {skew}."
     best = max(changes.values(), key=lambda change: change.gain_ms, default=None)
     if best is not None and best.gain_ms > 0:
-        return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms."
+        return f"Sharding it {best.how} would gain {best.gain_ms:.3f} ms.{uneven}"
     gains_nothing = f"{' and '.join(changes).capitalize()} it would gain nothing. " if changes else ""
     whole = "" if entry is None or "splitting" in changes else f"It is not split further: {entry.why_whole}. "
-    return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help."
+    return f"{gains_nothing}{whole}A smaller table, or fewer lookups, would help.{uneven}"
 
 
 def _best_change(tables: Sequence[TableCost]) -> str:
     """Of the costliest tables, the one change that gains most."""
-    changes = [
+    changes = _gains(tables)
+    return (
+        max(changes)[1] if changes else "Moving, splitting or caching one of its costliest tables would gain nothing."
+    )
+
+
+def _elsewhere(tables: Sequence[TableCost], bottleneck: str) -> str:
+    """A change that gains more than splitting or caching the bottleneck; empty where there is none."""
+    changes = _gains(tables)
+    own = _gains([replace(entry, leaving=None) for entry in tables if entry.table == bottleneck])
+    return f" {max(changes)[1]}" if changes and max(changes) > max(own, default=(0.0, "")) else ""
+
+
+def _gains(tables: Sequence[TableCost]) -> list[tuple[float, str]]:
+    """Of all changes that gain something."""
+    return [
         (change.gain_ms, f"Of table {entry.table!r}, {change.how} would gain {change.gain_ms:.3f} ms.")
         for entry in tables
         for change in (entry.leaving, entry.splitting, entry.caching)
         if change is not None and change.gain_ms >= 5e-4
     ]
-    return (
-        max(changes)[1] if changes else "Moving, splitting or caching one of its costliest tables would gain nothing."
-    )
 
 
 def _why_staying(rated: Rated, table: int) -> str:
@@ -332,7 +347,8 @@ def _why_whole(
     """Why a table has no option of more parts that fits."""
     now = next(option for option in plan if fqn_of(option) == table)
     parts = now.num_shards
-    of_table = [option for option in others if fqn_of(option) == table and option.num_shards > parts]
+    of_table = [option for option in others if fqn_of(option) == table
+                and option.num_shards > (parts if option.sharding_type == now.sharding_type else 1)]  # fmt: skip
     if any(option.compute_kernel in (now.compute_kernel, FUSED) for option in of_table):
         return "its parts find no room on other ranks"
     if parts > 1:

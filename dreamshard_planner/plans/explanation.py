@@ -53,7 +53,7 @@ class TableCost:
     leaving: Change | None
     """What there is of it on the rank, on the best other rank with room; None where there is none."""
     splitting: Change | None
-    """The best way to shard it in more parts; None where none is allowed or fits."""
+    """The best way to shard it in more parts, or in parts of another type; None where none is allowed or fits."""
     caching: Change | None
     """Its rows in unified memory behind a cache; None where that is not allowed, not there, or so already."""
     why_staying: str = ""

@@ -41,8 +41,8 @@ from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 5
-"""5: sharding groups; 4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals, costs of each
-table and of each collective, and notes. Older files are read without."""
+"""5: sharding groups, costs of shards; 4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals,
+costs of each table and of each collective, and notes. Older files are read without."""
 RATES = ("HBM", "DDR", "HBM to DDR", "within hosts", "between hosts")
 """Bandwidths that every file has."""
 LINE = 150
@@ -285,6 +285,9 @@ class SavedPlan:
                 raise ValueError(f"{entry.kind} of other ranks is predicted than the topology's {world_size}")
         if predicted.alone_ms and (odd := sorted(sharded.keys() ^ predicted.alone_ms.keys())):
             raise ValueError(f"predicted costs and sharding name different tables: {', '.join(odd[:5])}")
+        for fqn, known in predicted.alone_ms.items():
+            if isinstance(known, tuple) and len(known) != len(sharded[fqn].shards):
+                raise ValueError(f"table {fqn!r} has {len(sharded[fqn].shards)} shards, and alone_ms of {len(known)}")
 
     def tables(self) -> Iterator[tuple[str, TableSharding]]:
         """Every table's fully qualified name, and how it is sharded."""
@@ -309,7 +312,7 @@ class SavedPlan:
                     sharding.sharding_type,
                     sharding.kernel,
                     tuple(shard.rank for shard in sharding.shards),
-                    predicted.alone_ms.get(name, math.nan),
+                    predicted.shard_ms(name, len(sharding.shards)),
                 )
                 for name, sharding in self.tables()
             ),

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
+from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry, TableEntry
 from dreamshard_planner.support.documents import STRICT
 
 
@@ -70,8 +71,9 @@ class Predicted(PlanCost):
     """What tables take on every rank, and what the storage reservation left."""
     rivals: tuple[RivalCost, ...] = ()
     """The cheapest first."""
-    alone_ms: dict[str, float] = field(default_factory=dict)
-    """What the shards of each table would cost alone on their ranks, summed."""
+    alone_ms: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    """What the shards of each table would cost alone on their ranks: each of them, or their sum where they are alike,
+    as older files have it of all."""
     each_collective_ms: dict[str, float] = field(default_factory=dict)
     """Both passes together."""
     candidates: int = 0
@@ -93,7 +95,7 @@ class Predicted(PlanCost):
             collectives_source=report.collectives_source,
             memory=report.memory,
             rivals=tuple(RivalCost(rival.name, PlanCost.of(rival)) for rival in report.rivals),
-            alone_ms={table.name: round(table.alone_ms, 6) for table in report.tables},
+            alone_ms={table.name: _alone_ms(table) for table in report.tables},
             each_collective_ms={name: round(ms, 6) for name, ms in report.collectives},
             candidates=report.candidates,
             reshards=report.reshards,
@@ -101,3 +103,13 @@ class Predicted(PlanCost):
             measured_before=PlanCost.of(report.measured_before),
             notes=report.notes,
         )
+
+    def shard_ms(self, table: str, shards: int) -> tuple[float, ...]:
+        """What each of a table's shards would cost alone on its rank; NaN where the file does not say."""
+        known = self.alone_ms.get(table, math.nan)
+        return known if isinstance(known, tuple) else (known / shards,) * shards
+
+
+def _alone_ms(table: TableEntry) -> float | tuple[float, ...]:
+    alike = max(table.shard_ms, default=0.0) - min(table.shard_ms, default=0.0) < 1e-6
+    return round(table.alone_ms, 6) if alike else tuple(round(ms, 6) for ms in table.shard_ms)

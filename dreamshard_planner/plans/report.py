@@ -63,8 +63,28 @@ class TableEntry:
     kernel: str
     ranks: tuple[int, ...]
     """Of its shards, in order."""
-    alone_ms: float
-    """What its shards would cost alone on their ranks, summed."""
+    shard_ms: tuple[float, ...]
+    """What each shard would cost alone on its rank."""
+
+    @property
+    def alone_ms(self) -> float:
+        """Of all shards."""
+        return sum(self.shard_ms)
+
+    def on_rank_ms(self, rank: int) -> float:
+        """Of its shards on one rank."""
+        return self._by_rank().get(rank, 0.0)
+
+    @property
+    def most_ms(self) -> float:
+        """On the rank that has most to compute of it."""
+        return max(self._by_rank().values(), default=0.0)
+
+    def _by_rank(self) -> dict[int, float]:
+        of_ranks = dict.fromkeys(self.ranks, 0.0)
+        for rank, ms in zip(self.ranks, self.shard_ms, strict=True):
+            of_ranks[rank] += ms
+        return of_ranks
 
     @property
     def label(self) -> str:
@@ -143,7 +163,7 @@ class Report:
         cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
         notes = (
             *noted("cost", cost.notes(sharding)),
-            *noted("skew", _skew_notes(cost, sharding)),
+            *noted("skew", tuple(skews(cost, sharding).values())),
             *noted("measurement", placement.notes),
             *notes,
             *noted("search", [cut_short] if placement.cut_short else []),
@@ -241,16 +261,16 @@ def _tables(cost: Cost, sharding: Sharding) -> tuple[TableEntry, ...]:
         cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
     ):
         option = options[index]
-        alone_ms = sum(single[part] for part in option.parts)
+        shard_ms = tuple(single[part] for part in option.parts)
         ranks = tuple(option.ranks(positions))
-        entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, alone_ms))
+        entries.append(TableEntry(name, option.sharding_type, option.kernel, ranks, shard_ms))
     return tuple(entries)
 
 
-def _skew_notes(cost: Cost, sharding: Sharding) -> tuple[str, ...]:
-    """Tables of which one block of rows is read much more than its share of the rows."""
+def skews(cost: Cost, sharding: Sharding) -> dict[str, str]:
+    """What to know, by name, of tables of which one block of rows is read much more than its share of the rows."""
     rows_P, lookups_P = cost.problem.features_PF[:, [FEATURE_INDEX["rows"], FEATURE_INDEX["lookups"]]].double().T
-    found = []
+    found = {}
     for name, options, index, positions in zip(
         cost.problem.names, cost.problem.tables, sharding.options, sharding.positions, strict=True
     ):
@@ -263,11 +283,11 @@ def _skew_notes(cost: Cost, sharding: Sharding) -> tuple[str, ...]:
         if share < SKEW_SHOWN * even or rows_X[heaviest] == 1:  # fewer rows than ranks
             continue
         rank = option.ranks(positions)[heaviest]
-        found.append(
+        found[name] = (
             f"{name}, {option.sharding_type}: rank {rank} has {share:.0%} of the lookups with {even:.0%} of "
             "the rows, since its ids are not read evenly; shuffled ids would spread them"
         )
-    return tuple(found)
+    return found
 
 
 def memory_entries(cost: Cost, sharding: Sharding) -> tuple[MemoryEntry, ...]:

@@ -49,7 +49,7 @@ def verdict(
     rank, mean_ms = chosen.rank_ms.index(compute_ms), sum(chosen.rank_ms) / len(chosen.rank_ms)
     table = _heaviest(tables, rank)
     if len(chosen.rank_ms) > 1 and table is not None:
-        alone_ms = table.alone_ms / len(table.ranks)
+        alone_ms = table.on_rank_ms(rank)
         if alone_ms > ONE_TABLE * compute_ms and alone_ms > mean_ms * (1 + LEVEL):
             return (
                 f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
@@ -76,6 +76,6 @@ def collectives_dominate(cost: ReportEntry) -> bool:
 
 
 def _heaviest(tables: Sequence[TableEntry], rank: int) -> TableEntry | None:
-    """The table whose shard on a rank would take longest alone, its cost taken as level over its shards."""
+    """The table whose shards on a rank would take longest alone."""
     here = [table for table in tables if rank in table.ranks]
-    return max(here, key=lambda table: table.alone_ms / len(table.ranks), default=None)
+    return max(here, key=lambda table: table.on_rank_ms(rank), default=None)

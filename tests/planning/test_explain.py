@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, SavedPlan, TableStatistics
+from dreamshard_planner.workload.sketch import IdSketch
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -172,3 +174,42 @@ def test_why_a_table_stays_whole_counts_no_replicas_as_its_parts_and_level_ranks
     found = one.explain(1)
     assert all("exact_training=False" in entry.why_whole for entry in found.tables), found
     assert found.headline.startswith(f"{one.report().verdict}. ") and "Bottleneck: compute" in found.headline
+
+
+def hot_block(**changes) -> DreamShardPlanner:
+    """All lookups of one table are of its first rows."""
+    pooling = {f"t{i}_f0": FeatureStatistics(5.0) for i in range(4)}
+    hot = FeatureStatistics(200.0, ids=IdSketch.even(8_000), batch_size=512)
+    given = {"topology": topology(4, device="cuda"), "statistics": TableStatistics({**pooling, "hot_f0": hot})}
+    return planner(**(given | changes))
+
+
+def test_a_table_of_which_one_block_is_read_is_the_bottleneck_in_reports_as_well(tmp_path: Path) -> None:
+    module = collection(table("hot", 400_000, 128), *(table(f"t{i}", 5000, 32) for i in range(4)))
+    one = hot_block(constraints={"hot": ParameterConstraints(sharding_types=["row_wise"])})
+    plan = one.plan(module, SHARDERS)
+    report, found = one.report(), one.explain()
+    (entry,) = [entry for entry in report.tables if entry.name == "hot"]
+    assert entry.on_rank_ms(found.rank) == entry.most_ms > 2 * entry.alone_ms / 4
+    assert found.bottleneck == "hot" and report.verdict.startswith("Bottleneck: table 'hot' (row_wise), ")
+    assert "shuffled ids would spread" in found.headline
+    one.save_plan(tmp_path / "plan.json")
+    assert SavedPlan.load(tmp_path / "plan.json").report().verdict == report.verdict
+    types = ["row_wise", "column_wise"]
+    either = hot_block(constraints={"hot": ParameterConstraints(sharding_types=types, min_partition=32)})
+    either.read(module, SHARDERS)
+    best = either.explain(plan=plan).tables[0].splitting
+    assert best.how == "column_wise on ranks 0-3"  # as many parts, each of which is read by all
+
+
+def test_what_another_table_would_gain_is_told_beside_the_bottleneck() -> None:
+    whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
+    one = planner(hot=60.0, constraints=whole, topology=TWO_GPUS, batch_size=4096)
+    one.plan(model(), SHARDERS)
+    options = copy.deepcopy(one.options)
+    for option in options:
+        option.shards[0].rank = 0 if option.name in ("t2", "t3") else 1
+    found = one.explain(plan=options)
+    leaving = next(entry.leaving for entry in found.tables if entry.table == "t3")
+    assert found.bottleneck == "t2" and leaving.gain_ms > 0
+    assert found.headline.endswith(f"Of table 't3', {leaving.how} would gain {leaving.gain_ms:.3f} ms.")

@@ -27,7 +27,7 @@ from dreamshard_planner.offline.table_list import read_table_list
 from dreamshard_planner.plans.picture import save_html
 from dreamshard_planner.plans.picture.drawing import COLOURS
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry
+from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry, TableEntry
 from tests.faults import PATIENCE_SECONDS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
@@ -195,7 +195,7 @@ def test_a_thousand_ranks_and_a_plan_without_tables(report: Report, tmp_path: Pa
     many = tuple(1.0 + rank / 1024 for rank in range(1024))
     chosen = ReportEntry("dreamshard", True, 4.0, many, many, many, 1.0)
     memory = (MemoryEntry("HBM", (2**30,) * 1024, (2**32,) * 1024),)
-    table = replace(report.tables[0], name="a" * 500, sharding_type="row_wise", ranks=tuple(range(1024)))
+    table = TableEntry("a" * 500, "row_wise", "fused", tuple(range(1024)), (0.001,) * 1024)
     wide = replace(
         report, chosen=chosen, rivals=(), memory=memory, measured=chosen, tables=(table,), measured_before=None
     )

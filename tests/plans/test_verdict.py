@@ -18,7 +18,11 @@ def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
 
 
 def whole(name: str, rank: int, alone_ms: float) -> TableEntry:
-    return TableEntry(name, "table_wise", "fused", (rank,), alone_ms)
+    return TableEntry(name, "table_wise", "fused", (rank,), (alone_ms,))
+
+
+def blocks(shard_ms: tuple[float, ...]) -> TableEntry:
+    return TableEntry("rows", "row_wise", "fused", tuple(range(len(shard_ms))), shard_ms)
 
 
 @pytest.mark.parametrize(
@@ -27,11 +31,12 @@ def whole(name: str, rank: int, alone_ms: float) -> TableEntry:
         ((1.0, 1.0), 7.0, [whole("a", 0, 1.0)], "Bottleneck: collectives, 88% of 8.000 ms (all-to-all: 7.000 ms)"),
         ((9.0, 1.0), 1.0, [whole("a", 0, 8.0), whole("b", 1, 1.0)], "Bottleneck: table 'a' (table_wise), 8.000 of the"),
         ((2.0, 2.0), 1.0, [whole("a", 0, 2.0), whole("b", 1, 2.0)], "Bottleneck: compute, 67% of 3.000 ms, on level"),
+        ((9.0, 1.0), 1.0, [blocks((8.0, 0.5))], "Bottleneck: table 'rows' (row_wise), 8.000 of the 9.000 ms"),
         ((3.0, 2.0), 1.0, [whole(f"a{i}", 0, 0.5) for i in range(6)], "Bottleneck: rank 0, 20% above the mean"),
         ((3.0,), 0.0, [whole("a", 0, 3.0)], "Bottleneck: compute, 100% of 3.000 ms, on one rank"),
         ((0.0, 0.0), 0.0, [], "Nothing to compute"),
     ],
-    ids=["collectives", "table", "level", "rank", "alone", "nothing"],
+    ids=["collectives", "table", "block", "level", "rank", "alone", "nothing"],
 )
 def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said) -> None:
     text = verdict(entry(rank_ms, collectives_ms), tables, [("all-to-all", collectives_ms)])
