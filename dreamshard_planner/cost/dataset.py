@@ -44,6 +44,8 @@ WORKLOAD_FIELDS = tuple(entry.name for entry in _MEASURED)
 FIELD_TYPES = {entry.name: str(entry.type) for entry in _MEASURED} | {"weight_bytes": "int"}
 """As written in :class:`Workload`, but for weights: what is measured is trained, in whole bytes."""
 
+_AS_MEASURED: dict[str, Any] = {entry.name: entry.default for entry in fields(Workload) if entry not in _MEASURED}
+
 KIND = "dreamshard cost dataset"
 _KEY_FIELDS = ("device", "name", "threads", "fbgemm")
 _DTYPES = {"str": np.str_, "int": np.int64, "float": np.float64, "bool": np.bool_, "tuple[float, ...]": np.float64}
@@ -371,3 +373,8 @@ def parse_header(path: object, text: str, kind: str) -> dict[str, Any]:
     if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
         raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")
     return header
+
+
+def as_measured(workload: Workload) -> Workload:
+    """The workload with what kernels are never measured with at its default: as datasets have it."""
+    return replace(workload, **_AS_MEASURED)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.dataset import CostDataset, as_measured
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.journals import RankJournals
@@ -218,6 +218,7 @@ def collect(
     if block < 1 or repeats < 1:
         raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
+    sets = [[as_measured(workload) for workload in group] for group in sets]  # as the journal will have them
     ranks = ranks or Ranks()
     hardware = describe_hardware(device, threads)
     if cores is None and hardware["device"] == "cpu":

@@ -76,9 +76,10 @@ class OfflineModel:
                 sharding_types=None if spec.sharding_types is None else list(spec.sharding_types),
                 compute_kernels=None if spec.compute_kernels is None else list(spec.compute_kernels),
                 min_partition=spec.min_partition,
+                cache_params=spec.cache,
             )
             for spec in specs
-            if (spec.sharding_types, spec.compute_kernels, spec.min_partition) != (None, None, None)
+            if any((spec.sharding_types, spec.compute_kernels, spec.min_partition, spec.cache))
         }
         told = _told(specs, name)
         return cls(name, module, constraints, TableStatistics(told) if told else None, tuple(specs))

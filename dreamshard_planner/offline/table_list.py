@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
+from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS
@@ -19,7 +20,7 @@ from dreamshard_planner.support.documents import STRICT, parsed
 from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
+from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table, costed_optimizer
 
 SCHEMA = "dreamshard_planner.table_list/1"
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -85,6 +86,8 @@ class TableSpec(_Declared):
 
     features: Mapping[str, FeatureStatistics | None]
     """Names of the features that it serves, and how each reads it; None where nobody said."""
+    cache: CacheParams | None = None
+    """What a pool says of its cache."""
 
     @classmethod
     def of_table(cls, table: Table) -> TableSpec:
@@ -95,6 +98,11 @@ class TableSpec(_Declared):
             raise TaskError(
                 f"table {table.name!r}: lists have tables that are trained, of {', '.join(WEIGHTS.values())} weights; "
                 f"this one's take {table.weight_bytes:g} bytes{' and are only served' * table.served}"
+            )
+        if table.output_share != 1:
+            raise TaskError(
+                f"table {table.name!r}: lists have tables with one pooled vector per sample and feature; this one's "
+                f"output_share is {table.output_share:g}"
             )
         kernel = next(name for name, kernel in KERNELS.items() if kernel.memory == table.memory)
         return cls(
@@ -107,6 +115,7 @@ class TableSpec(_Declared):
             weighted=table.weighted,
             optimizer=table.optimizer if table.optimizer in OPTIMIZERS else "rowwise_adagrad",
             compute_kernels=None if kernel == FUSED else (kernel,),
+            cache=_cache(table),
         )
 
     def table(self, statistics: Mapping[str, FeatureStatistics]) -> Table:
@@ -120,6 +129,16 @@ class TableSpec(_Declared):
             ),
             optimizer=costed_optimizer(self.optimizer),
         )
+
+
+def _cache(table: Table) -> CacheParams | None:
+    """Of a pool's table; None where it has none, or the default one, whose size is planned."""
+    sized = table.cache_load_factor != CACHE_LOAD_FACTOR
+    if table.memory != "uvm_caching" or not (sized or table.prefetched):
+        return None
+    return CacheParams(
+        load_factor=table.cache_load_factor if sized else None, prefetch_pipeline=table.prefetched or None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, check_group
+from dreamshard_planner.workload.sketch import IdSketch
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import ended, start, wait_for
 
@@ -46,6 +47,17 @@ def test_sets_cover_sizes_and_attributes() -> None:
     assert {w.batch_size for w in firsts} == {16, 64}
     assert {w.weight_bytes for w in firsts} == {2, 4} and {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad"}
     assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
+
+
+def test_a_collection_goes_on_whatever_else_a_pool_says_of_its_tables(tmp_path: Path) -> None:
+    counted = FeatureStatistics(5.0, ids=IdSketch.even(1000), batch_size=8)
+    tables = [
+        replace(table, features=(counted,), output_share=0.5, cache_load_factor=0.5, prefetched=True)
+        for table in TABLES
+    ]
+    sets = draw_sets(tables, 3, seed=1, batch_sizes=(8,), max_tables=3)
+    first = run(sets, tmp_path / "x.journal")
+    assert run(sets, tmp_path / "x.journal").digest == first.digest
 
 
 def test_sets_follow_the_seed() -> None:

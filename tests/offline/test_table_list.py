@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner import StatisticsError, TaskError
+from dreamshard_planner import FeatureStatistics, StatisticsError, TableStatistics, TaskError
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.jobs import Job, OfflineModel, read_model
 from dreamshard_planner.offline.table_list import SCHEMA, read_table_list
 from dreamshard_planner.workload.pools import merlin, save_tables
+from dreamshard_planner.workload.tables import Table
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 
@@ -54,9 +56,22 @@ def test_pools_in_files_are_lists_of_tables_too(tmp_path: Path) -> None:
     assert shared and list(shared[0].features) == [f"{shared[0].name}_0", f"{shared[0].name}_1"]
 
 
-def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:
-    from dreamshard_planner import FeatureStatistics, TableStatistics
+def test_caches_of_pools_are_planned_as_they_are_and_other_poolings_are_refused(tmp_path: Path) -> None:
+    plain = [Table(f"t{i}", 100_000, 32, (FeatureStatistics(5.0),), memory="uvm_caching") for i in range(4)]
 
+    def total_ms(**changes: Any) -> float:
+        save_tables(tmp_path / "pool.json", [replace(table, **changes) for table in plain])
+        model = read_model(str(tmp_path / "pool.json"))
+        settings = {"search_seconds": 0.1}
+        job = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=512, settings=settings)
+        return job.plan().report.chosen.total_ms
+
+    assert total_ms() > total_ms(cache_load_factor=0.9) and total_ms() > total_ms(prefetched=True)
+    with pytest.raises(TaskError, match=r"'t0'.*output_share is 0.5"):
+        total_ms(output_share=0.5)
+
+
+def test_statistics_of_data_stand_above_the_list(tmp_path: Path) -> None:
     model = OfflineModel.of_specs(read_table_list(EXAMPLE))
     counted = model.with_statistics(TableStatistics({"brand": FeatureStatistics(7.0)}))
     assert counted.statistics["brand"].pooling_factor == 7 and counted.statistics["category"].pooling_factor == 4
