@@ -16,6 +16,7 @@ from dreamshard_planner.devices import GPUS, Machine
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -41,8 +42,8 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         statistics: over those that its file holds.
 
     Raises:
-        PlanError: its ranks are not spread over hosts evenly, it has quantized tables, or is for one of several
-            sharding groups.
+        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, it has quantized tables, or is for one
+            of several sharding groups.
     """
     inputs, settings = saved.inputs, saved.inputs.settings
     if served := next((name for name, table in inputs.tables.items() if table.optimizer == NO_OPTIMIZER), None):
@@ -62,14 +63,13 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         TableStatistics(inputs.features) if inputs.features else None,
         saved.name,
     )
-    given = {name: settings[name] for name in PLANNERS if name in settings}
     rules = {"placement_rules": _rules(saved)} if inputs.placement_rules else {}
     return Job(
         model=model if statistics is None else model.with_statistics(statistics),
         machine=_machine(saved),
         batch_size=inputs.batch_size,
         reserve=_reserve(saved),
-        settings={**given, **rules},
+        settings={**_planners(saved), **rules},
     )
 
 
@@ -173,6 +173,19 @@ def _reserve(saved: SavedPlan) -> float | None:
     if not limits:
         return None
     return 1 - min(left / size for left, size in zip(limits[0], sizes, strict=True))
+
+
+def _planners(saved: SavedPlan) -> dict[str, Any]:
+    """Settings that the planner takes; PlanError for one that it does not."""
+    given = {name: saved.inputs.settings[name] for name in PLANNERS if name in saved.inputs.settings}
+    for name, value in given.items():
+        try:
+            if isinstance(getattr(PlannerSettings(), name), bool) and not isinstance(value, bool):
+                raise TypeError(f"{name} must be true or false, got {brief(value)}")
+            PlannerSettings(**{name: value})
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"{saved.name}: settings: {name} {brief(value)} cannot be: {brief(error)}") from error
+    return given
 
 
 def _rules(saved: SavedPlan) -> PlacementRules:

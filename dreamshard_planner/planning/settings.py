@@ -24,17 +24,17 @@ class PlannerSettings:
         ValueError, TypeError: one cannot be meant; names it.
     """
 
-    statistics: TableStatistics | None
-    recipe: str
-    seed: int
-    search_seconds: float | None
-    refine: str
-    refine_seconds: float
-    sharding_types: Sequence[str] | None
-    exact_training: bool
-    optimizers_attached: bool
-    cost_source: str
-    placement_rules: PlacementRules | None
+    statistics: TableStatistics | None = None
+    recipe: str = "default"
+    seed: int = 0
+    search_seconds: float | None = None
+    refine: str = "none"
+    refine_seconds: float = 60.0
+    sharding_types: Sequence[str] | None = None
+    exact_training: bool = True
+    optimizers_attached: bool = False
+    cost_source: str = "auto"
+    placement_rules: PlacementRules | None = None
     sharding_groups: ShardingGroups | None = None
 
     def __post_init__(self) -> None:

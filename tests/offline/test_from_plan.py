@@ -30,6 +30,7 @@ from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.sketch import IdSketch
+from tests.cli.test_commands import run
 
 META = torch.device("meta")
 
@@ -174,3 +175,23 @@ def test_a_shared_feature_has_one_number_of_lookups() -> None:
 def test_names_that_no_module_has_are_refused(name: str) -> None:
     with pytest.raises(TaskError, match=name):
         spec(name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("cost_source", "oracle"),
+        ("recipe", "cake"),
+        ("recipe", ["default"]),
+        ("sharding_types", ["diagonal"]),
+        ("exact_training", "sometimes"),
+        ("seed", 1.5),
+    ],
+)
+def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path, setting: str, value: object) -> None:
+    saved, _ = made([spec("a")], "gpu", tmp_path / "plan.json")
+    settings = {**saved.inputs.settings, setting: value}
+    replace(saved, inputs=replace(saved.inputs, settings=settings)).save(tmp_path / "odd.json")
+    for command in (("explain",), ("replan", "--steps", "10")):
+        told = run(command[0], str(tmp_path / "odd.json"), *command[1:], status=1).stderr
+        assert f"odd.json: settings: {setting} {value!r}" in " ".join(told.split())
