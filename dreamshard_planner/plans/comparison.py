@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,11 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
     Raises:
         PlanError: a file can't be read; names it.
     """
-    before, as_named = (plan if isinstance(plan, SavedPlan) else SavedPlan.load(plan) for plan in (before, after))
+    labels = _labels(before, after)
+    before, as_named = (
+        plan if isinstance(plan, SavedPlan) else replace(SavedPlan.load(plan), name=label)
+        for plan, label in zip((before, after), labels, strict=True)
+    )
     names = names_that_keep_most(before, as_named)
     after = renamed(as_named, names)
     one, other = dict(before.tables()), dict(after.tables())
@@ -185,6 +189,17 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         bytes_as_named=sum(_changes(before, as_named, alike)[1]),
         samples=(_samples(before), _samples(after)),
     )
+
+
+def _labels(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> tuple[str, str]:
+    """Names of the two, of files with as many folders as tell them apart."""
+    if isinstance(before, SavedPlan) or isinstance(after, SavedPlan):
+        one, other = (plan.name if isinstance(plan, SavedPlan) else Path(plan).name for plan in (before, after))
+        return one, other
+    paths = [Path(plan).resolve().parts for plan in (before, after)]
+    length = next((n for n in range(1, max(map(len, paths))) if paths[0][-n:] != paths[1][-n:]), 1)
+    first, second = (str(Path(*parts[-length:])) for parts in paths)
+    return first, second
 
 
 def _samples(plan: SavedPlan) -> int:

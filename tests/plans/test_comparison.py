@@ -66,3 +66,19 @@ def test_a_file_without_sharding_groups_is_of_one(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError, match="two.json.*groups.*0 sharding groups"):
         SavedPlan.load(path)
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("monday/run", "tuesday/run"):
+        (tmp_path / folder).mkdir(parents=True)
+        saved(tmp_path / folder / "plan.json")
+    monkeypatch.chdir(tmp_path / "monday/run")
+    found = compare("plan.json", "../../tuesday/run/plan.json")
+    assert (found.before, found.after) == ("monday/run/plan.json", "tuesday/run/plan.json")
+    assert found.before in str(found) and found.after in str(found)
+    monkeypatch.chdir(tmp_path / "monday")
+    (tmp_path / "monday/run/plan.json").rename(tmp_path / "monday/plan.json")
+    other = compare("plan.json", "../tuesday/run/plan.json")
+    assert (other.before, other.after) == ("monday/plan.json", "run/plan.json")
+    same = compare("plan.json", "plan.json")
+    assert (same.before, same.after) == ("plan.json", "plan.json")
