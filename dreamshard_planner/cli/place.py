@@ -64,12 +64,11 @@ def explain(
     """Why a rank is slow: its fused kernels and costliest tables, and what leaving, splitting or caching them gains."""
     path = given or options.plan
     job, saved = options.job(), None if path is None else load_plan(path)
-    if saved is not None:
-        tell_other_statistics(saved, job, options.statistics)
     with working(_planning(job)):
         planner = job.plan().planner if saved is None else job.read()
-        found = planner.explain(rank, saved)
+        found = planner.explain(rank, saved)  # refuses a plan of other tables, whose statistics are no matter then
     if saved is not None:
+        tell_other_statistics(saved, job, options.statistics)
         from dreamshard_planner.offline.from_plan import other_inputs
 
         for difference in other_inputs(saved, planner.saved_plan(saved).inputs):

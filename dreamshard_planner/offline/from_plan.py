@@ -42,8 +42,8 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         statistics: over those that its file holds.
 
     Raises:
-        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, it has quantized tables, or is for one
-            of several sharding groups.
+        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, it has quantized tables, or is for
+            one of several sharding groups.
     """
     inputs, settings = saved.inputs, saved.inputs.settings
     if served := next((name for name, table in inputs.tables.items() if table.optimizer == NO_OPTIMIZER), None):

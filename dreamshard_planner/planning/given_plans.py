@@ -65,7 +65,7 @@ class GivenPlans:
                 are missing or impossible; a sharding type or kernel is unknown.
         """
         given = tables_of(plan)
-        self._check_tables(given)
+        self._check_tables(given, plan.name if isinstance(plan, SavedPlan) else "the plan")
         return [self.as_option(fqn, given[fqn]) for fqn in self.by_table]
 
     def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
@@ -76,7 +76,7 @@ class GivenPlans:
             PlannerError: as :meth:`options`, and where a table is sharded in a way that was not enumerated for it.
         """
         given = tables_of(plan)
-        self._check_tables(given)
+        self._check_tables(given, plan.name if isinstance(plan, SavedPlan) else "the plan")
         chosen = {}
         for fqn, choices in self.by_table.items():
             sharding = given[fqn]
@@ -124,19 +124,19 @@ class GivenPlans:
         found = (self._known(self.by_table[fqn], replace(sharding, kernel=kernel)) for kernel in kernels)
         return next(filter(None, found), None)
 
-    def _check_tables(self, given: Mapping[str, Any]) -> None:
-        unknown = [name for name in given if name not in self.by_table]
+    def _check_tables(self, given: Mapping[str, Any], name: str) -> None:
+        unknown = [fqn for fqn in given if fqn not in self.by_table]
         if unknown:
-            named = [f"{name!r}{nearest(name, self.by_table)}" for name in unknown[:NAMED]]
+            named = [f"{fqn!r}{nearest(fqn, self.by_table)}" for fqn in unknown[:NAMED]]
             raise PlannerError(
-                f"the plan shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
+                f"{name} shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
                 f"{', '.join(named)}",
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )
-        missing = [name for name in self.by_table if name not in given]
+        missing = [fqn for fqn in self.by_table if fqn not in given]
         if missing:
             raise PlannerError(
-                f"the plan has no sharding of {_count(missing)} the planned model has: "
+                f"{name} has no sharding of {_count(missing)} the planned model has: "
                 f"{', '.join(map(repr, missing[:NAMED]))}",
                 PlannerErrorType.STRICT_CONSTRAINTS,
             )

@@ -342,6 +342,21 @@ def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Pat
     assert "note: plan.json was made from other inputs: batch size 256 -> 512" in told
 
 
+def test_a_plan_of_other_tables_is_refused_by_its_tables(folder: Path, tmp_path: Path) -> None:
+    other = str(tmp_path / "other.json")
+    tables = tmp_path / "tables.json"
+    listed = [{"name": "elsewhere", "num_embeddings": 1000, "embedding_dim": 64}]
+    tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
+    TableStatistics({"elsewhere": FeatureStatistics(4.0, ids=IdSketch.even(1000), batch_size=256)}).to_json(
+        statistics := str(tmp_path / "counted.json")
+    )
+    job = ("--tables", str(tables), "--gpus", "2", "--gpu", "h100", "--batch-size", "256")
+    run("plan", *job, "--statistics", statistics, "--out", other)
+    for arguments in ((*SMALL,), (str(folder / "plan.json"),)):
+        told = run("explain", *arguments, "--plan", other, status=1).stderr
+        assert "other.json" in told and "pooled.elsewhere" in told and "statistics" not in told
+
+
 def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -> None:
     tables, statistics = tmp_path / "tables.json", tmp_path / "statistics.json"
     entries = [("odd", 1e3, 63), ("swapped", 64, 100_000), ("fine", 100, 64)]
