@@ -214,7 +214,7 @@ class _Ways:
         )
 
     def plan(self, sharding: Sharding) -> SavedPlan:
-        """With what it was made from; costs are still those of the fresh plan."""
+        """With what it was made from; costs are still those of the fresh plan, without those of its shards."""
         made: dict[str, dict[str, TableSharding]] = {}
         for table, (index, ranks) in enumerate(self._laid(sharding)):
             option = self.read.options[table][index]
@@ -224,7 +224,8 @@ class _Ways:
             )
             cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor)
             made.setdefault(option.path, {})[option.name] = cut
-        return replace(self._saved, sharding=made)
+        predicted = replace(self._saved.predicted, alone_ms={})
+        return replace(self._saved, sharding=made, predicted=predicted)
 
     def _laid(self, sharding: Sharding) -> list[tuple[int, list[int]]]:
         """Of each table its option, and the ranks of that one's shards."""
