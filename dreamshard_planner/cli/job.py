@@ -99,7 +99,7 @@ class PlanningOptions:
     def job(self) -> Job:
         """Read; mistakes in it are found before anything is planned."""
         if self.tables is None or self.gpus is None or self.batch_size is None:
-            missing = [_flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
+            missing = [flag(name) for name in ("tables", "gpus", "batch_size") if getattr(self, name) is None]
             raise typer.BadParameter(f"give a plan, or what to plan: {', '.join(missing)} missing")
         machine, rules = self.machine(self.gpus), self.placement_rules()
         from dreamshard_planner.offline.jobs import Job, read_model
@@ -132,11 +132,15 @@ class PlanningOptions:
 
         return ShardingGroups(size=self.sharding_group, sync_interval=self.sync_interval)
 
+    def given(self) -> set[str]:
+        """Names of options that are not at their default."""
+        return {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default}
+
     def given_beside(self, plan: str | Path) -> dict[str, Any]:
         """What options add to a plan that says what to plan, by name."""
-        given = {entry.name for entry in fields(self) if getattr(self, entry.name) != entry.default} - {"plan"}
+        given = self.given() - {"plan"}
         if twice := sorted(given.difference(BESIDE_PLAN)):
-            raise typer.BadParameter(f"{plan} says what to plan: leave out {', '.join(map(_flag, twice))}")
+            raise typer.BadParameter(f"{plan} says what to plan: leave out {', '.join(map(flag, twice))}")
         return {name: getattr(self, name) for name in given - {"statistics"}}
 
     def job_of(self, saved: SavedPlan, statistics: TableStatistics | None) -> Job:
@@ -238,5 +242,5 @@ def _doubted(job: Job) -> Job:
     return job
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"

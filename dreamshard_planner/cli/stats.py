@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import BATCH_SIZE, RANKS, PlanningOptions, load_plan
+from dreamshard_planner.cli.job import BATCH_SIZE, RANKS, PlanningOptions, flag, load_plan
 from dreamshard_planner.cli.options import COUNT, listed, output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.errors import StatisticsError
@@ -119,6 +119,8 @@ def diff(
 
     if options.statistics is not None:
         raise typer.BadParameter("--statistics: give both files of statistics as arguments")
+    if options.plan is None and options.tables is None and (idle := sorted(options.given())):
+        raise typer.BadParameter(f"{', '.join(map(flag, idle))}: of planning; give --tables or --plan as well")
     saved = None if options.plan is None else load_plan(options.plan)
     if after is not None:
         one, newer = TableStatistics.from_json(before), after

@@ -116,7 +116,7 @@ class OfflineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that a plan depends on; ``dataclasses.replace`` makes another."""
+    """All that a plan depends on; ``dataclasses.replace`` makes another. TaskError for a batch without samples."""
 
     model: OfflineModel
     machine: Machine
@@ -126,6 +126,10 @@ class Job:
     """Share of the memory kept for all but tables; None: TorchRec's estimate."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of :class:`~dreamshard_planner.planner.DreamShardPlanner`."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise TaskError(f"batch_size must be at least 1, got {self.batch_size}")
 
     @property
     def doubtful(self) -> tuple[str, ...]:

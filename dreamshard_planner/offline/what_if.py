@@ -295,7 +295,10 @@ def sweep(job: Job, axis: str, values: Sequence[Any], plans: Plans | None = None
 def _grouped(job: Job, size: int) -> Job:
     """In sharding groups of so many ranks, averaged as often as those that there are."""
     known = job.settings.get("sharding_groups")
-    groups = ShardingGroups(size=size) if known is None else replace(known, size=size)
+    try:
+        groups = ShardingGroups(size=size) if known is None else replace(known, size=size)
+    except ValueError as error:
+        raise TaskError(str(error)) from error
     return replace(job, settings={**job.settings, "sharding_groups": groups})
 
 

@@ -221,6 +221,13 @@ def test_mistakes_are_one_line_and_status_1(
         (("explain", "--gpus", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
         (("explain", "plan.json", "--nodes", "2"), "plan.json says what to plan: leave out --nodes"),
         (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
+        (("what-if", *SMALL, "--vary", "sharding-group=0"), "sharding-group=0"),
+        (("what-if", *SMALL, "--vary", "gpus="), "gpus="),
+        (("what-if", "plan.json", "--batch-size", "8"), "leave out --batch-size"),
+        (("plan", *SMALL, "--sync-interval", "4"), "--sharding-group"),
+        (("plan", *SMALL[:4], "--batch-size", "8", "--device", "cpu", "--host-memory", "1GB"), "--host-memory"),
+        (("stats", "diff", "a.json", "b.json", "--gpu", "h100"), "--gpu: of planning"),
+        (("stats", "diff", "a.json", "b.json", "--statistics", "c.json"), "--statistics"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
     ],
 )
@@ -395,6 +402,10 @@ def test_what_if_varies_what_is_asked(folder: Path) -> None:
     assert tight["total_ms"] is None and "do not fit" in tight["reason"]
     shown = run(*arguments, "--vary", "gpu=h200")
     assert "does not fit" in shown.stdout and "memory 1.0 GB" in shown.stdout and "gpu h200" in shown.stdout
+    several = ("--vary", "gpus=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--no-worst", "--no-smallest")
+    sweeps = json.loads(run("what-if", *SMALL, *several, "--format", "json").stdout)["sweeps"]
+    values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
+    assert values == {"ranks": [1, 4], "hosts": [2]}
     wrong = run("what-if", *SMALL, "--vary", "gpu=h20", status=2).stderr
     assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
     small = ("--hbm", "8GB", "--reserve", "0", "--vary", "gpus=1", "--no-worst")
@@ -417,6 +428,12 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
         run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
     )
     assert again["verdict"] == "plan again" and again["replanning"]["again_ms"] <= again["replanning"]["keep_ms"]
+    sketches, of_sketches = str(folder / "sketches.json"), str(folder / "of_sketches.json")
+    counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
+    TableStatistics(counted).to_json(sketches)
+    run("plan", *SMALL, "--statistics", sketches, "--search-seconds", "0.2", "--out", of_sketches)
+    refused = run("stats", "diff", "--plan", of_sketches, files[0], status=1).stderr
+    assert "of_sketches.json" in refused and "monday.json" in refused and "city" in refused
     assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
     assert "leave out --gpu" in run("stats", "diff", "--plan", plan, files[1], "--gpu", "h100", status=2).stderr
     merged = str(folder / "merged.json")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType
 
-from dreamshard_planner import FeatureStatistics, TableStatistics, TaskError
+from dreamshard_planner import FeatureStatistics, ShardingGroups, TableStatistics, TaskError
 from dreamshard_planner.devices import GB, Machine
 from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.offline.jobs import Job, OfflineModel, PlannedJob, read_model
@@ -59,6 +60,36 @@ def test_sweeps_cost_what_the_plans_themselves_cost() -> None:
     assert other[1].total_ms < points[1].total_ms < other[0].total_ms and other[1].fullest < points[1].fullest
     (tight,) = sweep(base, "memory_bytes", [GB // 100])
     assert not tight.fits and "do not fit" in tight.reason and tight.machine == points[1].machine
+
+
+def test_sharding_groups_vary_and_the_smallest_machine_is_of_whole_groups() -> None:
+    grouped = replace(job(), settings={**QUICK, "sharding_groups": ShardingGroups(size=2, sync_interval=4)})
+    two, four = sweep(grouped, "sharding_group", [2, 4])
+    assert two.fits and four.fits and two.ranks == four.ranks == 4
+    assert two.total_ms == pytest.approx(grouped.plan().report.chosen.total_ms, rel=1e-6)
+    (often,) = sweep(job(), "sharding_group", [2])  # averaged with every batch
+    assert often.total_ms > two.total_ms
+    tight = replace(grouped, machine=Machine(ranks_per_host=8, memory_bytes=6 * GB, host_memory_bytes=GB))
+    found, _ = smallest_that_fits(tight)
+    assert found is not None and found.ranks == 2  # one group, and no rank alone
+
+
+@pytest.mark.parametrize(
+    ("axis", "value", "named"),
+    [
+        ("sharding_group", 3, "sharding groups of 3"),
+        ("sharding_group", 0, "got 0"),
+        ("ranks", 0, "got 0"),
+        ("hosts", -1, "got -1"),
+        ("batch_size", 0, "batch_size"),
+        ("memory_bytes", 0, "memory_bytes"),
+        ("intra_bytes_per_s", 0.0, "intra_bytes_per_s"),
+        ("gpu", "h20", "h20"),
+    ],
+)
+def test_a_value_that_cannot_be_is_a_point_that_says_so(axis: str, value: Any, named: str) -> None:
+    (point,) = sweep(job(), axis, [value])
+    assert not point.fits and named in point.reason and point.value == value
 
 
 def test_the_smallest_machine_is_the_first_that_fits() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small_models import SHARDERS, collection, planner, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
-from dreamshard_planner import PlacementRules, compare
+from dreamshard_planner import FeatureStatistics, PlacementRules, TableStatistics, compare
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
+from dreamshard_planner.workload.sketch import IdSketch
+from tests.cli.test_commands import run
 
 KINDS = ["row_wise", "table_row_wise", "column_wise", *["table_wise"] * 7]
 NAMES = (3, 2, 0, 1)
@@ -69,6 +72,31 @@ def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: Saved
     assert names == (0, 1, 3, 2) and names_that_keep_most(renamed(uneven, NAMES), uneven)[:2] == (0, 1)
     fewer = replace(plan.inputs, topology=replace(plan.inputs.topology, local_world_size=4))
     assert names_that_keep_most(renamed(plan, NAMES), replace(plan, inputs=fewer)) == (0, 1, 2, 3)
+
+
+def test_ranks_keep_their_names_where_blocks_may_be_read_unevenly(tmp_path: Path) -> None:
+    """Blocks lie in the order of ranks: under other names a block would have another rank's cost."""
+    hot = FeatureStatistics(5.0, ids=IdSketch.even(500), batch_size=64)  # half of the rows
+    known = saved(search_seconds=0.2, statistics=TableStatistics({"t0_f0": hot}))
+    assert dict(known.tables())["t0"].sharding_type == "row_wise"
+    other = renamed(known, NAMES)
+    assert names_that_keep_most(other, known) == (0, 1, 2, 3)
+    assert _compared(tmp_path, other, known) == known
+    even = TableStatistics({f"t{index}_f0": FeatureStatistics(5.0) for index in range(10)})
+    alike = saved(search_seconds=0.2, statistics=even)
+    assert names_that_keep_most(renamed(alike, NAMES), alike) == NAMES
+
+
+def test_compare_writes_the_plan_with_its_ranks_renamed(plan: SavedPlan, tmp_path: Path) -> None:
+    assert _compared(tmp_path, renamed(plan, NAMES), plan) == renamed(plan, NAMES)
+
+
+def _compared(folder: Path, before: SavedPlan, after: SavedPlan) -> SavedPlan:
+    """The plan that the command writes."""
+    before.save(folder / "before.json")
+    after.save(folder / "after.json")
+    run("compare", str(folder / "before.json"), str(folder / "after.json"), "--out", str(folder / "out.json"))
+    return replace(SavedPlan.load(folder / "out.json"), name=after.name)
 
 
 def _bytes(shard: ShardPlace) -> int:
