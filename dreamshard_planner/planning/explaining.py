@@ -346,11 +346,10 @@ def _why_whole(
 ) -> str:
     """Why a table has no option of more parts that fits."""
     now = next(option for option in plan if fqn_of(option) == table)
-    parts = now.num_shards
-    of_table = [option for option in others if fqn_of(option) == table
-                and option.num_shards > (parts if option.sharding_type == now.sharding_type else 1)]  # fmt: skip
-    if any(option.compute_kernel in (now.compute_kernel, FUSED) for option in of_table):
-        return "its parts find no room on other ranks"
+    parts, kernels = now.num_shards, (now.compute_kernel, FUSED)
+    for option in (option for option in others if fqn_of(option) == table and option.compute_kernel in kernels):
+        if option.num_shards > (parts if option.sharding_type == now.sharding_type else 1):
+            return "its parts find no room on other ranks"
     if parts > 1:
         return "it has as many parts as it may have"
     left_out = _splitting_left_out(context, table)
