@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import Awaitable, ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.recorder import Mark, Step, StepRecorder
@@ -128,13 +129,15 @@ class Hooks:
         step.add(name, start, end, computed=True)
         step.add("kernels", start, end)
 
-    def listen_to_inputs(self, module: Any, told: Callable[[Any], None]) -> None:
-        """What a sharded module is asked to look up, at every step; and how long that takes to get to its kernels where
-        its forward pass asks and waits. A pipeline asks ahead, while others compute: that is not timed."""
+    def listen_to_inputs(self, module: Any, told: Callable[[KeyedJaggedTensor], None]) -> None:
+        """What a sharded module is asked to look up, at every step, unless by a TensorDict; and how long that takes to
+        get to its kernels where its forward pass asks and waits. A pipeline asks ahead, while others compute: that is
+        not timed."""
         input_dist = module.input_dist
 
         def listened(context: Any, features: Any, *others: Any, **named: Any) -> Any:
-            told(features)
+            if isinstance(features, KeyedJaggedTensor):
+                told(features)
             step, caller = self._recorder.current, sys._getframe(1).f_code
             if step is None or caller is not ShardedModule.forward.__code__:
                 return input_dist(context, features, *others, **named)

@@ -81,7 +81,7 @@ class ObservedKernel:
     def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:
         """What it asks for, by statistics of the batches; ObservationError where they lack a feature."""
         if missing := sorted({name for table in self.tables for name in table.features} - set(statistics)):
-            raise ObservationError(f"no batch was sampled of feature {missing[0]!r}: observe more steps")
+            raise ObservationError(f"no sampled batch has samples of feature {missing[0]!r}: observe more steps")
         whole = workloads_of([self._table(table, statistics) for table in self.tables], self.samples)
         return [one.part(*table.size, table.offset[0]) for one, table in zip(whole, self.tables, strict=True)]
 

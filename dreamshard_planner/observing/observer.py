@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
-from dreamshard_planner.errors import ObservationError
+from dreamshard_planner.errors import DreamShardError, ObservationError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
 from dreamshard_planner.observing.observation import (
@@ -40,6 +41,8 @@ from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
 from dreamshard_planner.workload.tables import costed_optimizer
 
+logger = logging.getLogger(__name__)
+
 _COUNT = count()
 """Observations that this process has begun."""
 
@@ -49,7 +52,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int) -> None:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        run, ranks = _run_id(), dist.get_world_size()
+        run, ranks, self._rank = _run_id(), dist.get_world_size(), dist.get_rank()
         hosts = -(-ranks // get_local_size(ranks))
         self._run = ObservedRun(run, started, ranks, hosts, dist.get_backend(), *_planned(model, planner))
         self._kernels: list[tuple[str, str, Any]] = []
@@ -96,7 +99,7 @@ class Observer:
                 "with backward(), at least twice"
             )
         of_rank = RankSteps(
-            rank=dist.get_rank(),
+            rank=self._rank,
             steps=self._recorder.steps,
             kept=kept,
             columns=columns,
@@ -117,7 +120,7 @@ class Observer:
             FileError: the file cannot be written.
             ObservationError: as :meth:`observation`.
         """
-        self.observation().save(rank_file(Path(path), dist.get_rank()))
+        self.observation().save(rank_file(Path(path), self._rank))
 
     def _described(self, observed: tuple[str, str, Any], samples: int) -> ObservedKernel:
         path, sharding_type, kernel = observed
@@ -179,12 +182,12 @@ def observe(
         model: sharded, as ``DistributedModelParallel`` has it.
         planner: a ``DreamShardPlanner`` that planned it, or the same model otherwise: what it predicts, on rank 0, is
             kept beside what is observed. Of other planners nothing is.
-        path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``.
+        path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``. Where
+            there is nothing to write, or it cannot be written any more, a warning is logged and training goes on.
         every: batches from one whose ids are counted to the next.
 
     Raises:
-        ObservationError: there is no process group, the model is not sharded, another one is observed just now, or, at
-            the end, no step was seen.
+        ObservationError: there is no process group, the model is not sharded, or another one is observed just now.
         PlannerError: the planner has planned another model.
         StatisticsError: ``every`` is no number of batches.
         FileError: the file cannot be written; before anything is observed.
@@ -203,4 +206,7 @@ def observe(
     finally:
         observer.close()
     if path is not None:
-        observer.save(Path(path))
+        try:
+            observer.save(Path(path))
+        except DreamShardError as error:
+            logger.warning("nothing of what was observed is written as %s: %s", path, error)

@@ -74,7 +74,9 @@ class FeatureCounts:
         self._sketches = Sketches()
 
     def add(self, id_N: Tensor, samples: int) -> None:
-        """One batch of so many samples, with all ids that they look up."""
+        """One batch of so many samples, with all ids that they look up; without samples it is passed over."""
+        if not samples:
+            return
         self._batches += 1
         self._samples += samples
         self._lookups += len(id_N)
@@ -85,16 +87,23 @@ class FeatureCounts:
         self._count_K += histogram_K * distinct
         self._sketches.add(IdSketch.of_counts(id_R, count_R), len(id_N), distinct)
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether any batch so far has one."""
+        return self._samples > 0
+
     def statistics(self) -> FeatureStatistics:
         """Of all batches so far; StatisticsError where they have no sample."""
-        if not self._samples:
+        if not self.has_samples:
             raise StatisticsError(f"feature {self.name!r}: all batches are without samples")
         distinct = float(self._count_K.sum())
+        pooling_factor, batch_size = self._lookups / self._samples, max(1, round(self._samples / self._batches))
         return FeatureStatistics(
-            pooling_factor=self._lookups / self._samples,
+            pooling_factor=pooling_factor,
             reuse_histogram=tuple((self._count_K / distinct).tolist()) if self._lookups else None,
-            batch_size=max(1, round(self._samples / self._batches)),
-            distinct_rows=distinct / self._batches if self._lookups else None,
+            batch_size=batch_size,
+            # Of batches of several sizes, whose mean was rounded down, they may be more than its lookups.
+            distinct_rows=min(distinct / self._batches, pooling_factor * batch_size) if self._lookups else None,
             ids=self._sketches.all(),
             batches=self._batches,
         )
@@ -131,11 +140,16 @@ class BatchCounts:
         self.batches += 1
 
     @neutral()
-    def statistics(self) -> dict[str, FeatureStatistics]:
-        """Of all batches so far; StatisticsError where there are none."""
+    def statistics(self, with_samples: bool = False) -> dict[str, FeatureStatistics]:
+        """Of all batches so far; StatisticsError where there are none, or where a feature has no sample in them.
+
+        Args:
+            with_samples: of the features alone that have one.
+        """
         if not self.batches:
             raise StatisticsError("no batches: cannot take statistics of nothing")
-        return {key: count.statistics() for key, count in self._features.items()}
+        wanted = {key: count for key, count in self._features.items() if count.has_samples or not with_samples}
+        return {key: count.statistics() for key, count in wanted.items()}
 
 
 @neutral()

@@ -63,8 +63,9 @@ class BatchSampler:
         self._coming.append((copy, done))
 
     def statistics(self) -> TableStatistics:
-        """Of the batches counted so far; waits for copies on their way. ``TableStatistics.merge`` and ``all_gather``
-        make one of those of several ranks.
+        """Of the batches counted so far; waits for copies on their way. Features that have no sample in them, as on a
+        rank without data, are left out. ``TableStatistics.merge`` and ``all_gather`` make one of those of several
+        ranks.
 
         Raises:
             StatisticsError: there was no batch.
@@ -73,7 +74,7 @@ class BatchSampler:
             copy, done = self._coming.popleft()
             done.synchronize()
             self._counts.add(copy)
-        return TableStatistics(self._counts.statistics())
+        return TableStatistics(self._counts.statistics(with_samples=True))
 
 
 def _on_host(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
 from replicas import TW, Training, batches, sharded, train_steps
-from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, make_planner, shard, train
+from tensordict import TensorDict
+from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, batch, make_planner, shard, train
 from torch import nn
+from torch.nested import nested_tensor_from_jagged
 from torch.profiler import ProfilerActivity, profile
 from torchrec.optim import SGD
 
@@ -119,6 +123,49 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
         assert waited_ms < rank.median("input_dist") < rank.median("forward")
     compared = compare(run)
     assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.forward_ms
+
+
+def _without_samples(rank: Rank, path: str) -> list[str]:
+    """Rank 1 has batches without samples; then the model is called without training."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("dreamshard_planner.observing.observer").addHandler(handler)
+    planner = make_planner("dreamshard", rank)
+    model = shard(planner, rank)
+    for name, trains in (("trained", True), ("called", False)):
+        with observe(model, planner, Path(path) / f"{name}.json", every=1), torch.set_grad_enabled(trains):
+            for step in range(4):
+                loss = model(*batch(step, LOCAL_BATCH, 0, LOCAL_BATCH * (1 - rank.rank), rank.device))
+                if trains:
+                    loss.nan_to_num().backward()
+    return said
+
+
+def test_a_job_goes_on_where_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    for (said,) in run_on_ranks(_without_samples, str(tmp_path), world_size=2):
+        assert "called.json" in said and "no training step" in said
+    (run,) = Observation.load_all([tmp_path / "trained.json"]).runs
+    assert [len(rank.statistics) for rank in run.ranks] == [len(FEATURES), 0] and run.statistics["f0"].batches == 4
+    assert not list(tmp_path.glob("called*")) and all(rank.steps == 3 for rank in run.ranks)
+
+
+def _of_a_tensor_dict(rank: Rank) -> tuple[int, int]:
+    model = shard(make_planner("dreamshard", rank), rank)
+    with observe(model, every=1) as seen:
+        for step in range(4):
+            sparse, label_B = batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, rank.device)
+            jagged = {
+                name: nested_tensor_from_jagged(one.values(), one.offsets(), one.lengths())
+                for name, one in sparse.to_dict().items()
+            }
+            model(TensorDict(jagged), label_B).backward()
+    ((of_rank,),) = (run.ranks for run in seen.observation().runs)
+    return of_rank.steps, len(of_rank.statistics)
+
+
+def test_of_a_tensor_dict_times_alone_are_observed() -> None:
+    assert run_on_ranks(_of_a_tensor_dict, world_size=2) == [(3, 0)] * 2
 
 
 def _of_ways(rank: Rank) -> dict[str, ObservedRun]:

@@ -63,6 +63,18 @@ def test_lengths_and_ids_that_contradict_each_other_are_refused(pair: tuple, rea
         TableStatistics.from_counts({"f": pair}, batch_size=2)
 
 
+@pytest.mark.parametrize(("samples", "batch_size"), [((16, 16, 16, 16, 3), 13), ((16, 0, 16), 16)])
+def test_batches_of_several_sizes_count_as_their_mean_and_empty_ones_not_at_all(
+    samples: tuple[int, ...], batch_size: int
+) -> None:
+    lookups = [np.full(count, 2) for count in samples]  # each row once in a batch
+    batches = [batches_of(length, np.arange(length.sum()), len(length) or 1) for length in lookups]
+    empty = KeyedJaggedTensor(["f"], torch.zeros(0, dtype=torch.long), lengths=torch.zeros(0, dtype=torch.long))
+    counted = TableStatistics.from_batches([(batch or [empty])[0] for batch in batches])["f"]
+    assert (counted.pooling_factor, counted.batch_size) == (2.0, batch_size)
+    assert counted.distinct_rows == 2.0 * batch_size and counted.batches == sum(map(bool, samples))
+
+
 def test_sketches_of_many_batches_take_little_memory_and_stay_true() -> None:
     sketches, generator = Sketches(), torch.Generator().manual_seed(0)
     for _ in range(300):

@@ -73,6 +73,14 @@ def test_a_job_goes_on_where_nothing_was_read() -> None:
             BatchSampler(every)
 
 
+def test_features_without_samples_are_left_out() -> None:
+    uneven = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([1, 1]), lengths=torch.tensor([2]), stride_per_key_per_rank=[[1], [0]]
+    )
+    assert list(sampled([uneven]).statistics()) == ["a"]
+    assert not sampled(batches(2, samples=0)).statistics()
+
+
 def test_a_copy_keeps_batch_sizes_of_its_own_for_each_key() -> None:
     uneven = KeyedJaggedTensor(
         ["a", "b"], torch.tensor([1, 1, 2, 3, 4]), lengths=torch.tensor([2, 1, 2]), stride_per_key_per_rank=[[2], [1]]
