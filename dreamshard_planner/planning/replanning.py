@@ -53,10 +53,7 @@ def replanned(
         current: what runs.
         fresh: a plan made without a thought of moving, with ranks.
     """
-    if any(option.dependency for option in fresh):
-        raise refused(
-            "replan does not move embedding towers, whose tables lie on one host together: plan again instead"
-        )
+    check_movable(fresh)
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
@@ -74,6 +71,14 @@ def replanned(
         max_bytes_moved=max_bytes_moved,
         forced=ways.forced,
     )
+
+
+def check_movable(plan: Sequence[ShardingOption]) -> None:
+    """PlannerError where it has embedding towers."""
+    if any(option.dependency for option in plan):
+        raise refused(
+            "replan does not move embedding towers, whose tables lie on one host together: plan again instead"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner import DriftWatch, TableStatistics
+from dreamshard_planner import DreamShardError, DriftWatch, TableStatistics
+from dreamshard_planner.errors import FileError
 from tests.planning.test_replan import SHARDERS, model, planner
+from tests.search_space.test_towers import SHARDERS as TOWER_SHARDERS
+from tests.search_space.test_towers import planner as tower_planner
+from tests.search_space.test_towers import towers
 
 NAMES = [f"{name}_f0" for name in "abcdefgh"]
 POOLING = (90, 60, 40, 20, 9, 6, 4, 1)
@@ -55,12 +61,17 @@ def test_data_that_does_not_drift_is_no_alarm() -> None:
     assert not any(judgement.pays for judgement in watch.judgements)
 
 
-def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list = []
-    logged: list[logging.LogRecord] = []
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = logged.append
+    handler.emit = records.append
     monkeypatch.setattr(logging.getLogger("dreamshard_planner.watch"), "handlers", [handler])
+    return records
+
+
+def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
+    told: list = []
     made, watch = watched(0, told=told.append, path=tmp_path / "watch.jsonl")
     saved = made.saved_plan()
     for batch in [*batches(16, 7), *batches(16, 8, onto_rank_0(made))]:
@@ -86,13 +97,71 @@ def test_what_does_not_pay_is_no_alarm_and_is_planned_for_ever_more_seldom() -> 
     assert planned_for == [True, False, True, False, False, False]
 
 
-def test_a_rank_that_did_not_plan_samples_nothing() -> None:
-    watch = DriftWatch(planner(), steps=100, every=16, sample_every=1)
-    for batch in batches(16, 0):
+def of_ones(names: list[str], samples: int = BATCH) -> KeyedJaggedTensor:
+    """One lookup per sample, of row 1."""
+    one = torch.ones(samples * len(names), dtype=torch.long)
+    return KeyedJaggedTensor(names, one, lengths=one)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([of_ones(NAMES[: 1 + step % 4]) for step in range(16)], "'b_f0'"),
+        ([of_ones(["nobodys"])] * 16, "'nobodys'"),
+        ([of_ones(NAMES, 0)] * 16, "samples of any feature"),
+        ([of_ones(NAMES, 2 + step) for step in range(16)], "'a_f0'"),
+    ],
+    ids=["other keys", "other features", "no samples", "other sizes"],
+)
+def test_what_cannot_be_judged_is_a_warning_once_and_ends_nothing(
+    given: list[KeyedJaggedTensor], said: str, logged: list[logging.LogRecord]
+) -> None:
+    _, watch = watched(0)
+    for batch in [*given, *given]:
         watch(batch)
-    assert watch.step == 16 and watch.judgements == [] and watch._samplers[0].seen == 0
+    first = next(record for record in logged if said in record.getMessage())
+    kind = first.getMessage().split(",")[0].split(": ")[1]
+    assert [record for record in logged if kind in record.getMessage() and record.levelno == logging.WARNING] == [first]
+    for batch in batches(16, 7):
+        watch(batch)
+    assert watch.judgements[-1].batches == 16
 
 
-def test_a_window_that_is_too_short_is_refused() -> None:
+def test_a_file_that_can_no_longer_be_written_hides_no_judgement(tmp_path: Path) -> None:
+    told: list = []
+    path = tmp_path / "watch.jsonl"
+    made, watch = watched(0, told=told.append, path=path)
+    path.unlink()
+    path.mkdir()
+    for batch in batches(16, 8, onto_rank_0(made)):
+        watch(batch)
+    assert told == watch.judgements and len(told) == 1
+
+
+def test_features_that_batches_lack_are_read_as_before() -> None:
+    made, watch = watched(0)
+    given = [batch.split([7, 1])[1] for batch in batches(16, 8, POOLING[::-1])]
+    for batch in given:
+        watch(batch)
+    (judgement,) = watch.judgements
+    assert judgement.drifted == ("h_f0",)
+    as_now = TableStatistics({**made.statistics, **TableStatistics.from_batches(given)})
+    expected_ms = made.predict(made.saved_plan(), statistics=as_now).total_ms
+    assert judgement.now_ms == pytest.approx(expected_ms, rel=0.02)
+
+
+def test_what_can_be_known_at_the_start_is_refused(tmp_path: Path) -> None:
+    made, _ = watched(0)
     with pytest.raises(ValueError, match="every 100th is sampled, has fewer than 8 batches"):
-        DriftWatch(planner(), steps=100, every=700)
+        DriftWatch(made, steps=100, every=700)
+    for wrong in ({"steps": 1.5}, {"steps": -1}, {"sample_every": 0}, {"restart_seconds": -2.0}, {"bytes_per_s": -3.0}):
+        with pytest.raises(ValueError, match=re.escape(str(*wrong.values()))):
+            DriftWatch(made, **{"steps": 100, **wrong})
+    with pytest.raises(FileError, match="nowhere"):
+        DriftWatch(made, steps=100, path=tmp_path / "nowhere" / "watch.jsonl")
+    with pytest.raises(DreamShardError, match="plan first"):
+        DriftWatch(planner(), steps=100)
+    of_towers = tower_planner(1, 1)
+    of_towers.plan(towers(), TOWER_SHARDERS)
+    with pytest.raises(PlannerError, match="towers"):
+        DriftWatch(of_towers, steps=100)
