@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dreamshard_planner.observing.observation import ObservedRun
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
+from dreamshard_planner.workload.counting import SAME_BATCH
 
 NEAR, NEAR_EXCHANGE = 0.2, 0.5
 """How far, as a share, predicted kernels and exchanges may be off to be trusted."""
@@ -49,12 +51,12 @@ def compare(run: ObservedRun) -> Comparison:
     title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
     predicted = None if run.plan is None else run.plan.predicted
     kinds = tuple(_kinds(run, predicted))
-    if predicted is None:
+    if run.plan is None or predicted is None:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return Comparison(title, kinds, (), verdict, None)
     ratios = _kernel_ratios(run, predicted)
     exchange = _observed_ms(run, "outputs")
-    meaning = (*_of_statistics(run), *_of_kernels(run, ratios), *_of_exchange(run, predicted, exchange))
+    meaning = (*_of_statistics(run, run.plan), *_of_kernels(run, ratios), *_of_exchange(run, predicted, exchange))
     verdict, trusted = _verdict(ratios, predicted, exchange)
     return Comparison(title, kinds, meaning, verdict, trusted)
 
@@ -110,8 +112,14 @@ def _kernel_ratios(run: ObservedRun, predicted: Predicted) -> dict[int, float]:
     return {rank: ms / predicted.rank_ms[rank] for rank, ms in observed.items() if predicted.rank_ms[rank] > 0}
 
 
-def _of_statistics(run: ObservedRun) -> Iterator[str]:
+def _of_statistics(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
     known = run.statistics
+    planned, seen = plan.inputs.batch_size, max((feature.samples for feature in known.values()), default=0)
+    if seen and max(planned, seen) > SAME_BATCH * min(planned, seen):
+        yield (
+            f"another batch size: the plan was made for {planned:,} samples a rank, and batches have {seen:,}; "
+            f"give the planner batch_size={seen}"
+        )
     changed = [
         f"{name} ({planned:.3g} lookups a sample, now {known[name].pooling_factor:.3g})"
         for name, planned in run.planned_lookups.items()

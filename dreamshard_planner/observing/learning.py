@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ OTHER_LOOKUPS = 0.1
 
 @dataclass(frozen=True)
 class ObservedSets:
-    """Fused kernels that were observed, each once, whatever runs had it."""
+    """Fused kernels that were observed, each once, whatever runs had it; apart, where these looked up more or less."""
 
     sets: LabelledSets
     kinds: frozenset[str]
@@ -54,7 +55,8 @@ class ObservedSets:
                 left_out[reason] = None
                 continue
             places = tuple((table.name, table.offset, table.size) for table in kernel.tables)
-            key = kernel.sharding_type, kernel.optimizer, kernel.samples, places
+            asked = round(math.log(sum(one.lookups for one in workloads), 1 + OTHER_LOOKUPS))
+            key = kernel.sharding_type, kernel.optimizer, kernel.samples, places, asked
             times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
             found.setdefault(key, (workloads, []))[1].append(times_ms)
         if not found:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from torchrec.distributed.planner.types import Topology
@@ -292,7 +292,8 @@ class Observation:
 
     @classmethod
     def merge(cls, named: Mapping[str, Observation]) -> Observation:
-        """Of several ranks and runs, by the names of their files; a rank that is there twice counts once.
+        """Of several ranks and runs, by the names of their files; a rank of a run that is there twice, as saved twice,
+        counts once, with the most steps. Runs may have batches of different sizes.
 
         Raises:
             ObservationError: hardware differs; ranks of one run have batches of different sizes.
@@ -327,5 +328,6 @@ def _files(path: Path) -> Iterable[Path]:
 
 
 def _joined(run: ObservedRun, other: ObservedRun) -> ObservedRun:
-    ranks: dict[int, Any] = {rank.rank: rank for rank in (*other.ranks, *run.ranks)}
+    every = sorted((*other.ranks, *run.ranks), key=lambda one: one.steps)
+    ranks: dict[int, RankSteps] = {rank.rank: rank for rank in every}
     return replace(run if run.plan is not None else other, ranks=tuple(ranks[rank] for rank in sorted(ranks)))

@@ -123,6 +123,40 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
         Observation.load_all([tmp_path / "seen.json"])
 
 
+def of_size(run: ObservedRun, times: int, *, lookups: int = 1) -> ObservedRun:
+    """With batches of so many times the samples, and so many times the lookups of each; times grow with both."""
+    ranks = []
+    for rank in run.ranks:
+        (one,) = rank.kernels
+        statistics = {
+            name: replace(feature, batch_size=times * LOCAL_BATCH, pooling_factor=lookups * feature.pooling_factor)
+            for name, feature in rank.statistics.items()
+        }
+        columns = {name: tuple(times * lookups * value for value in values) for name, values in rank.columns.items()}
+        kernels = (replace(one, samples=times * one.samples),)
+        ranks.append(replace(rank, statistics=statistics, columns=columns, kernels=kernels))
+    return replace(run, id=f"{times} x {lookups}", ranks=tuple(ranks))
+
+
+def test_runs_keep_their_batch_sizes_and_ranks_of_one_have_the_same() -> None:
+    whole = observation(1)
+    (run,) = whole.runs
+    others = [of_size(run, 2), of_size(run, 1, lookups=2)]
+    merged = Observation.merge({one.id: replace(whole, runs=(one,)) for one in (run, *others)})
+    assert merged.runs == (run, *others)
+    assert len(ObservedSets.of(merged).sets) == 3 * len(ObservedSets.of(whole).sets)
+    of_ranks = {"a.json": run.ranks[:1], "b.json": others[0].ranks[1:]}
+    with pytest.raises(ObservationError, match=r"a.json, b.json: feature 'f0': .* 64 and of 128"):
+        Observation.merge({name: replace(whole, runs=(replace(run, ranks=one),)) for name, one in of_ranks.items()})
+
+
+def test_of_a_rank_that_was_saved_twice_the_most_steps_count() -> None:
+    whole = observation(1)
+    longer = replace(whole, runs=(observed_run("run0", *(rank_steps(0, rank, steps=20) for rank in range(2))),))
+    for named in ({"a": whole, "b": longer}, {"b": longer, "a": whole}):
+        assert Observation.merge(named).runs == longer.runs
+
+
 def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Path) -> None:
     good, file = tmp_path / "good.json", tmp_path / "other.json"
     observation(1).save(good)
@@ -397,6 +431,11 @@ def test_a_difference_has_a_meaning_and_a_verdict(
     found = compare(planned_run(factor, exchange, lookups))
     assert verdict in found.verdict and found.trusted == ("may be trusted" in found.verdict)
     assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
+
+
+def test_another_batch_size_than_the_planned_one_is_said() -> None:
+    (said,) = (text for text in compare(of_size(planned_run(1.0, 1.0), 2)).meaning if "batch" in text)
+    assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
 
 
 def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
