@@ -497,7 +497,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             current: the plan that runs, or its file.
             steps: training steps that remain.
             statistics: of the data as it is now; by default those of the planner. Other ones are planned with first.
-            max_bytes_moved: of weights and optimizer states, all ranks together; no limit by default.
+            max_bytes_moved: of weights and optimizer states, all ranks together (in 2D parallelism: of one sharding
+                group); no limit by default.
             restart_seconds: from the last step under one plan to the first under the other, moving nothing.
             bytes_per_s: at which these come to a rank; by default by the topology's slowest link.
             lost: ranks of ``current`` that are gone; those left take the numbers from 0 on in their order. By default,

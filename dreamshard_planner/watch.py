@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.errors import DreamShardError, FileError, StatisticsError
 from dreamshard_planner.measure.ranks import Ranks
@@ -29,9 +30,6 @@ from dreamshard_planner.support.formatting import first_of, seconds_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
 from dreamshard_planner.workload.statistics import TableStatistics
-
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +168,9 @@ class DriftWatch:
         self._samplers = [BatchSampler(every=1) for _ in range(1 + PARTS)]
 
     def __call__(self, batch: KeyedJaggedTensor) -> None:
-        """The sparse features of a batch that is trained on."""
+        """The sparse features of a batch that is trained on; TypeError for anything else."""
+        if not isinstance(batch, KeyedJaggedTensor):
+            raise TypeError(f"a watch takes sparse features, a KeyedJaggedTensor, got {type(batch).__name__}")
         if self._samples:
             turn, rest = divmod(self.step, self.sample_every)
             if rest == 0:

@@ -326,6 +326,12 @@ def test_refine_needs_the_device_it_plans_for(monkeypatch: pytest.MonkeyPatch) -
         DreamShardPlanner(topology=Topology(2, "cpu"), refine="guess")
 
 
+@pytest.mark.parametrize("batch_size", [0, -1, 1.5, True])
+def test_batches_that_cannot_be_are_refused(batch_size: object) -> None:
+    with pytest.raises(ValueError, match=f"batch_size.*{batch_size}"):
+        DreamShardPlanner(topology=Topology(2, "cpu"), batch_size=batch_size)
+
+
 def test_a_model_whose_tables_no_sharder_handles_has_an_empty_plan() -> None:
     model = nn.Module()
     model.sparse = EmbeddingBagCollection(

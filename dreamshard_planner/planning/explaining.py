@@ -94,7 +94,8 @@ def explain(
     elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
         headline = f"{headline} {_remedy(entry, skews(rated.cost, rated.sharding).get(bottleneck))}"
-        headline += _beyond(wider, given, rated, bottleneck, rank)
+        own_ms = entry.splitting.gain_ms if entry is not None and entry.splitting is not None else 0.0
+        headline += _beyond(wider, given, rated, bottleneck, rank, max(0.0, own_ms))
         headline += _elsewhere(tables, bottleneck)
     elif tables and float(device_ms_D[rank]) >= float(device_ms_D.max()) * NEARLY:
         level = float(device_ms_D.max()) <= float(device_ms_D.mean()) * (1 + LEVEL)
@@ -240,16 +241,17 @@ class _Changes:
         return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
 
 
-def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: str, rank: int) -> str:
-    """What the best way to split a table would gain that exact training leaves out; empty where it leaves out none."""
+def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: str, rank: int, own_ms: float) -> str:
+    """What the best way to split a table would gain that exact training leaves out, where that is more than what
+    splitting it otherwise gains; empty where it leaves out none."""
     if wider is None:
         return ""
     usable = usable_options(wider.search_space, wider.context.topology.compute_device)
     others = _alternatives(wider.context, rated.options, usable, {table})
     changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
     best = changes.of(table)["splitting"]
-    if best is None or best.gain_ms <= 0:
-        return f" {wider.opened_by} would allow nothing that gains."
+    if best is None or best.gain_ms <= own_ms + 5e-4:
+        return f" {wider.opened_by} would allow nothing that gains{' more' * (own_ms > 0)}."
     return f" With {wider.opened_by} {best.how} would gain {best.gain_ms:.3f} ms."
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
+from numbers import Integral
 from operator import attrgetter
 from typing import Any
 
@@ -49,6 +50,11 @@ class PlanRequest:
     """Of averaging the replicas of other sharding groups."""
     all_ranks: Topology | None = None
     """Of all sharding groups; None where there is one."""
+
+    def __post_init__(self) -> None:
+        given = self.given_batch_size
+        if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
+            raise ValueError(f"batch_size must be a whole number above 0, got {given!r}")
 
     @property
     def seconds(self) -> float | None:

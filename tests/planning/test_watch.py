@@ -161,6 +161,8 @@ def test_what_can_be_known_at_the_start_is_refused(tmp_path: Path) -> None:
         DriftWatch(made, steps=100, path=tmp_path / "nowhere" / "watch.jsonl")
     with pytest.raises(DreamShardError, match="plan first"):
         DriftWatch(planner(), steps=100)
+    with pytest.raises(TypeError, match="dict"):
+        DriftWatch(made, steps=100)({"f0": [1, 2]})
     of_towers = tower_planner(1, 1)
     of_towers.plan(towers(), TOWER_SHARDERS)
     with pytest.raises(PlannerError, match="towers"):
