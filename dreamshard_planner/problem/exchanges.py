@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
-from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, Collective, CollectiveModel
 from dreamshard_planner.search_space.kernels import serves
@@ -96,9 +96,11 @@ def lookup_exchanges(weighted: bool) -> float:
     return 1 + weighted / LOOKUP_EXCHANGES
 
 
-def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None) -> float:
+def wire_bytes(
+    option: ShardingOption, sharder: ModuleSharder[nn.Module] | None, fused_params: Mapping[str, Any]
+) -> float:
     """Of one output element on the wire, mean over forward and backward: what the sharder quantizes to, else the
-    kernel's output."""
+    output of the kernel with these arguments."""
     if serves(option.compute_kernel):
         return getattr(option.module[1], "output_dtype", lambda: torch.float)().itemsize
     if not option.is_pooled:
@@ -110,4 +112,5 @@ def wire_bytes(option: ShardingOption, sharder: ModuleSharder[nn.Module] | None)
     codecs = (getattr(sharder, "qcomm_codecs_registry", None) or {}).get(operation.name)
     if codecs is not None:
         return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
-    return OUTPUT_BYTES if option.output_dtype is None else data_type_to_dtype(option.output_dtype).itemsize
+    output = fused_params.get("output_dtype")
+    return OUTPUT_BYTES if output is None else output.as_dtype().itemsize

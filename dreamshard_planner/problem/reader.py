@@ -123,7 +123,7 @@ class OptionReader:
             table = self.table(option, topology)
             key = group_key(option, table, self._config(option), self._fused_params(option))
             group = groups.setdefault(key, len(groups))
-            element_bytes = wire_bytes(option, self._sharder(option))
+            element_bytes = wire_bytes(option, self._sharder(option), self._fused_params(option))
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
             rows = parts.add(option, table, whole, group, exchanges, with_storage)
             choice = Option(units_of(option, rows, topology), option.sharding_type, option.compute_kernel)
@@ -368,7 +368,7 @@ class OptionReader:
         return self._sharders.get(sharder_name(type(option.module[1])))
 
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
-        return fused_params(option.module[1], self._sharder(option))
+        return fused_params(option.module[1], self._sharder(option), option.output_dtype)
 
     def _module_is_weighted(self, module: nn.Module) -> bool:
         if module not in self._weighted:

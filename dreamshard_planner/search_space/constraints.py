@@ -44,7 +44,9 @@ from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest, some_of
+from dreamshard_planner.workload.counting import SAME_BATCH
 from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
 
 DIM_STEP = 4
 """FBGEMM's kernels read four columns at once."""
@@ -101,6 +103,7 @@ def planning_constraints(
         PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
     """
     tables = shardable_tables(module, sharders)
+    varied = _with_varied_batches(tables, statistics or {})
     expanded = PlanningConstraints(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
@@ -117,7 +120,14 @@ def planning_constraints(
         for one in by_name[name]:
             ruled_out = {**impossible, **(legal.left_out(one.fqn) if legal else {})}
             expanded.left_out[one.fqn] = types_left_out(
-                one, constraint, compute_device, sharding_types, exact_training, optimizers_attached, ruled_out
+                one,
+                constraint,
+                compute_device,
+                sharding_types,
+                exact_training,
+                optimizers_attached,
+                ruled_out,
+                one.path in varied,
             )
         constraint.sharding_types = _usable_types(
             {one.fqn: expanded.left_out[one.fqn] for one in by_name[name]}, constraint.sharding_types
@@ -142,6 +152,17 @@ def planning_constraints(
         expanded[name] = constraint
     _keep_means_apart([table for table in tables if table.name in expanded], expanded)
     return expanded
+
+
+def _with_varied_batches(
+    tables: Iterable[ShardableTable], statistics: Mapping[str, FeatureStatistics]
+) -> frozenset[str]:
+    """Paths of modules of which statistics know features of batches of other sizes than the others'."""
+    sizes: dict[str, set[int]] = {}
+    for table in tables:
+        known = (statistics[name].batch_size for name in table.feature_names if name in statistics)
+        sizes.setdefault(table.path, set()).update(filter(None, known))
+    return frozenset(path for path, found in sizes.items() if found and max(found) > SAME_BATCH * min(found))
 
 
 def left_out_by_group(
@@ -332,11 +353,12 @@ def types_left_out(
     exact_training: bool,
     optimizers_attached: bool,
     ruled_out: Mapping[str, str],
+    varied_batches: bool,
 ) -> dict[str, str]:
     """The sharding types that may not be used for a table by the compute kernels of its constraint, and why."""
     supported = table.sharder.sharding_types(compute_device)
     named = constraint.sharding_types or None
-    given = fused_params(table.module, table.sharder)
+    given = fused_params(table.module, table.sharder, constraint.output_dtype)
     situation = Situation(
         table.module,
         table.config,
@@ -345,6 +367,7 @@ def types_left_out(
         optimizers_attached,
         replicas_follow(table.parameter, given, table.module),
         Quantized.of(table.module, table.sharder, table.parameter, table.config),
+        bool(constraint.batch_sizes) or varied_batches,
     )
     processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
 

@@ -37,6 +37,8 @@ class Situation:
     """Whether replicas of the table can then follow its own, see ``replica_rules.py``."""
     quantized: Quantized | None = None
     """How it is stored, where it is quantized."""
+    varied_batches: bool = False
+    """Whether features of its module are known to come in batches of different sizes."""
 
     @property
     def is_mean(self) -> bool:

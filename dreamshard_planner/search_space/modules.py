@@ -14,6 +14,7 @@ from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_PARAM
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -66,9 +67,14 @@ def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
 
 
-def fused_params(module: nn.Module, sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:
-    """Arguments of the fused kernels of a module's tables: its sharder's, and the optimizer that it brings itself."""
+def fused_params(
+    module: nn.Module, sharder: ModuleSharder[nn.Module] | None, output_dtype: DataType | None = None
+) -> dict[str, Any]:
+    """Arguments of the fused kernels of a module's tables: its sharder's, the optimizer that it brings itself, and what
+    a table's constraint says of its output."""
     given = getattr(sharder, "fused_params", None) or {}
+    if output_dtype is not None:
+        given = given | {"output_dtype": data_type_to_sparse_type(output_dtype)}
     if not brings_optimizer(module):
         return given
     optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -24,6 +25,8 @@ from dreamshard_planner.search_space.legality import optimizer_name
 _KERNEL = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
 FUSED_DEFAULTS = {name: float(_KERNEL[name].default) for name in ("learning_rate", "eps")}
 """What FBGEMM's kernels take where nobody says. PyTorch's optimizers of the same names have other defaults."""
+BOUNDS_CHECK: BoundsCheckMode = _KERNEL["bounds_check_mode"].default
+"""What becomes of ids that a table has no rows for, where nobody says."""
 
 
 @dataclass(frozen=True)

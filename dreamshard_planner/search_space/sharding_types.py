@@ -166,6 +166,11 @@ DENSE_SEQUENCES = Reason(
     lambda s: s.compute_device == "cpu" and s.is_sequence,
     "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
 )
+VARIED_BATCHES = Reason(
+    "batches whose size varies by feature, where batch_sizes of a constraint or statistics say so",
+    lambda s: s.varied_batches,
+    "TorchRec's replicas take no batches whose size varies by feature",
+)
 
 TW, CW, TWCW, RW, TWRW = "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"
 GRID, DP = "grid_shard", "data_parallel"
@@ -225,7 +230,7 @@ SHARDING_TYPES = {
         batch="rank",
         exchanges=(Exchange("world", None, "all_reduce"),),
         kernels=(DENSE,),
-        broken=(DENSE_SEQUENCES,),
+        broken=(DENSE_SEQUENCES, VARIED_BATCHES),
         inexact=(OPTIMIZER_OUTSIDE, REPLICAS_DIFFER),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,

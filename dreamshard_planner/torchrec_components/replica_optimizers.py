@@ -3,20 +3,26 @@
 
 TorchRec's dense kernel keeps all tables of a group in one flat parameter, whose gradient ``DistributedDataParallel``
 averages. The update happens in that communication's hook, so that whatever a script steps, clips or accumulates, it
-finds a table as a fused kernel leaves it: updated, once, without a gradient.
+finds a table as a fused kernel leaves it: updated, once, without a gradient. Before the forward, ids are checked as a
+fused kernel checks its own; the dense kernel takes any.
 
 Shapes: R rows, C columns of a table.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -28,8 +34,17 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.optim.fused import FusedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner.search_space.replica_rules import FUSED_DEFAULTS, replica_rule, why_not_replicas
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.search_space.replica_rules import (
+    BOUNDS_CHECK,
+    FUSED_DEFAULTS,
+    replica_rule,
+    why_not_replicas,
+)
+
+_FORWARD = inspect.signature(DenseTableBatchedEmbeddingBagsCodegen.forward)
 
 
 def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
@@ -86,11 +101,13 @@ def _attach(
         if reason := why_not_replicas(given, data_type_to_dtype(kernel.config.data_type)):
             refused.update(dict.fromkeys(parameters, reason))
         else:
-            optimizers.append(ReplicaOptimizer(kernel.emb_module, parameters, given))
+            optimizers.append(ReplicaOptimizer(kernel.emb_module, parameters, given, replicas))
+            _check_bounds(kernel, given)
     if optimizers:
         module._optim.optimizers.extend(("", optimizer) for optimizer in optimizers)
         by_weights = {optimizer.weights: optimizer for optimizer in optimizers}
         replicas.register_comm_hook((replicas.process_group, by_weights), _average_and_update)
+        replicas.register_forward_pre_hook(partial(_before_forward, optimizers))
     return [name for optimizer in optimizers for name in optimizer.params]
 
 
@@ -103,6 +120,7 @@ class ReplicaOptimizer(FusedOptimizer):
         kernel: FBGEMM's dense kernel.
         parameters: the tables in its weights, in order, by name.
         arguments: of the fused kernel that it stands for.
+        replicas: DDP around the kernel.
     """
 
     def __init__(
@@ -110,8 +128,14 @@ class ReplicaOptimizer(FusedOptimizer):
         kernel: DenseTableBatchedEmbeddingBagsCodegen,
         parameters: Mapping[str, nn.Parameter],
         arguments: Mapping[str, Any],
+        replicas: DistributedDataParallel,
     ) -> None:
         self.weights: nn.Parameter = kernel.weights
+        self._ddp = weakref.ref(replicas)
+        self.ddp_averages = False
+        """Whether there was a forward since the last update: DDP averages one gradient after each."""
+        # Weakly, both: tensors that reach themselves are never freed, and must not keep the process group.
+        self.weights.register_post_accumulate_grad_hook(partial(_update_again, weakref.ref(self)))
         rule = replica_rule(arguments)
         if rule is None:
             raise ValueError(f"no rule for replicas of {arguments}")
@@ -122,7 +146,9 @@ class ReplicaOptimizer(FusedOptimizer):
         tables = kernel.split_embedding_weights()
         widths = [(dim, list(alike)) for dim, alike in groupby(tables, key=lambda weight_RC: weight_RC.shape[1])]
         sizes = [sum(weight_RC.numel() for weight_RC in alike) for _, alike in widths]
-        parts = kernel.weights.detach().split(sizes)
+        # Not detached: a forward may come before the update by an earlier one's gradient, as in TorchRec's
+        # TrainPipelineSemiSync, and autograd would refuse its backward. Fused kernels update behind autograd as well.
+        parts = kernel.weights.data.split(sizes)
         self._stacks = [part.view(-1, dim) for part, (dim, _) in zip(parts, widths, strict=True)]
         self._states: Sequence[Tensor | None] = [None] * len(self._stacks)
         state: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in parameters.values()}
@@ -147,6 +173,14 @@ class ReplicaOptimizer(FusedOptimizer):
         for stack_RC, part, state in zip(self._stacks, gradients, self._states, strict=True):
             self._update(stack_RC, part.view_as(stack_RC), state, self._learning_rate, self._eps)
 
+    def update_again(self) -> None:
+        """After each gradient: DDP leaves a second backward without a forward in between alone."""
+        gradient, replicas = self.weights.grad, self._ddp()
+        if not self.ddp_averages and gradient is not None and replicas is not None:
+            dist.all_reduce(gradient, group=replicas.process_group)
+            self.update(gradient.div_(replicas.process_group.size()))
+            self.weights.grad = None
+
     def step(self, closure: Any = None) -> None:
         """Takes over the learning rate; the tables were updated in the backward."""
         self._learning_rate = self.param_groups[0]["lr"]
@@ -154,6 +188,11 @@ class ReplicaOptimizer(FusedOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As :meth:`step`."""
         self.step()
+
+
+def _update_again(optimizer: weakref.ref[ReplicaOptimizer], _: Tensor) -> None:
+    if (alive := optimizer()) is not None:
+        alive.update_again()
 
 
 def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types
@@ -169,10 +208,49 @@ def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP c
 
     # DDP sets the gradients by a callback that it queues after this hook: a callback of a callback comes later.
     engine = Variable._execution_engine
-    engine.queue_callback(partial(engine.queue_callback, partial(_clear, by_weights)))
+    engine.queue_callback(partial(engine.queue_callback, partial(_clear, by_weights.values())))
     return allreduce_hook(process_group, bucket).then(update)
 
 
-def _clear(weights: Iterable[nn.Parameter]) -> None:
-    for parameter in weights:
-        parameter.grad = None
+def _clear(optimizers: Iterable[ReplicaOptimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.weights.grad = None
+        optimizer.ddp_averages = False
+
+
+def _before_forward(
+    optimizers: Sequence[ReplicaOptimizer], replicas: DistributedDataParallel, inputs: tuple[Any, ...]
+) -> None:
+    """Before the forward of a lookup; refuses what TorchRec's replicas cannot look up."""
+    if any(isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key() for features in inputs):
+        tables = ", ".join(name.split(".")[-2] for optimizer in optimizers for name in optimizer.params)
+        raise DreamShardError(
+            f"data-parallel tables {tables}: TorchRec's replicas take no batches whose size varies by feature. Leave "
+            "data_parallel out, by sharding_types of the planner or batch_sizes of the tables' constraints"
+        )
+    if torch.is_grad_enabled():
+        for optimizer in optimizers:
+            optimizer.ddp_averages = True
+
+
+def _check_bounds(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, arguments: Mapping[str, Any]) -> None:
+    """Let a dense kernel check ids and offsets as a fused one of these arguments does; on copies, since a replica looks
+    up the script's own batch."""
+    asked = arguments.get("bounds_check_mode", BOUNDS_CHECK)
+    mode = BoundsCheckMode(int(os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE", asked.value)))
+    if mode is BoundsCheckMode.NONE:
+        return
+    number = BoundsCheckMode[mode.name.removeprefix("V2_")].value
+    module, device = kernel.emb_module, kernel.emb_module.weights.device
+    rows_F = torch.tensor([module.embedding_specs[table][0] for table in kernel._feature_table_map], device=device)
+    warned = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def checked(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(_FORWARD.bind(module, *args, **kwargs).arguments)
+        del given["self"]
+        for name in ("indices", "offsets"):
+            given[name] = given[name].to(torch.int64, copy=True)
+        torch.ops.fbgemm.bounds_check_indices(rows_F, given["indices"], given["offsets"], number, warned)
+        return (), given
+
+    module.register_forward_pre_hook(checked, with_kwargs=True)

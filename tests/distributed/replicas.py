@@ -6,6 +6,7 @@ Shape letters: B batch (a rank's share), E all embedding dims.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -169,6 +170,8 @@ def train_steps(way: str, model: TorchRecsDistributedModelParallel, given: Itera
                 pipeline.progress(left)
         except StopIteration:
             return losses
+    if way in ("ahead", "twice"):
+        return train_out_of_turn(way, model, given, fused if way == "ahead" else both)
     stage = WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.1)
     optimizers: dict[str, list[torch.optim.Optimizer]] = {
         "fused": [fused, dense],
@@ -196,6 +199,33 @@ def train_steps(way: str, model: TorchRecsDistributedModelParallel, given: Itera
     return losses
 
 
+def train_out_of_turn(
+    way: str, model: TorchRecsDistributedModelParallel, given: Iterable[Batch], optimizer: KeyedOptimizer
+) -> list[float]:
+    """Forwards of two batches before their backwards; or, ``ahead``, each forward before the backward of the one before
+    it, as of embeddings in TorchRec's TrainPipelineSemiSync."""
+    losses, waiting = [], deque[Tensor]()
+    for step, batch in enumerate(given):
+        loss, _ = model(batch)
+        losses.append(loss.item())
+        waiting.append(loss)
+        if step % 2 if way == "twice" else step:
+            optimizer.zero_grad()
+            for _ in range(len(waiting) if way == "twice" else 1):
+                waiting.popleft().backward()
+            optimizer.step()
+    return losses
+
+
+def without_rows(batch: Batch) -> Batch:
+    """Some ids are none of any table."""
+    ids = batch.sparse.values().clone()
+    ids[::5] = 10**6
+    ids[1::7] = -3
+    sparse = KeyedJaggedTensor(FEATURES, ids, lengths=batch.sparse.lengths())
+    return Batch(sparse, batch.label_B)
+
+
 def seen(model: TorchRecsDistributedModelParallel, losses: list[float]) -> Trained:
     """What a rank has of a model."""
     weights = {name: part.clone() for name, _, shards in local_shards(model) for _, part in shards}
@@ -215,7 +245,8 @@ def train_each(rank: Rank, trainings: dict[str, Training]) -> dict[str, dict[str
     for name, training in trainings.items():
         for kind in (TW, DP):
             model = sharded(training, kind, rank)
-            results.setdefault(name, {})[kind] = seen(model, train_steps(training.way, model, batches(rank)))
+            given = map(without_rows, batches(rank)) if training.way == "ids without rows" else batches(rank)
+            results.setdefault(name, {})[kind] = seen(model, train_steps(training.way, model, given))
     return results
 
 

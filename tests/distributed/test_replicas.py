@@ -8,11 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Rank, run_on_ranks
-from replicas import DP, SHAPES, STEPS, TABLES, TW, Model, Trained, Training, all_reduces, resume, train_each
+from replicas import (
+    DP,
+    FEATURES,
+    SHAPES,
+    STEPS,
+    TABLES,
+    TW,
+    Batch,
+    Model,
+    Trained,
+    Training,
+    all_reduces,
+    resume,
+    sharded,
+    train_each,
+)
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner
+from dreamshard_planner.errors import DreamShardError
 
 RULES = {
     "sgd": (SGD, {"lr": 0.2}),
@@ -23,7 +40,8 @@ RULES = {
     "row-wise adagrad, eps of FBGEMM": (RowWiseAdagrad, {"lr": 0.2}),
 }
 WAYS = (
-    "fused", "dense", "combined", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything",
+    "fused", "dense", "combined", "schedule", "warm-up", "clipping", "accumulation", "pipeline", "everything", "ahead",
+    "twice", "ids without rows",
 )  # fmt: skip
 TRAININGS = {
     **{name: Training(*rule) for name, rule in RULES.items()},
@@ -96,3 +114,25 @@ def _planned_replicas(rank: Rank) -> tuple[set[str], list[str]]:
 def test_our_class_opens_data_parallel() -> None:
     for kinds, parameters in run_on_ranks(_planned_replicas, world_size=2):
         assert kinds == {DP} and parameters == sorted(f"bags.embedding_bags.{name}.weight" for name in SHAPES)
+
+
+def _batches_of_several_sizes(rank: Rank) -> str:
+    model = sharded(TRAININGS["sgd"], DP, rank)
+    counts = [[2 + index] for index in range(len(FEATURES))]
+    lengths = torch.ones(sum(count for (count,) in counts), dtype=torch.int64)
+    ids = torch.zeros(len(lengths), dtype=torch.int64)
+    sparse = KeyedJaggedTensor(
+        FEATURES,
+        ids,
+        lengths=lengths,
+        stride_per_key_per_rank=counts,
+        inverse_indices=(FEATURES, torch.zeros(len(FEATURES), 8, dtype=torch.int64)),
+    )
+    with pytest.raises(DreamShardError) as error:
+        model(Batch(sparse, torch.zeros(8)))
+    return str(error.value)
+
+
+def test_replicas_refuse_batches_whose_size_varies_by_feature() -> None:
+    for text in run_on_ranks(_batches_of_several_sizes, world_size=2):
+        assert all(name in text for name in (*TABLES, "data_parallel", "batch_sizes")), text

@@ -157,6 +157,7 @@ def test_feature_processors_make_lookups_weighted() -> None:
 
 
 def test_bytes_on_the_wire_are_what_is_sent() -> None:
+    from fbgemm_gpu.split_embedding_configs import SparseType
     from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 
     model = nn.Module()
@@ -172,7 +173,8 @@ def test_bytes_on_the_wire_are_what_is_sent() -> None:
     )
     assert output_bytes(SHARDERS) == 64 * 16 * 4
     assert output_bytes(SHARDERS, output_dtype=DataType.FP16) == 64 * 16 * 2
-    assert output_bytes([quantized]) == 64 * 16 * 2
+    halves = EmbeddingBagCollectionSharder(fused_params={"output_dtype": SparseType.FP16})
+    assert output_bytes([quantized]) == output_bytes([halves]) == 64 * 16 * 2
 
 
 def test_optimizer_is_read_from_parameters_and_sharders() -> None:

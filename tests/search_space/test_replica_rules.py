@@ -18,10 +18,12 @@ from small_models import collection, planner, table
 from torch import Tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import SGD, Adagrad, Adam
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.search_space.replica_rules import (
     FUSED_DEFAULTS,
     REPLICA_RULES,
@@ -186,3 +188,23 @@ def test_optimizers_that_replicas_cannot_follow_keep_it_closed() -> None:
     assert kinds == {"data_parallel"} and any("no optimizer of its replicas" in note for note in notes)
     with pytest.raises(PlannerError, match="no optimizer of its replicas does"):
         replicated(Adam, optimizers_attached=True, sharding_types=["data_parallel"])
+
+
+VARIED = TableStatistics({f"t{index}_f0": FeatureStatistics(1.0, batch_size=8 * index) for index in (2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"constraints": {"t3": ParameterConstraints(batch_sizes=[32])}}, "varies by feature"),
+        ({"constraints": {"t3": ParameterConstraints(output_dtype=DataType.FP16)}}, "no optimizer of its replicas"),
+        ({"statistics": VARIED}, "varies by feature"),
+    ],
+)
+def test_what_replicas_would_do_otherwise_keeps_it_closed(settings: dict[str, Any], reason: str) -> None:
+    made, _ = replicated(SGD, optimizers_attached=True, **settings)
+    kinds = {option.name: option.sharding_type for option in made.options}
+    assert kinds["t3"] != "data_parallel"
+    assert ("data_parallel" in kinds.values()) == ("constraints" in settings)
+    with pytest.raises(PlannerError, match=reason):
+        replicated(SGD, optimizers_attached=True, sharding_types=["data_parallel"], **settings)
