@@ -189,11 +189,12 @@ class GivenPlans:
 
 
 def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
-    """Whether an option's estimates are those of the enumerated one, whose cache is of another size."""
-    if known is None or option.cache_load_factor == known.cache_load_factor:
+    """Whether an option's storage is still that of another kernel, or cache size, than the enumerated one has."""
+    if known is None:
         return False
     pairs = zip(option.shards, known.shards, strict=True)
-    return all((one.perf, one.storage) == (other.perf, other.storage) for one, other in pairs)
+    same_storage = all(one.storage == other.storage for one, other in pairs)
+    return same_storage != (option.cache_load_factor == known.cache_load_factor)
 
 
 def _unestimated(option: ShardingOption) -> ShardingOption:

@@ -40,7 +40,7 @@ from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
-from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.reader import OptionReader
@@ -250,16 +250,17 @@ class PlanningSession:
         )
         ruled = noted("placement_rule", () if self.legal is None else self.legal.notes())
         beyond = noted("beyond_exact_training", () if self.wider is None else (self.wider.note(),))
-        report = report.noting((*self.context.notes(plan), *ruled, *beyond))
+        further = (*self.context.notes(plan), *ruled, *beyond)
         if not changed:
-            return report
+            return report.noting(further)
         try:
-            chosen = ReportEntry.of(report.chosen.name, self.rated(plan).costs)
+            rated = self.rated(plan)
         except PlannerError as error:
             return f"callbacks changed the last plan to one whose cost is not known: {error}"
         verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
         note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
-        return replace(report, chosen=chosen).noting(noted("callbacks", [note]))
+        how_found = [one for one in report.notes if one.code == "search"]
+        return self._report(rated, (*how_found, *further, *noted("callbacks", [note])), report)
 
     def _told_of_loaded(self, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
         """On a plan that was loaded."""
@@ -277,16 +278,16 @@ class PlanningSession:
             *noted("stale", [f"since the plan was made: {text}" for text in changed]),
             *self.context.notes(plan),
         )
-        report = self._report(rated, notes)
-        if not alike:
-            return report
-        return replace(report, rivals=saved.report().rivals, candidates=then.candidates, reshards=then.reshards)
+        return self._report(rated, notes, saved.report() if alike else None)
 
     @staticmethod
-    def _report(rated: Rated, notes: Sequence[Note]) -> Report:
-        """On a plan that was not searched for."""
+    def _report(rated: Rated, notes: Sequence[Note], search: Report | None = None) -> Report:
+        """On a plan that was not searched for; ``search``: the report on the search that it goes back to, if any."""
         placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
-        return Report.of(rated.cost, rated.sharding, placement, notes=notes)
+        report = Report.of(rated.cost, rated.sharding, placement, notes=notes)
+        if search is None:
+            return report
+        return replace(report, rivals=search.rivals, candidates=search.candidates, reshards=search.reshards)
 
     def _assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         request = self.request

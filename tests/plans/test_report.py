@@ -63,6 +63,11 @@ def test_report_is_of_the_plan_that_callbacks_made() -> None:
     made.plan(small_model(), SHARDERS)
     report = made.report()
     assert report.chosen.rank_ms[0] > 0 and report.chosen.rank_ms[1] == 0
+    assert {table.ranks for table in report.tables} == {(0,)}
+    assert all(entry.used_bytes[0] > 0 and entry.used_bytes[1] == 0 for entry in report.memory)
+    assert sum(ms for _, ms in report.collectives) == pytest.approx(report.chosen.collectives_ms)
+    assert report.rivals and report.candidates
+    assert made.saved_plan().report().memory == report.memory
     assert any("callbacks moved tables" in note.text for note in report.notes)
 
 
@@ -77,6 +82,7 @@ def test_report_after_callbacks_changed_kernels() -> None:
         made.plan(small_model(), SHARDERS)
     report = changed.report()
     assert report.chosen.total_ms > kept.report().chosen.total_ms and report.rivals == kept.report().rivals
+    assert set(report.sharding_types) == {"table_wise fused_uvm"} and "DDR" in {memory.kind for memory in report.memory}
     assert any("callbacks changed options after they were placed" in note.text for note in report.notes)
 
     def split(plan: list) -> list:
