@@ -65,8 +65,8 @@ def explain(
     ranks = topology.world_size
     device_ms_D = rated.costs.device_ms_BD[0]
     rank = int(device_ms_D.argmax()) if rank is None else rank
-    if not 0 <= rank < ranks:
-        raise PlannerError(f"there is no rank {rank}: the plan has ranks 0 to {ranks - 1}", PlannerErrorType.OTHER)
+    if isinstance(rank, bool | float) or rank not in range(ranks):
+        raise PlannerError(f"there is no rank {rank!r}: the plan has ranks 0 to {ranks - 1}", PlannerErrorType.OTHER)
     here = _Here.of(rated, rank)
     costliest = here.costliest()
     names = {rated.read.problem.names[table] for table in costliest[:MAX_TABLES]}

@@ -135,8 +135,9 @@ def test_ranks_and_plans_that_there_are_not() -> None:
     with pytest.raises(DreamShardError, match="plan first"):
         one.explain()
     one.plan(model(), SHARDERS)
-    with pytest.raises(PlannerError, match="there is no rank 2: the plan has ranks 0 to 1"):
-        one.explain(2)
+    for rank in (2, -1, 0.5, 1.0, True, "1"):
+        with pytest.raises(PlannerError, match=f"there is no rank {rank!r}: the plan has ranks 0 to 1"):
+            one.explain(rank)
 
 
 @pytest.mark.parametrize(
