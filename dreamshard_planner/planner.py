@@ -421,10 +421,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
                 shards that do not cover their table; names them.
             PlanError: the file can't be read.
+            StatisticsError: the model has none of the features that the statistics name.
         """
         model = self._model()
         if statistics is not None:
-            model = replace(model, context=model.context.with_statistics(statistics))
+            model = model.with_statistics(statistics)
         return ReportEntry.of(name, model.rated(plan).costs)
 
     @neutral()
@@ -432,10 +433,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """Predicted cost of the last plan, in milliseconds, were one of its tables not there.
 
         Args:
-            table: its fully qualified name.
+            table: its fully qualified name, or its own where no other table has that.
 
         Raises:
             DreamShardError: there is no plan yet on this rank.
+            PlannerError: it has no such table, or several.
         """
         return self._model().without_ms(self._last().plan, table)
 

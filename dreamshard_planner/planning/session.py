@@ -53,9 +53,11 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import usable_options
+from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.workload.statistics import TableStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
 MakeEstimator = Callable[[PlanningContext], ShardEstimator]
@@ -156,14 +158,24 @@ class PlanningSession:
         """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
         return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
 
+    def with_statistics(self, statistics: TableStatistics) -> PlanningSession:
+        """The same by statistics of other data, for costs alone; StatisticsError where no table has their features."""
+        tables = (self.context.reader.declared(options[0]) for options in self._given.by_table.values())
+        statistics.unused(feature for table in tables for feature in table.features)
+        return replace(self, context=self.context.with_statistics(statistics))
+
     def check_room(self, plan: AnyPlan, name: str) -> None:
         """PlannerError unless a plan keeps within what the storage reservation leaves, by all that we count."""
         self._given.check_room(self.rated(plan), name)
 
     @torch.no_grad()
     def without_ms(self, plan: Sequence[ShardingOption], table: str) -> float:
-        """Predicted cost of a plan, were one of its tables not there."""
-        left = [option for option in plan if fqn_of(option) != table]
+        """Predicted cost of a plan, were one of its tables not there; PlannerError unless just one has that name."""
+        named = {fqn_of(option) for option in plan if table in (fqn_of(option), option.name)}
+        if len(named) != 1:
+            which = f": there are {', '.join(sorted(named))}" if named else nearest(table, map(fqn_of, plan))
+            raise refused(f"the plan has {'several tables' if named else 'no table'} {table!r}{which}")
+        left = [option for option in plan if fqn_of(option) not in named]
         read = self.context.read(left, with_storage=False)
         return self.context.cost(read).overall_ms(read.sharding(left))
 
