@@ -64,8 +64,8 @@ class LegalRanks:
             statistics: how features read their tables; others are taken to read one row per sample.
 
         Raises:
-            PlannerError: a rule names no table, or a rank that there is not; a table belongs to an embedding tower;
-                or no ranks are left for tables that are together, or apart.
+            PlannerError: a rule names no table, one table by several names alone, or a rank that there is not; a
+                table belongs to an embedding tower; or no ranks are left for tables that are together, or apart.
         """
         fqns = _fully_qualified(rules.names, tables)
         towers = {table.fqn for table in tables if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection)}
@@ -79,10 +79,7 @@ class LegalRanks:
                 raise refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {ranks[-1]}")
             for fqn in fqns[name]:
                 allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
-        together, apart = (
-            tuple(tuple(fqn for name in group for fqn in fqns[name]) for group in groups)
-            for groups in (rules.together, rules.apart)
-        )
+        together, apart = (tuple(_members(group, fqns) for group in groups) for groups in (rules.together, rules.apart))
         _settle(allowed, together, apart, _Loads.of(tables, statistics or {}, topology.world_size))
         legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
         legal._check_apart()
@@ -218,3 +215,11 @@ def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> 
         if name not in known:
             raise refused(f"placement_rules name table {name!r}, which the model does not have{nearest(name, known)}")
     return {name: sorted(known[name]) for name in names}
+
+
+def _members(group: Sequence[str], fqns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The tables of a group, each once, by whichever names."""
+    members = tuple(dict.fromkeys(fqn for name in group for fqn in fqns[name]))
+    if len(members) < 2:
+        raise refused(f"placement_rules have a group {list(group)}, all of which are one table, {members[0]!r}")
+    return members

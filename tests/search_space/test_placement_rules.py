@@ -35,7 +35,7 @@ def planner(rules: PlacementRules | None, ranks: int = 4, **changes) -> DreamSha
 
 RULES = PlacementRules(
     together=[("t0", "t7"), ("t1", "t6")],
-    apart=[("t2", "t3", "t4", "sparse.t5"), ("t0", "t1")],
+    apart=[("t2", "t3", "t4", "sparse.t5", "sparse.t2"), ("t0", "t1")],
     on_ranks={"t2": [3, 1]},
 )
 
@@ -123,6 +123,8 @@ REFUSED: dict[str, tuple[PlacementRules, dict, str]] = {
         r"'tt1', which the model does not have \(did you mean 't",
     ),
     "unknown rank": (PlacementRules(on_ranks={"t1": [4]}), {}, "'t1' names rank 4; there are ranks 0 to 3"),
+    "a table apart from itself": (PlacementRules(apart=[("t0", "sparse.t0")]), {}, "'t0'.* one table, 'sparse.t0'"),
+    "a table together with itself": (PlacementRules(together=[("t1", "sparse.t1")]), {}, "one table, 'sparse.t1'"),
     "too many apart": (PlacementRules(apart=[[f"t{i}" for i in range(5)]]), {}, "the 5 tables .* cannot be apart"),
     "apart on one rank": (
         PlacementRules(apart=[("t0", "t1")], on_ranks={"t0": [2], "t1": [2]}),
