@@ -296,7 +296,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         except PlannerError as error:
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
-            raise PlannerError(" ".join(filter(None, (reason_first(error), left_out))), error.error_type) from None
+            reason = reason_first(error, self._proposers)
+            raise PlannerError(" ".join(filter(None, (reason, left_out))), error.error_type) from None
 
     def _concluded(self, session: PlanningSession) -> PlanResult | str:
         """What the loop came to; or why there is nothing to tell."""

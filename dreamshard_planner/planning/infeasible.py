@@ -6,6 +6,8 @@ Shapes: S shards, P parts, D ranks, M limits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
@@ -16,9 +18,16 @@ MAX_NAMED = 5
 """Tables named in one error."""
 
 
-def reason_first(error: PlannerError) -> str:
-    """What TorchRec says where no proposal fits, with the reason before its own advice and figures."""
+def reason_first(error: PlannerError, proposers: Iterable[object]) -> str:
+    """What TorchRec says where no proposal fits, with the reason before its own advice and figures, which are of
+    memory; without them where no proposal failed."""
     advice, last, reason = str(error).partition("Last planner error:")
+    if reason.strip() == str(None):
+        names = ", ".join(type(proposer).__name__ for proposer in proposers)
+        return (
+            f"{names} proposed nothing that got a cost: other proposers (by default the planner's own) or more "
+            "timeout_seconds would help"
+        )
     return f"{reason.strip()}\nTorchRec: {advice.strip()}" if last and reason.strip() else str(error)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_models import SHARDERS, collection, planner, ranks_of, small_model, table, topology
+from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Storage
 
@@ -66,6 +67,12 @@ def test_what_is_short_comes_before_torchrecs_advice() -> None:
     ) as caught:
         planner(topology=topology(memory=2**30)).plan(collection(table("t0", 2**25, 64)), SHARDERS)
     assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def test_proposers_that_propose_nothing_are_named() -> None:
+    asked = planner(proposer=GridSearchProposer(max_proposals=1))  # fewer than there are
+    with pytest.raises(PlannerError, match="^GridSearchProposer proposed nothing"):
+        asked.plan(small_model(), SHARDERS)
 
 
 def test_tables_that_fit_no_machine_are_refused_by_name() -> None:
