@@ -79,9 +79,9 @@ def sharding_types() -> str:
 def never_proposed() -> str:
     """Reasons of the sharding types' table."""
     from dreamshard_planner.search_space.legality import MIXED_MEAN
-    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
+    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, CutReason, Reason
 
-    def rows(reasons: Mapping[str, Sequence[Reason]], proposed: str) -> Iterator[str]:
+    def rows(reasons: Mapping[str, Sequence[Reason | CutReason]], proposed: str) -> Iterator[str]:
         for reason in dict.fromkeys(chain(*reasons.values())):
             named = ", ".join(f"`{kind}`" for kind, its in reasons.items() if reason in its)
             yield f"| {named} | {reason.where} | {reason.text} | {proposed} |"
@@ -94,7 +94,7 @@ def never_proposed() -> str:
         [
             "| type | where | why not | proposed |",
             "|---|---|---|---|",
-            *rows({kind: spec.broken for kind, spec in SHARDING_TYPES.items()}, "never"),
+            *rows({kind: (*spec.broken, *spec.broken_cuts) for kind, spec in SHARDING_TYPES.items()}, "never"),
             *rows(beside, "never"),
             *rows({kind: spec.inexact for kind, spec in SHARDING_TYPES.items()}, consent),
         ]

@@ -55,7 +55,7 @@ from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.search_space.usable_options import usable_options
+from dreamshard_planner.search_space.usable_options import never_run, usable_options
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -235,7 +235,10 @@ class PlanningSession:
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
             told = told.noting(self._assumptions(plan)).noting(noted("table", self.doubtful))
-            told = told.noting(noted("unused", self.unused)).noting(noted("training", training))
+            never = never_run(self.search_space, self.request.topology.compute_device)
+            told = told.noting(noted("unused", self.unused)).noting(
+                (*noted("training", training), *noted("table", never))
+            )
         return PlanResult(self, tuple(plan), told)
 
     def _told(

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
+from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.modules import Quantized
-from dreamshard_planner.search_space.options import refused
+from dreamshard_planner.search_space.options import refused, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
 
 
@@ -52,6 +54,38 @@ class Situation:
     def is_sequence(self) -> bool:
         return any(isinstance(child, EmbeddingCollectionInterface) for child in self.module.modules())
 
+    @property
+    def bag_mode(self) -> str | None:
+        """Of an ``nn.EmbeddingBag``; None for other modules."""
+        return self.module.mode if isinstance(self.module, nn.EmbeddingBag) else None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What decides whether a table may be cut as one option does."""
+
+    option: ShardingOption
+    compute_device: str
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether the table is an ``nn.EmbeddingBag``."""
+        return isinstance(self.option.module[1], nn.EmbeddingBag)
+
+    @property
+    def kernel(self) -> str:
+        return self.option.compute_kernel
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether no shard has all columns."""
+        return counted(self.option)[0][0].size[1] < self.option.tensor.shape[1]
+
+    @property
+    def lacks_rows(self) -> bool:
+        """Whether some shard has none."""
+        return not all(shard.size[0] for shard, _ in counted(self.option))
+
 
 def is_mean(config: Any) -> bool:
     """Whether a table's config asks for mean pooling."""
@@ -79,6 +113,12 @@ def broken(sharding_type: str, situation: Situation) -> str | None:
 def inexact(sharding_type: str, situation: Situation) -> str | None:
     """What the type changes in the training of such a table; None where the table trains as a whole one would."""
     return _holding(SHARDING_TYPES[sharding_type].inexact, situation)
+
+
+def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
+    """Why the option is never proposed, though its type may be; None where it may be as well."""
+    cut = Cut(option, compute_device)
+    return next((reason.text for reason in type_of(option).broken_cuts if reason.holds(cut)), None)
 
 
 def _holding(reasons: tuple[Reason, ...], situation: Situation) -> str | None:

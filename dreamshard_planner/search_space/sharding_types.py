@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS, SERVING_KERNELS
+from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS, KEY_VALUE, SERVING_KERNELS
 
 if TYPE_CHECKING:
-    from dreamshard_planner.search_space.legality import Situation
+    from dreamshard_planner.search_space.legality import Cut, Situation
 
 Ranks = Literal["rank", "host", "world"]
 """One rank, the ranks of one host, or all ranks."""
@@ -48,6 +48,17 @@ class Reason:
     text: str
 
 
+@dataclass(frozen=True)
+class CutReason:
+    """Why some options of a type are not proposed: for how they cut the table."""
+
+    where: str
+    """Which options, in words, for the documentation."""
+    holds: Callable[[Cut], bool]
+    """The same of one option."""
+    text: str
+
+
 ALL_TO_ALL = (Exchange("world", "all_to_all", "all_to_all"),)
 THROUGH_HOSTS = (Exchange("host", "reduce_scatter", "all_gather"), Exchange("across", "all_to_all", "all_to_all"))
 """Outputs are summed in the host that computes them, then sent to the ranks of the same place on every host."""
@@ -75,6 +86,8 @@ class ShardingTypeSpec:
     """Compute kernels that TorchRec may give it."""
     broken: tuple[Reason, ...] = ()
     """Tables for which TorchRec accepts it and computes wrongly or crashes: never proposed, whoever asks."""
+    broken_cuts: tuple[CutReason, ...] = ()
+    """The same of single options."""
     inexact: tuple[Reason, ...] = ()
     """Tables that train differently than whole ones: proposed where a table's constraint names the type, which is
     consent, or with ``exact_training=False``."""
@@ -171,6 +184,31 @@ VARIED_BATCHES = Reason(
     lambda s: s.varied_batches,
     "TorchRec's replicas take no batches whose size varies by feature",
 )
+WHOLE_BAGS = Reason(
+    "nn.EmbeddingBag",
+    lambda s: s.bag_mode is not None,
+    "TorchRec's ShardedEmbeddingBag refuses it",
+)
+BAGS_OF_MEANS = Reason(
+    "nn.EmbeddingBag of another mode than sum",
+    lambda s: s.bag_mode not in (None, "sum"),
+    "TorchRec's ShardedEmbeddingBag knows sums alone (leave EmbeddingBagSharder out of the sharders)",
+)
+SLICES_OF_BAGS = CutReason(
+    "several slices of an nn.EmbeddingBag",
+    lambda cut: cut.is_bag and cut.has_slices,
+    "TorchRec's ShardedEmbeddingBag sends lookups to one alone, and fails (raise min_partition to the table's dim)",
+)
+SLICES_OF_A_STORE = CutReason(
+    "several slices by compute kernel `key_value`",
+    lambda cut: cut.kernel == KEY_VALUE and cut.has_slices,
+    "TorchRec wants them on one rank each, which the planner cannot promise (raise min_partition to the table's dim)",
+)
+BLOCKS_WITHOUT_ROWS = CutReason(
+    "fewer rows than leave every rank some, on CPUs",
+    lambda cut: cut.compute_device == "cpu" and cut.lacks_rows,
+    "some rank would have no rows of it, and FBGEMM's CPU kernels crash on that",
+)
 
 TW, CW, TWCW, RW, TWRW = "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"
 GRID, DP = "grid_shard", "data_parallel"
@@ -180,6 +218,7 @@ SHARDING_TYPES = {
     TW: ShardingTypeSpec(
         "the owner: the whole table, for the samples of all ranks",
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
+        broken=(WHOLE_BAGS,),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),
@@ -187,13 +226,20 @@ SHARDING_TYPES = {
         "each owner its columns, for all samples; **every lookup is done once per slice**",
         splits_columns=True,
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
-        broken=(SCALES_IN_ROWS, SCALES_IN_COLUMNS, QUANTIZED_SEQUENCES),
+        broken=(BAGS_OF_MEANS, SCALES_IN_ROWS, SCALES_IN_COLUMNS, QUANTIZED_SEQUENCES),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE),
         inexact=(STATE_PER_SLICE,),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),
     TWCW: ShardingTypeSpec(
-        "as `column_wise`", splits_columns=True, inexact=(STATE_PER_SLICE,), pooled_on=ANYWHERE, runs_as=CW
+        "as `column_wise`",
+        splits_columns=True,
+        broken=(BAGS_OF_MEANS,),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE),
+        inexact=(STATE_PER_SLICE,),
+        pooled_on=ANYWHERE,
+        runs_as=CW,
     ),
     RW: ShardingTypeSpec(
         "every rank its block of rows: all samples, but only the lookups that fall into it",
@@ -202,7 +248,8 @@ SHARDING_TYPES = {
         exchanges=(Exchange("world", "reduce_scatter", "all_gather"),),
         sequence_exchanges=ALL_TO_ALL,
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
-        broken=(WEIGHTED_MEANS, MEANS_ADDED_UP, SCALES_IN_ROWS),
+        broken=(BAGS_OF_MEANS, WEIGHTED_MEANS, MEANS_ADDED_UP, SCALES_IN_ROWS),
+        broken_cuts=(BLOCKS_WITHOUT_ROWS,),
         sequence_on=ANYWHERE,
         divides_means_late=True,
     ),
@@ -211,7 +258,8 @@ SHARDING_TYPES = {
         span="host",
         splits_rows=True,
         exchanges=THROUGH_HOSTS,
-        broken=(WEIGHTED_MEANS,),
+        broken=(BAGS_OF_MEANS, WEIGHTED_MEANS),
+        broken_cuts=(BLOCKS_WITHOUT_ROWS,),
         divides_means_late=True,
     ),
     GRID: ShardingTypeSpec(
@@ -220,7 +268,8 @@ SHARDING_TYPES = {
         splits_rows=True,
         splits_columns=True,
         exchanges=THROUGH_HOSTS,
-        broken=(SUMS_FOR_MEANS,),
+        broken=(BAGS_OF_MEANS, SUMS_FOR_MEANS),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, BLOCKS_WITHOUT_ROWS),
         inexact=(STATE_PER_SLICE,),
         only_named=True,
     ),
@@ -230,7 +279,7 @@ SHARDING_TYPES = {
         batch="rank",
         exchanges=(Exchange("world", None, "all_reduce"),),
         kernels=(DENSE,),
-        broken=(DENSE_SEQUENCES, VARIED_BATCHES),
+        broken=(BAGS_OF_MEANS, DENSE_SEQUENCES, VARIED_BATCHES),
         inexact=(OPTIMIZER_OUTSIDE, REPLICAS_DIFFER),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
+from torch import nn
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -83,8 +84,8 @@ def narrower_slices(options: Sequence[ShardingOption]) -> list[NarrowSlices]:
 
 def may_be_sliced(option: ShardingOption) -> bool:
     """Whether slices of the option's table may have any width, and lie on any rank."""
-    spec = type_of(option)
-    return spec.span == "rank" and spec.splits_columns and not isinstance(option.module[1], EmbeddingCollection)
+    spec, module = type_of(option), option.module[1]
+    return spec.span == "rank" and spec.splits_columns and not isinstance(module, EmbeddingCollection | nn.EmbeddingBag)
 
 
 def _halves_well(width: int) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.alike_shards import counted
-from dreamshard_planner.search_space.kernels import KEY_VALUE
-from dreamshard_planner.search_space.legality import known_kernels
-from dreamshard_planner.search_space.options import by_table, refused, type_of
+from dreamshard_planner.search_space.alike_shards import counted, is_torchrecs
+from dreamshard_planner.search_space.legality import broken_cut, known_kernels
+from dreamshard_planner.search_space.options import by_table, fqn_of, refused, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import first_of
 
 
 def as_constrained(
@@ -46,7 +46,7 @@ def as_constrained(
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
-    """The options whose cost is known, and of several that run alike only one.
+    """The options whose cost is known and that run, and of several that run alike only one.
 
     Raises:
         PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
@@ -54,25 +54,31 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
     usable: dict[str, list[ShardingOption]] = {}
     for fqn, options in by_table(search_space).items():
         kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
-        known = [option for option in options if option.compute_kernel in kernels and not _shares_a_store(option)]
-        if not known:
+        known = [option for option in options if option.compute_kernel in kernels]
+        runs = [option for option in known if broken_cut(option, compute_device) is None]
+        if not runs:
+            why = "; ".join(sorted({f"{o.sharding_type}: {broken_cut(o, compute_device)}" for o in known}))
             raise refused(
-                f"table {fqn!r} may only be split by columns with compute kernel 'key_value', whose "
-                "slices TorchRec wants on one rank each, which DreamShardPlanner cannot promise: allow another "
-                "sharding type or kernel, or raise min_partition to the table's dim."
+                f"table {fqn!r} may only be sharded in ways that TorchRec cannot run ({why}): allow another type in "
+                "its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
             )
         # One slice, or one block, is the whole table in a kernel and an exchange of its own.
-        whole = {option.compute_kernel for option in known if type_of(option).is_whole}
-        known = [o for o in known if type_of(o).is_whole or o.num_shards > 1 or o.compute_kernel not in whole]
-        # FBGEMM's CPU kernels crash on blocks without rows, now and then, and always on ranks with nothing else.
-        usable[fqn] = [o for o in known if compute_device != "cpu" or all(shard.size[0] for shard, _ in counted(o))]
-        if not usable[fqn]:
-            raise refused(
-                f"table {fqn!r} has {options[0].tensor.shape[0]} rows, which leave some rank without "
-                f"any where it is sharded {sorted({o.sharding_type for o in known})}, and FBGEMM's CPU kernels crash "
-                "on that: allow another type in its ParameterConstraints.sharding_types."
-            )
+        whole = {option.compute_kernel for option in runs if type_of(option).is_whole}
+        usable[fqn] = [o for o in runs if type_of(o).is_whole or o.num_shards > 1 or o.compute_kernel not in whole]
     return _one_width_per_collection(usable)
+
+
+def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tuple[str, ...]:
+    """What TorchRec's own planner might choose and cannot run, in words."""
+    tables: dict[tuple[str, str], list[str]] = {}
+    for option in filter(is_torchrecs, search_space):
+        if reason := broken_cut(option, compute_device):
+            tables.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
+    return tuple(
+        f"{kind} is left out for {first_of(list(dict.fromkeys(names)), 3)}: {reason}; TorchRec's own planner may "
+        "choose it, and the plan torchrec, of the options that run, does not"
+        for (kind, reason), names in tables.items()
+    )
 
 
 def certain_options(
@@ -81,11 +87,6 @@ def certain_options(
     """Options whose cost is no guess; all of a table that has no others."""
     tables = by_table(options).values()
     return [option for choices in tables for option in ([o for o in choices if not is_guess(o)] or choices)]
-
-
-def _shares_a_store(option: ShardingOption) -> bool:
-    """Whether two slices of one table in key-value stores could meet on a rank, which TorchRec rules out."""
-    return option.compute_kernel == KEY_VALUE and type_of(option).splits_columns and option.num_shards > 1
 
 
 def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:
