@@ -54,6 +54,7 @@ from dreamshard_planner.search_space.constraints import (
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
+from dreamshard_planner.search_space.output_types import check_output_types
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import never_run, usable_options
 from dreamshard_planner.support.formatting import nearest
@@ -230,7 +231,11 @@ class PlanningSession:
             found: by our proposer.
             placed: by our partitioner; where it was not ours, why there is no report.
             loaded: from a file, instead of a search.
+
+        Raises:
+            PlannerError: ranks would exchange outputs of different types.
         """
+        check_output_types(plan, self.context.sharders or (), self.request.topology.world_size)
         told = self._told(plan, found, placed) if loaded is None else self._told_of_loaded(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)

@@ -1,0 +1,71 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Types of outputs that ranks exchange. TorchRec sets them table by table, and takes all ranks of an exchange to send
+one: a rank sends the common type of its tables, float32 where it has none, and expects the same of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder
+
+from dreamshard_planner.search_space.alike_shards import ranks_of
+from dreamshard_planner.search_space.kernels import serves
+from dreamshard_planner.search_space.modules import fused_params
+from dreamshard_planner.search_space.options import fqn_of, refused, type_of
+from dreamshard_planner.support.formatting import first_of, ranks_in_words
+
+MAX_NAMED = 5
+"""Tables."""
+
+
+def check_output_types(
+    plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
+) -> None:
+    """PlannerError where ranks would exchange outputs of different types; names tables and types.
+
+    Args:
+        plan: with ranks.
+        sharders: of its modules; what they quantize before it is sent is of one type.
+        world_size: ranks of the plan.
+    """
+    sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
+    for option in plan:
+        sharder = sharder_of.get(sharder_name(type(option.module[1])))
+        quantizes = bool(getattr(sharder, "qcomm_codecs_registry", None))
+        # Towers exchange within their host.
+        if type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency or quantizes:
+            continue
+        asked = fused_params(option.module[1], sharder, option.output_dtype).get("output_dtype")
+        output = torch.float32 if asked is None else asked.as_dtype()
+        exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
+    for (path, kind), tables in exchanged.items():
+        sent = _sent(tables, world_size)
+        if len(sent) > 1:
+            named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables], MAX_NAMED)
+            by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
+            raise refused(
+                f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different "
+                f"types: {by_ranks} (float32 by ranks without such a table). Its tables put out {named}: leave "
+                "output_dtype out of their constraints and sharder, or allow them row_wise alone."
+            )
+
+
+def _sent(tables: Sequence[tuple[ShardingOption, torch.dtype]], world_size: int) -> dict[torch.dtype, list[int]]:
+    """The ranks that send outputs of each type."""
+    types: dict[int, torch.dtype] = {}
+    for option, output in tables:
+        for rank in {rank for rank in ranks_of(option) if rank is not None}:
+            types[rank] = torch.promote_types(types.get(rank, output), output)
+    sent: dict[torch.dtype, list[int]] = {}
+    for rank in range(world_size):
+        sent.setdefault(types.get(rank, torch.float32), []).append(rank)
+    return sent
+
+
+def _name(output: torch.dtype) -> str:
+    return str(output).removeprefix("torch.")

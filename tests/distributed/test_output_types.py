@@ -1,0 +1,100 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Tables of several output types in one module: refused where TorchRec's ranks would exchange different types, which
+ends their processes, and planned where it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
+from ranks import Rank, run_on_ranks
+from small_models import collection, planner, table, topology
+from torch.multiprocessing.spawn import ProcessException
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
+from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dreamshard_planner import PlacementRules
+
+CASES = {
+    "a rank of each": ((True, True, False), (0, 0, 1), None),
+    "a rank of both": ((True, True, False), (0, 1, 0), None),
+    "a rank of none": ((True, True), (0, 0), None),
+    "one type": ((True, True), (0, 1), torch.float16),
+    "both on each rank": ((True, False, True, False), (0, 0, 1, 1), torch.float32),
+    "a rank of none, of the usual type": ((True, False), (0, 0), torch.float32),
+}
+"""Tables that put out float16, their ranks, and what the module then returns; None where TorchRec fails."""
+
+
+def constraints(halves: tuple[bool, ...]) -> dict[str, ParameterConstraints]:
+    return {
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise"], output_dtype=DataType.FP16 if half else None)
+        for i, half in enumerate(halves)
+    }
+
+
+def model(halves: tuple[bool, ...]):
+    return collection(*(table(f"t{i}") for i in range(len(halves))))
+
+
+def sharders(quantized: bool) -> list[EmbeddingBagCollectionSharder]:
+    config = QCommsConfig(CommType.FP16, CommType.FP16)
+    codecs = get_qcomm_codecs_registry(config, device=torch.device("cpu")) if quantized else None
+    return [EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)]
+
+
+def _run(rank: Rank, halves: tuple[bool, ...], ranks: tuple[int, ...], quantized: bool = False) -> torch.dtype:
+    """What the module returns."""
+
+    def moved(plan: list[ShardingOption]) -> list[ShardingOption]:
+        for option in plan:
+            option.shards[0].rank = ranks[int(option.name[1:])]
+        return plan
+
+    made = EmbeddingShardingPlanner(
+        Topology(2, "cpu"), 64, constraints=constraints(halves), callbacks=[moved], stats=[], debug=False
+    )
+    given = sharders(quantized)
+    plan = made.collective_plan(model(halves), given, dist.group.WORLD)
+    sharded = DistributedModelParallel(model(halves), device=rank.device, sharders=given, plan=plan)
+    names = [f"t{i}_f0" for i in range(len(halves))]
+    lengths = torch.ones(4 * len(names), dtype=torch.int64)
+    values = sharded(KeyedJaggedTensor(names, torch.arange(len(lengths)), lengths=lengths)).values()
+    values.sum().backward()
+    return values.dtype
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_refused_that_torchrec_cannot_run(name: str) -> None:
+    halves, ranks, runs = CASES[name]
+    rules = PlacementRules(on_ranks={f"t{i}": [rank] for i, rank in enumerate(ranks)})
+    ours = planner(constraints=constraints(halves), placement_rules=rules)
+    if runs is not None:
+        assert run_on_ranks(_run, halves, ranks, world_size=2) == [runs, runs]
+        ours.plan(model(halves), sharders(quantized=False))
+        return
+    with pytest.raises(ProcessException):
+        run_on_ranks(_run, halves, ranks, world_size=2)
+    with pytest.raises(PlannerError) as refused:
+        ours.plan(model(halves), sharders(quantized=False))
+    assert all(word in str(refused.value) for word in ("table_wise", "'t0' float16", "float32 by rank"))
+
+
+def test_what_is_quantized_before_it_is_sent_has_one_type() -> None:
+    halves, ranks, _ = CASES["a rank of each"]
+    assert run_on_ranks(_run, halves, ranks, True, world_size=2) == [torch.float32] * 2
+    planner(constraints=constraints(halves)).plan(model(halves), sharders(quantized=True))
+
+
+def test_the_output_type_of_a_sharder_counts() -> None:
+    halves = [EmbeddingBagCollectionSharder(fused_params={"output_dtype": SparseType.FP16})]
+    whole = {"t0": ParameterConstraints(sharding_types=["table_wise"])}
+    with pytest.raises(PlannerError, match="'t0' float16"):
+        planner(constraints=whole).plan(collection(table("t0")), halves)
+    planner(constraints=whole, topology=topology(1)).plan(collection(table("t0")), halves)
