@@ -197,7 +197,10 @@ def choose_corrections(
 
 
 def learn_corrections(
-    compute: ComputeCost, in_use: Corrections, sets: LabelledSets
+    compute: ComputeCost,
+    in_use: Corrections,
+    sets: LabelledSets,
+    choices: Sequence[Sequence[int]] = LEARNED_TERMS,
 ) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
     """The same from few sets, such as a plan's fused kernels: each is held out once from a fit to the others, to choose
     and to tell the errors, which count by the sets' times. One number takes two sets, each more of them two more. What
@@ -207,11 +210,12 @@ def learn_corrections(
         compute: uncorrected.
         in_use: corrections to do better than.
         sets: measured or observed.
+        choices: which of the four numbers may be learned together.
     """
     chosen, folds = _all_of(in_use), min(len(sets), MOST_FOLDS)
     options, error_CX2 = [chosen], [_errors(CorrectedCost(compute, chosen), sets)]
     fold_X = torch.arange(len(sets)) % folds
-    for terms in LEARNED_TERMS:
+    for terms in choices:
         few = 2 * len(terms) - 1
         options.append(_fitted(compute, sets, chosen, terms, few + 1))
         error_X2 = torch.zeros(len(sets), 2, dtype=torch.float64)

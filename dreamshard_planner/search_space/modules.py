@@ -71,10 +71,11 @@ def fused_params(
     module: nn.Module, sharder: ModuleSharder[nn.Module] | None, output_dtype: DataType | None = None
 ) -> dict[str, Any]:
     """Arguments of the fused kernels of a module's tables: its sharder's, the optimizer that it brings itself, and what
-    a table's constraint says of its output."""
+    a table's constraint says of its output, a ``SparseType``."""
     given = getattr(sharder, "fused_params", None) or {}
-    if output_dtype is not None:
-        given = given | {"output_dtype": data_type_to_sparse_type(output_dtype)}
+    output = given.get("output_dtype") if output_dtype is None else output_dtype
+    if isinstance(output, DataType):
+        given = given | {"output_dtype": data_type_to_sparse_type(output)}
     if not brings_optimizer(module):
         return given
     optimizer, _ = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())

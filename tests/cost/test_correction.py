@@ -177,9 +177,9 @@ def test_the_shipped_network_corrects_adagrad_and_costs_nothing_elsewhere() -> N
     assert needed["sgd"] is needed["rowwise_adagrad"] and not isinstance(needed["sgd"], CorrectedCost)
     for name, one in sets.items():
         before_X2, after_X2 = predict_ms(needed["sgd"], one), predict_ms(compute, one)
-        times = 3 if name == "adagrad" else 1
+        added_X2 = after_X2 - before_X2
         assert torch.equal(after_X2[:, 0], before_X2[:, 0])
-        torch.testing.assert_close(after_X2[:, 1], times * before_X2[:, 1], rtol=0.05, atol=0)
+        assert bool((added_X2[:, 1] > 0).all() if name == "adagrad" else (added_X2 == 0).all())
     learned = CorrectedCost(compute, {}, "three runs")
     assert learned.needed_by(sets["sgd"].features_SF) is learned  # whose source says so
 
