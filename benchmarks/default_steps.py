@@ -1,0 +1,234 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Training steps of random models under the plans that both planners make unasked.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/default_steps.py --models 30 --json steps.json
+
+``DreamShardPlanner()`` and TorchRec's ``EmbeddingShardingPlanner()`` are told topology and batch size, and ours once
+more statistics of the batches; all in this package's ``DistributedModelParallel``. A model has 4 to 60 tables into a
+small dense net; half of them have a hot table, half have skewed ids. Blocks of steps come in shuffled turns; a round's
+ratio is of its blocks, and a model's is the median over the rounds.
+
+Shapes: P planners, R rounds, M models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import SGD, Adagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from common.bootstrap import interval
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
+from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
+from dreamshard_planner.measure.ranks import local_ranks
+
+BATCHES, WARMUP_STEPS, ROUNDS, BLOCK_SECONDS = 6, 4, 12, 0.35
+MOST_ELEMENTS = 60e6
+"""That a rank's batch looks up; larger batches are halved."""
+BASE, OURS, TOLD = "torchrec", "dreamshard", "dreamshard, statistics"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A random model and its batches."""
+
+    seed: int
+    tables: tuple[tuple[int, int, int], ...]
+    """Rows, dim, lookups per sample."""
+    batch_size: int
+    optimizer: type[torch.optim.Optimizer]
+    skewed: bool
+
+    @classmethod
+    def draw(cls, seed: int) -> Task:
+        rng = random.Random(seed)
+        count, most_rows = rng.choice([4, 8, 16, 32, 60]), rng.choice([5_000, 100_000, 1_000_000])
+        dims = rng.choice([[16], [64], [128], [8, 16, 32, 64, 128]])
+        tables = [
+            (int(min(most_rows, 10 ** rng.uniform(2, 6))), rng.choice(dims), rng.choice([1, 1, 2, 5, 20, 50]))
+            for _ in range(count)
+        ]
+        if rng.random() < 0.5:
+            rows, dim, lookups = tables[0]
+            tables[0] = rows, dim, 8 * lookups
+        batch_size = rng.choice([128, 512, 2048])
+        while batch_size * sum(dim * lookups for _, dim, lookups in tables) > MOST_ELEMENTS:
+            batch_size //= 2
+        return cls(seed, tuple(tables), batch_size, rng.choice([SGD, Adagrad, RowWiseAdagrad]), rng.random() < 0.5)
+
+    def batch(self, index: int, rank: int) -> KeyedJaggedTensor:
+        """Ids skewed as the cube of what is even, or even."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 101 * index + rank)
+        ids, lengths = [], []
+        for rows, _, lookups in self.tables:
+            most = 2 * lookups if lookups > 1 else 1
+            lengths.append(torch.randint(0 if most > 1 else 1, most + 1, (self.batch_size,), generator=generator))
+            share = torch.rand(int(lengths[-1].sum()), generator=generator) ** (3 if self.skewed else 1)
+            ids.append((share * rows).long().clamp_max(rows - 1))
+        return KeyedJaggedTensor(self.features, torch.cat(ids), lengths=torch.cat(lengths))
+
+    @property
+    def features(self) -> list[str]:
+        return [f"f{index}" for index in range(len(self.tables))]
+
+
+class Model(nn.Module):
+    """All tables into a small dense net; the loss."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=f"t{index}", num_embeddings=rows, embedding_dim=dim, feature_names=[feature])
+            for index, ((rows, dim, _), feature) in enumerate(zip(task.tables, task.features, strict=True))
+        ]
+        self.bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        apply_optimizer_in_backward(task.optimizer, self.bags.parameters(), {"lr": 0.02})
+        self.top = nn.Sequential(nn.Linear(sum(dim for _, dim, _ in task.tables), 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.top(self.bags(features).values()).sigmoid().mean()
+
+
+class Trainee:
+    """A sharded model in training."""
+
+    def __init__(self, task: Task, planner: EmbeddingShardingPlanner, batches: list[KeyedJaggedTensor]) -> None:
+        self.planner, self._batches = planner, batches
+        self.model = DistributedModelParallel(Model(task), device=torch.device("cpu"), planner=planner)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self._optimizer = torch.optim.SGD(dense.values(), lr=0.01)
+
+    def step_ms(self, steps: int) -> float:
+        """Of each of so many steps, as all ranks have made them."""
+        dist.barrier()
+        start = time.perf_counter()
+        for step in range(steps):
+            self._optimizer.zero_grad()
+            self.model(self._batches[step % BATCHES]).backward()
+            self._optimizer.step()
+        dist.barrier()
+        return round(1e3 * (time.perf_counter() - start) / steps, 3)
+
+    def told(self) -> dict[str, Any]:
+        """Sharding types, and on rank 0 what was predicted, of the plan and of TorchRec's."""
+        kinds = Counter(sharding.sharding_type for sharding in self.model.plan.plan["bags"].values())
+        predicted: dict[str, float] = {}
+        if isinstance(self.planner, DreamShardPlanner) and dist.get_rank() == 0:
+            report = self.planner.report()
+            predicted = {
+                one.name: round(one.total_ms, 3) for one in (report.chosen, *report.rivals) if one.name in (BASE, OURS)
+            }
+        return {"types": dict(kinds), "predicted_ms": predicted}
+
+
+def measured(task: Task, rank: int) -> dict[str, Any]:
+    """Milliseconds of a step under each planner, by rounds."""
+    batches = [task.batch(index, rank) for index in range(BATCHES)]
+    statistics = TableStatistics.from_batches(batches).all_gather()
+
+    def made(planner: Callable[..., EmbeddingShardingPlanner], **more: Any) -> Trainee:
+        world = Topology(dist.get_world_size(), "cpu", local_world_size=dist.get_world_size(), ddr_cap=64 << 30)
+        given = {"topology": world, "batch_size": task.batch_size, "stats": [], "debug": False}
+        return Trainee(task, planner(**given, **more), batches)
+
+    trainees = {
+        BASE: made(EmbeddingShardingPlanner),
+        OURS: made(DreamShardPlanner),
+        TOLD: made(DreamShardPlanner, statistics=statistics),
+    }
+    for trainee in trainees.values():
+        trainee.step_ms(WARMUP_STEPS)
+    one_ms = torch.tensor(trainees[BASE].step_ms(WARMUP_STEPS))
+    dist.broadcast(one_ms, 0)
+    steps, order = max(3, int(1e3 * BLOCK_SECONDS / float(one_ms))), random.Random(task.seed)
+    step_ms: dict[str, list[float]] = {name: [] for name in trainees}
+    for _ in range(ROUNDS):
+        for name in order.sample(list(trainees), len(trainees)):
+            step_ms[name].append(trainees[name].step_ms(steps))
+    return {
+        "seed": task.seed,
+        "tables": len(task.tables),
+        "batch_size": task.batch_size,
+        "optimizer": task.optimizer.__name__,
+        "step_ms": step_ms,
+        "plans": {name: trainee.told() for name, trainee in trainees.items()},
+    }
+
+
+def ratio(row: dict[str, Any], name: str) -> float:
+    """Of a model: time under a planner over that under TorchRec's."""
+    mine_R, base_R = (np.array(row["step_ms"][which]) for which in (name, BASE))
+    return float(np.median(mine_R / base_R))
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Geometric means between the bounds of their intervals, and the quartiles and extremes of the models."""
+    ratio_M = {name: np.array([ratio(row, name) for row in rows]) for name in (OURS, TOLD)}
+    return {
+        name: {
+            "mean": interval(lambda some, of_M=of_M: np.exp(np.log(of_M)[some].mean(1)), len(of_M)),
+            "quartiles": np.percentile(of_M, (0, 25, 50, 75, 100)).tolist(),
+            "above_1.02": int((of_M > 1.02).sum()),
+        }
+        for name, of_M in ratio_M.items()
+    }
+
+
+def tell(summary: dict[str, dict[str, Any]], models: int) -> None:
+    """As a table."""
+    table = table_of(f"{models} models, step over TorchRec's", "planner", "mean", "interval", "from", "to", "over 1.02")
+    for name, one in summary.items():
+        low, mean, high = one["mean"]
+        extremes = (f"{one['quartiles'][at]:.3f}" for at in (0, 4))
+        table.add_row(name, f"{mean:.3f}", f"{low:.3f}-{high:.3f}", *extremes, str(one["above_1.02"]))
+    wide_console().print(table)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=30)
+    parser.add_argument("--first-model", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    rank, size = local_ranks()
+    dist.init_process_group("gloo")
+    rows = []
+    for seed in range(given.first_model, given.first_model + given.models):
+        rows.append(measured(Task.draw(seed), rank))
+        if rank == 0:
+            print(seed, *(f"{name} {ratio(rows[-1], name):.3f}" for name in (OURS, TOLD)), flush=True)
+    if rank == 0:
+        tell(summary_of(rows), len(rows))
+        write_result(
+            given.json, provenance(torch.device("cpu")), {"ranks": size, "summary": summary_of(rows), "models": rows}
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
