@@ -39,6 +39,7 @@ from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import reason_first
+from dreamshard_planner.planning.kept import KeptPlan
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
@@ -97,6 +98,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         placement_rules: tables that must lie together, apart, or on certain ranks; every plan keeps them.
         sharding_groups: for TorchRec's ``DMPCollection`` (2D parallelism). ``topology`` is then that of all ranks, the
             plan for those of one group, and its cost counts the averaging of replicas.
+        least_gain: share of what TorchRec's plan is predicted to cost that another plan has to gain to be taken over
+            it. Default: 0.03 where neither statistics nor constraints tell the lookups per sample of any feature, as
+            both plans then rest on a guess, else 0.
 
     Raises:
         CheckpointError: where the checkpoint can't be read.
@@ -139,6 +143,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         cost_source: str = "auto",
         placement_rules: PlacementRules | None = None,
         sharding_groups: ShardingGroups | None = None,
+        least_gain: float | None = None,
     ) -> None:
         settings = PlannerSettings(
             statistics=statistics,
@@ -153,6 +158,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             cost_source=cost_source,
             placement_rules=placement_rules,
             sharding_groups=sharding_groups,
+            least_gain=least_gain,
         )
         if placement_rules is not None and partitioner is not None:
             raise ValueError(f"placement_rules are kept by DreamShardPlanner's own partitioner, not by {partitioner!r}")
@@ -179,7 +185,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             stats=stats,
             constraints=constraints,
             debug=debug,
-            callbacks=[self._as_loaded, *(callbacks or [])],
+            callbacks=[self._settled, *(callbacks or [])],
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
@@ -197,6 +203,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         )
         self._session: PlanningSession | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
+        self._kept: KeptPlan | None = None
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
 
@@ -225,7 +232,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._planned = None, (without_weights(module), sharders)
+        self._best_plan, self._kept, self._planned = None, None, (without_weights(module), sharders)
         try:
             self._session = self._read(module, sharders)
             for text in self._session.doubtful:
@@ -309,7 +316,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         else:
             placed = f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
         loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
-        return session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded)
+        return session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded, self._kept)
 
     def collective_plan(
         self,
@@ -537,7 +544,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other, request = copy.copy(self), self._session.request if self._session else self._request
         settings = replace(request.settings, statistics=statistics or request.settings.statistics, refine="none")
         other._request, other.plan_loader = replace(request, settings=settings), None
-        other._callbacks = [callback for callback in self._callbacks if callback != self._as_loaded]
+        other._callbacks = [callback for callback in self._callbacks if callback != self._settled]
         other.plan(*self._planned)
         return other._last()
 
@@ -576,10 +583,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """For the plan loader: options as its file has them."""
         return self._model().matched(saved)
 
-    def _as_loaded(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+    def _settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
-        plan = (isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options) or plan
+        and promotions; TorchRec's own plan is kept where ours gains too little; and TorchRec's statistics read all
+        estimates, which caches of sizes of our own lack."""
+        if isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options:
+            plan = self.plan_loader.options
+        elif self._session is not None and self._given == _Components(None, None, None, None):
+            placed, found = self._partitioner.placed, self._proposers[0].found
+            self._kept = self._session.planned(self._enumerated()).kept(plan, found, placed)
+            plan = plan if self._kept is None else list(self._kept.options)
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self._enumerator.populate_estimates(bare)
         return plan

@@ -50,6 +50,16 @@ def assumptions(
     )
 
 
+def knows_lookups(
+    context: PlanningContext,
+    plan: Sequence[ShardingOption],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: TableStatistics | None,
+) -> bool:
+    """Whether the lookups per sample of any feature are told; arguments as of :func:`assumptions`."""
+    return bool(_features(context, plan, constraints or {}, statistics or TableStatistics({}))[1])
+
+
 def _features(
     context: PlanningContext,
     plan: Sequence[ShardingOption],

@@ -27,12 +27,13 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import __version__
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import library_versions
-from dreamshard_planner.planning.assumptions import assumptions
+from dreamshard_planner.planning.assumptions import assumptions, knows_lookups
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.explaining import explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.planning.joint_plan import JointPlan
+from dreamshard_planner.planning.kept import LEAST_GAIN, KeptPlan, baseline_of
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.training_notes import training_notes
@@ -223,6 +224,7 @@ class PlanningSession:
         found: JointPlan | None,
         placed: Sequence[Outcome] | str,
         loaded: SavedPlan | None,
+        kept: KeptPlan | None,
     ) -> PlanResult:
         """What TorchRec's loop came to.
 
@@ -231,12 +233,13 @@ class PlanningSession:
             found: by our proposer.
             placed: by our partitioner; where it was not ours, why there is no report.
             loaded: from a file, instead of a search.
+            kept: TorchRec's plan, where it was taken before callbacks.
 
         Raises:
             PlannerError: ranks would exchange outputs of different types.
         """
         check_output_types(plan, self.context.sharders or (), self.request.topology.world_size)
-        told = self._told(plan, found, placed) if loaded is None else self._told_of_loaded(plan, loaded)
+        told = self._told(plan, found, placed, kept) if loaded is None else self._told_of_loaded(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
             told = told.noting(self._assumptions(plan)).noting(noted("table", self.doubtful))
@@ -246,8 +249,31 @@ class PlanningSession:
             )
         return PlanResult(self, tuple(plan), told)
 
+    def kept(
+        self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]
+    ) -> KeptPlan | None:
+        """TorchRec's plan, where a searched one gains too little over it to be taken; None where it does not."""
+        settings = self.request.settings
+        if settings.least_gain is not None:
+            least = settings.least_gain
+        else:
+            known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
+            chosen_otherwise = settings.cost_source == "torchrec" or settings.measuring_seconds
+            least = 0.0 if known or chosen_otherwise else LEAST_GAIN
+        theirs = baseline_of(self.context, plan, found, placed) if least else None
+        if theirs is None:
+            return None
+        searched, base = self.rated(plan).costs, self.rated(theirs).costs
+        gain = 1 - float(searched.overall_ms_B[0] / base.overall_ms_B[0].clamp_min(1e-9))
+        kept = KeptPlan(tuple(theirs), searched, gain, least)
+        return kept if gain < least and not kept.is_plan(plan) else None
+
     def _told(
-        self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome] | str
+        self,
+        plan: Sequence[ShardingOption],
+        found: JointPlan | None,
+        placed: Sequence[Outcome] | str,
+        kept: KeptPlan | None,
     ) -> Report | str:
         """The report on a plan that was searched for; or why there is none."""
         if isinstance(placed, str):
@@ -277,10 +303,14 @@ class PlanningSession:
             rated = self.rated(plan)
         except PlannerError as error:
             return f"callbacks changed the last plan to one whose cost is not known: {error}"
-        verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
-        note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
         how_found = [one for one in report.notes if one.code == "search"]
-        return self._report(rated, (*how_found, *further, *noted("callbacks", [note])), report)
+        if kept is not None:
+            report, how_found = kept.beside(report), [*how_found, kept.note()]
+        if kept is None or not kept.is_plan(plan):
+            verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
+            note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
+            how_found += noted("callbacks", [note])
+        return self._report(rated, (*how_found, *further), report)
 
     def _told_of_loaded(self, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
         """On a plan that was loaded."""

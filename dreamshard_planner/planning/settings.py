@@ -36,8 +36,11 @@ class PlannerSettings:
     cost_source: str = "auto"
     placement_rules: PlacementRules | None = None
     sharding_groups: ShardingGroups | None = None
+    least_gain: float | None = None
 
     def __post_init__(self) -> None:
+        if self.least_gain is not None and not 0 <= self.least_gain < 1:
+            raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
         if self.refine not in ("none", "measure") or not self.refine_seconds > 0:
             raise ValueError(
                 "refine must be 'none' or 'measure', with refine_seconds above 0; got "

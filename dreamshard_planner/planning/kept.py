@@ -1,0 +1,85 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's plan, kept where a searched one is predicted to gain less than costs can tell.
+
+Where nobody tells the lookups per sample, both planners take one for each feature. Plans that these costs rate alike
+then differ in steps by chance, either way: see ``benchmarks/default_steps.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchrec.distributed.planner.types import ShardingOption
+
+from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.joint_plan import JointPlan
+from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.search_space.alike_shards import ranks_of
+from dreamshard_planner.search_space.options import fqn_of, same_option
+
+LEAST_GAIN = 0.03
+"""Of the predicted cost of TorchRec's plan, where lookups per sample are guessed."""
+BASELINE = "torchrec"
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """TorchRec's plan, and the searched one that was not taken."""
+
+    options: tuple[ShardingOption, ...]
+    """With ranks."""
+    searched: PlacementCosts
+    gain: float
+    """Of the searched one, as a share of what TorchRec's costs."""
+    least_gain: float
+
+    def is_plan(self, plan: Sequence[ShardingOption]) -> bool:
+        """Whether a plan is this one."""
+        mine = {fqn_of(option): option for option in self.options}
+        return mine.keys() == {fqn_of(option) for option in plan} and all(
+            same_option(mine[fqn_of(option)], option) and ranks_of(mine[fqn_of(option)]) == ranks_of(option)
+            for option in plan
+        )
+
+    def beside(self, report: Report) -> Report:
+        """The report with the searched plan among the rivals."""
+        rivals = [*report.rivals, ReportEntry.of("searched", self.searched)]
+        return replace(report, rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)))
+
+    def note(self) -> Note:
+        """For the report."""
+        text = (
+            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, self.gain):.1%}, less than the "
+            f"{self.least_gain:.0%} that least_gain asks for"
+        )
+        if self.least_gain == LEAST_GAIN:
+            text += " where lookups per sample are guessed; statistics would tell which plan is better"
+        return Note("search", text, {"gain": self.gain, "least_gain": self.least_gain})
+
+
+def baseline_of(
+    context: PlanningContext, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]
+) -> list[ShardingOption] | None:
+    """TorchRec's plan among those that a plan was chosen from, with ranks; None where there is none that fits.
+
+    Args:
+        plan: the one that was chosen.
+        found: by our proposer; None where it proposed whole tables alone.
+        placed: by our partitioner.
+    """
+    if found is not None and found.torchrec is not None:
+        fits = any(rival.name == BASELINE and rival.costs is not None for rival in found.rivals)
+        return copy.deepcopy(found.torchrec.options) if fits else None
+    outcome = next((one for one in placed if one.is_plan(plan)), None)
+    rivals = () if outcome is None else outcome.placement.rivals
+    ranks = next((rival.assignment_S for rival in rivals if rival.name == BASELINE), None)
+    if outcome is None or ranks is None:
+        return None
+    theirs = copy.deepcopy(list(plan))
+    context.read(theirs, with_storage=False).assign(outcome.chosen.placed(ranks))
+    return theirs
