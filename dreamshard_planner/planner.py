@@ -592,7 +592,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         elif self._session is not None and self._given == _Components(None, None, None, None):
             placed, found = self._partitioner.placed, self._proposers[0].found
             self._kept = self._session.planned(self._enumerated()).kept(plan, found, placed)
-            plan = plan if self._kept is None else list(self._kept.options)
+            plan = plan if self._kept is None else copy.deepcopy(list(self._kept.options))
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self._enumerator.populate_estimates(bare)
         return plan

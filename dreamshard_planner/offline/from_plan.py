@@ -27,7 +27,7 @@ from dreamshard_planner.workload.statistics import TableStatistics
 
 BY_NAME = ("bounds_check_mode", "output_dtype", "key_value_params")
 """What a file holds of constraints by name alone, and nothing that is read offline."""
-PLANNERS = ("recipe", "sharding_types", "exact_training", "optimizers_attached", "seed", "cost_source")
+PLANNERS = ("recipe", "sharding_types", "exact_training", "optimizers_attached", "seed", "cost_source", "least_gain")
 """Settings that are the planner's arguments of the same name."""
 TOLD = ("cost_source", "checkpoint", "recipe")
 """Settings that move figures; the others are of the search alone."""

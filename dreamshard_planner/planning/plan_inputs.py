@@ -100,6 +100,7 @@ class PlanRequest:
                 "search_seconds": settings.search_seconds,
                 "refine_seconds": settings.measuring_seconds,
                 **({} if settings.sharding_groups is None else {"sharding_groups": plain(settings.sharding_groups)}),
+                **({} if settings.least_gain is None else {"least_gain": settings.least_gain}),
             },
             features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
         )
@@ -144,6 +145,7 @@ class PlanRequest:
                 "recipe": self.checkpoint.recipe,
                 "seed": settings.seed,
                 "search": (settings.search, settings.search_seconds, settings.measuring_seconds, self.timeout_seconds),
+                "least gain": settings.least_gain,
                 "parts": [type(part) for part in parts],
             }
         )
