@@ -258,8 +258,9 @@ class PlanningSession:
             least = settings.least_gain
         else:
             known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
-            chosen_otherwise = settings.cost_source == "torchrec" or settings.measuring_seconds
-            least = 0.0 if known or chosen_otherwise else LEAST_GAIN
+            # By TorchRec's estimates, by measurement, or as published: chosen otherwise than by our costs.
+            otherwise = settings.cost_source == "torchrec" or settings.measuring_seconds or settings.search is None
+            least = 0.0 if known or otherwise else LEAST_GAIN
         theirs = baseline_of(self.context, plan, found, placed) if least else None
         if theirs is None:
             return None

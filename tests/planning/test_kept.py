@@ -63,6 +63,7 @@ def test_a_plan_by_guessed_lookups_has_to_gain(types: Any) -> None:
         {"statistics": TableStatistics({"t3_f0": FeatureStatistics(4.0)})},
         {"constraints": {"t3": ParameterConstraints(pooling_factors=[4.0])}},
         {"cost_source": "torchrec"},
+        {"least_gain": 0.0},
     ],
 )
 def test_costs_decide_where_more_is_known(told: dict[str, Any]) -> None:
@@ -98,3 +99,8 @@ def test_callbacks_have_the_last_word() -> None:
 def test_shares_that_cannot_be_are_refused(share: float) -> None:
     with pytest.raises(ValueError, match=f"least_gain.*{share}"):
         planned(least_gain=share)
+
+
+def test_the_published_recipe_is_left_alone() -> None:
+    made, _ = planned(recipe="paper")
+    assert not any("least_gain" in str(note) for note in made.report().notes)

@@ -33,7 +33,13 @@ def test_many_tables_change_their_type_together_where_one_alone_gains_nothing() 
     constraints = {one.name: ParameterConstraints(sharding_types=["table_wise", "data_parallel"]) for one in tables}
     topology = Machine(hosts=2, ranks_per_host=8, gpu="h100").topology()
     planner = DreamShardPlanner(
-        topology=topology, batch_size=2048, constraints=constraints, cost_source="roofline", stats=[], debug=False
+        topology=topology,
+        batch_size=2048,
+        constraints=constraints,
+        cost_source="roofline",
+        stats=[],
+        debug=False,
+        least_gain=0.0,
     )
     planner.plan(collection(*tables), SHARDERS)
     context, options = planner._session.context, planner._proposers[0]._options
