@@ -100,7 +100,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             plan for those of one group, and its cost counts the averaging of replicas.
         least_gain: share of what TorchRec's plan is predicted to cost that another plan has to gain to be taken over
             it. Default: 0.03 where neither statistics nor constraints tell the lookups per sample of any feature, as
-            both plans then rest on a guess, else 0.
+            both plans then rest on a guess, else 0. Where an enumerator, proposer, partitioner or performance model
+            is given, and in :meth:`replan`, costs alone decide.
 
     Raises:
         CheckpointError: where the checkpoint can't be read.
@@ -592,7 +593,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         elif self._session is not None and self._given == _Components(None, None, None, None):
             placed, found = self._partitioner.placed, self._proposers[0].found
             self._kept = self._session.planned(self._enumerated()).kept(plan, found, placed)
-            plan = plan if self._kept is None else copy.deepcopy(list(self._kept.options))
+            if self._kept is not None:
+                plan = copy.deepcopy(list(self._kept.options))
+                self._enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self._enumerator.populate_estimates(bare)
         return plan

@@ -46,7 +46,8 @@ def table_names(keys: Collection[str], modules: Container[str] = ()) -> dict[str
     feature processors.
 
     Args:
-        modules: of a plan; they alone tell a tower's ``embedding`` from any other module of that name.
+        modules: of a plan; they alone tell a tower's ``embedding`` from any other module of that name, and feature
+            processors that have no state.
 
     Returns:
         No name twice: tables that would share one keep their weights'.
@@ -56,7 +57,8 @@ def table_names(keys: Collection[str], modules: Container[str] = ()) -> dict[str
     for key, match in ((key, match) for key in keys if (match := _WEIGHT.fullmatch(key))):
         module, table = match["module"] or "", match["table"]
         outer, _, inner = module.rpartition(".")
-        if any(_joined(outer, beside) in paths for beside in _INNER.get(inner, ())):
+        beside = any(_joined(outer, name) in paths for name in _INNER.get(inner, ()))
+        if beside or (inner in _INNER and module not in modules and outer in modules):
             module = outer
         tower = _TOWER.fullmatch(module)
         if tower and module not in modules and (tower["module"] or "") in modules:

@@ -36,7 +36,10 @@ class KeptPlan:
     searched: PlacementCosts
     gain: float
     """Of the searched one, as a share of what TorchRec's costs."""
-    least_gain: float
+    least_gain: float | None
+    """That was asked for; None where ranks would exchange outputs of different types under the searched one."""
+    guessed: bool
+    """Whether it was asked for since lookups per sample are guessed."""
 
     def is_plan(self, plan: Sequence[ShardingOption]) -> bool:
         """Whether a plan is this one."""
@@ -53,12 +56,15 @@ class KeptPlan:
 
     def note(self) -> Note:
         """For the report."""
+        if self.least_gain is None:
+            text = "TorchRec's plan is kept: ranks would exchange outputs of different types under the searched one"
+            return Note("search", text, {"gain": self.gain})
         text = (
-            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, self.gain):.1%}, less than the "
-            f"{self.least_gain:.0%} that least_gain asks for"
+            f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * self.gain):.2f} %, less "
+            f"than the {100 * self.least_gain:.3g} % of least_gain"
         )
-        if self.least_gain == LEAST_GAIN:
-            text += " where lookups per sample are guessed; statistics would tell which plan is better"
+        if self.guessed:
+            text += ", since lookups per sample are guessed; statistics would tell which plan is better"
         return Note("search", text, {"gain": self.gain, "least_gain": self.least_gain})
 
 

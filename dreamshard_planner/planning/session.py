@@ -55,7 +55,7 @@ from dreamshard_planner.search_space.constraints import (
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
-from dreamshard_planner.search_space.output_types import check_output_types
+from dreamshard_planner.search_space.output_types import mixed_outputs
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import never_run, usable_options
 from dreamshard_planner.support.formatting import nearest
@@ -238,7 +238,8 @@ class PlanningSession:
         Raises:
             PlannerError: ranks would exchange outputs of different types.
         """
-        check_output_types(plan, self.context.sharders or (), self.request.topology.world_size)
+        if mixed := self._mixed_outputs(plan):
+            raise refused(mixed)
         told = self._told(plan, found, placed, kept) if loaded is None else self._told_of_loaded(plan, loaded)
         if isinstance(told, Report):
             training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
@@ -252,22 +253,27 @@ class PlanningSession:
     def kept(
         self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]
     ) -> KeptPlan | None:
-        """TorchRec's plan, where a searched one gains too little over it to be taken; None where it does not."""
-        settings = self.request.settings
-        if settings.least_gain is not None:
-            least = settings.least_gain
-        else:
-            known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
+        """TorchRec's plan, where a searched one gains too little over it to be taken, or cannot run and it can; None
+        where the searched one is taken."""
+        settings, guessed = self.request.settings, False
+        least = settings.least_gain or 0.0
+        if settings.least_gain is None:
             # By TorchRec's estimates, by measurement, or as published: chosen otherwise than by our costs.
             otherwise = settings.cost_source == "torchrec" or settings.measuring_seconds or settings.search is None
-            least = 0.0 if known or otherwise else LEAST_GAIN
-        theirs = baseline_of(self.context, plan, found, placed) if least else None
-        if theirs is None:
+            known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
+            guessed = not known and not otherwise
+            least = LEAST_GAIN if guessed else 0.0
+        mixed = self._mixed_outputs(plan) is not None
+        theirs = baseline_of(self.context, plan, found, placed) if least or mixed else None
+        if theirs is None or self._mixed_outputs(theirs):
             return None
         searched, base = self.rated(plan).costs, self.rated(theirs).costs
         gain = 1 - float(searched.overall_ms_B[0] / base.overall_ms_B[0].clamp_min(1e-9))
-        kept = KeptPlan(tuple(theirs), searched, gain, least)
-        return kept if gain < least and not kept.is_plan(plan) else None
+        kept = KeptPlan(tuple(theirs), searched, gain, None if mixed else least, guessed)
+        return kept if (mixed or gain < least) and not kept.is_plan(plan) else None
+
+    def _mixed_outputs(self, plan: Sequence[ShardingOption]) -> str | None:
+        return mixed_outputs(plan, self.context.sharders or (), self.request.topology.world_size)
 
     def _told(
         self,

@@ -15,17 +15,17 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import fused_params
-from dreamshard_planner.search_space.options import fqn_of, refused, type_of
+from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
 
 MAX_NAMED = 5
 """Tables."""
 
 
-def check_output_types(
+def mixed_outputs(
     plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
-) -> None:
-    """PlannerError where ranks would exchange outputs of different types; names tables and types.
+) -> str | None:
+    """Where ranks would exchange outputs of different types, the tables and types, in words; None where they do not.
 
     Args:
         plan: with ranks.
@@ -48,11 +48,12 @@ def check_output_types(
         if len(sent) > 1:
             named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables], MAX_NAMED)
             by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
-            raise refused(
+            return (
                 f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different "
                 f"types: {by_ranks} (float32 by ranks without such a table). Its tables put out {named}: leave "
                 "output_dtype out of their constraints and sharder, or allow them row_wise alone."
             )
+    return None
 
 
 def _sent(tables: Sequence[tuple[ShardingOption, torch.dtype]], world_size: int) -> dict[torch.dtype, list[int]]:

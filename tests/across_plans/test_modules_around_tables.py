@@ -32,6 +32,7 @@ from torchrec.modules.mc_modules import (
 from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans import reads
 from dreamshard_planner.across_plans.convert import convert, describe
+from dreamshard_planner.across_plans.layout import table_names
 from dreamshard_planner.across_plans.reading import BoundedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -223,3 +224,10 @@ def test_row_blocks_are_told_by_large_buffers_too(tmp_path: Path, monkeypatch: p
         loaded = blank(model)
         load_across_plans(loaded, path)
         torch.testing.assert_close(loaded["model"], dict(model.state_dict()))
+
+
+def test_processors_without_a_state_are_told_by_the_plan() -> None:
+    key = "e._embedding_bag_collection.embedding_bags.t.weight"
+    assert table_names([key], {"e"}) == {key: "e.t"}
+    assert table_names([key], {"e._embedding_bag_collection"}) == {key: "e._embedding_bag_collection.t"}
+    assert table_names([key]) == {key: "e._embedding_bag_collection.t"}

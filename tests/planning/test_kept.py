@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from small_models import collection, table
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -51,7 +53,7 @@ def test_a_plan_by_guessed_lookups_has_to_gain(types: Any) -> None:
     assert rivals["searched"] == pytest.approx(searched.report().chosen.total_ms)
     assert rivals["torchrec"] == pytest.approx(kept.report().chosen.total_ms)
     notes = [str(note) for note in kept.report().notes if "least_gain" in str(note)]
-    assert len(notes) == 1 and f"{gain:.1%}" in notes[0] and "statistics" in notes[0]
+    assert len(notes) == 1 and f"{100 * gain:.2f} %" in notes[0] and "statistics" in notes[0]
     assert not any("least_gain" in str(note) for note in searched.report().notes)
     assert {name: (sharding.sharding_type, [shard.rank for shard in sharding.shards])
             for name, sharding in kept.saved_plan().tables()} == plan  # fmt: skip
@@ -104,3 +106,31 @@ def test_shares_that_cannot_be_are_refused(share: float) -> None:
 def test_the_published_recipe_is_left_alone() -> None:
     made, _ = planned(recipe="paper")
     assert not any("least_gain" in str(note) for note in made.report().notes)
+
+
+def test_estimates_of_a_kept_plan_are_by_our_costs() -> None:
+    """TorchRec's statistics print them, and callbacks read them."""
+    sizes = [(2_000_000, 64), (5_000_000, 128), (100_000, 32), (3_000, 64), (700_000, 64), (9_000_000, 32)]
+
+    def made(**settings: Any) -> DreamShardPlanner:
+        topology, left = Topology(8, "cuda", local_world_size=4), FixedPercentageStorageReservation(0.0)
+        given = {"topology": topology, "batch_size": 256, "storage_reservation": left, "stats": [], "debug": False}
+        planner = DreamShardPlanner(**given, **settings)
+        planner.plan(model(*sizes), get_default_sharders())
+        return planner
+
+    kept = made(least_gain=0.9)
+    assert any("least_gain" in str(note) for note in kept.report().notes)
+    alike = {one.name: ParameterConstraints(sharding_types=[one.sharding_type]) for one in kept.options}
+    searched = {one.name: one.total_perf for one in made(least_gain=0.0, constraints=alike).options}
+    assert {one.name: one.total_perf for one in kept.options} == pytest.approx(searched)
+
+
+def test_a_plan_whose_ranks_would_send_other_types_gives_way_to_torchrecs() -> None:
+    halves = {f"t{index}": ParameterConstraints(output_dtype=DataType.FP16) for index in range(3)}
+    sizes = [(30_000, 64), (100_000, 8), (30_000, 32), (2_000, 8), (7_000, 8), (400, 8)]
+    made, plan = planned(sizes, constraints=halves, sharding_types=("table_wise",), least_gain=0.0)
+    for rank in (0, 1):
+        assert any(ranks == [rank] and name not in halves for name, (_, ranks) in plan.items())
+    assert any("different types" in str(note) for note in made.report().notes)
+    assert "searched" in {rival.name for rival in made.report().rivals}
