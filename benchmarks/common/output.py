@@ -27,12 +27,13 @@ def table_of(title: str, first: str, *others: str) -> Table:
 
 
 def write_result(path: Path | None, *parts: dict[str, Any]) -> None:
-    """The parts as one JSON object, if a file is wanted; of keys in several, the last counts."""
+    """The parts as one JSON object, a line for each key, if a file is wanted; of keys in several, the last counts."""
     if path is not None:
         result: dict[str, Any] = {}
         for part in parts:
             result |= part
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
+        path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
 
 
 def named(text: str) -> tuple[str, ...]:
