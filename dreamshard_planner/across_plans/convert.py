@@ -179,8 +179,8 @@ class _Content(DefaultSavePlanner):
             if remapped and remapped in planned:
                 shards = [reads.rectangle(shard.offset, shard.size) for shard in planned[remapped].shards]
                 reads.check_row_blocks(key, entry, remapped, shards)
-            cut = [part for whole in entry.chunks for part in reads.pieces(whole, entry)]
-            for part in entry.chunks if remapped else cut:
+            cut = entry.chunks if remapped else [part for whole in entry.chunks for part in reads.pieces(whole, entry)]
+            for part in cut:
                 index = MetadataIndex(key, part.offsets)
                 self._add(0, index, part, reads.overlaps(key, entry, part, index))
 

@@ -20,7 +20,7 @@ from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search_space.alike_shards import ranks_of
-from dreamshard_planner.search_space.options import fqn_of, same_option
+from dreamshard_planner.search_space.options import fqn_of, same_options
 
 LEAST_GAIN = 0.03
 """Of the predicted cost of TorchRec's plan, where lookups per sample are guessed."""
@@ -43,11 +43,8 @@ class KeptPlan:
 
     def is_plan(self, plan: Sequence[ShardingOption]) -> bool:
         """Whether a plan is this one."""
-        mine = {fqn_of(option): option for option in self.options}
-        return mine.keys() == {fqn_of(option) for option in plan} and all(
-            same_option(mine[fqn_of(option)], option) and ranks_of(mine[fqn_of(option)]) == ranks_of(option)
-            for option in plan
-        )
+        mine, given = ({fqn_of(option): ranks_of(option) for option in options} for options in (self.options, plan))
+        return mine == given and same_options(self.options, plan)
 
     def beside(self, report: Report) -> Report:
         """The report with the searched plan among the rivals."""

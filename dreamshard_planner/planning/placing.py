@@ -21,7 +21,7 @@ from dreamshard_planner.search.exact import PACKING_SECONDS
 from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.alike_shards import ranks_of
-from dreamshard_planner.search_space.options import same_option
+from dreamshard_planner.search_space.options import same_options
 from dreamshard_planner.search_space.towers import pin
 
 
@@ -69,9 +69,7 @@ class Outcome:
 
     def has_options_of(self, plan: Sequence[ShardingOption]) -> bool:
         """Whether a plan shards the same tables in the same way, on whatever ranks."""
-        given = {option.fqn: option for option in plan}
-        mine = {options[0].fqn: options[0] for options in self.read.options}
-        return given.keys() == mine.keys() and all(same_option(mine[fqn], given[fqn]) for fqn in mine)
+        return same_options([options[0] for options in self.read.options], plan)
 
 
 def place_proposal(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
@@ -50,3 +50,9 @@ def same_option(one: ShardingOption, other: ShardingOption) -> bool:
         for option in (one, other)
     )
     return one_way == other_way
+
+
+def same_options(plan: Sequence[ShardingOption], other: Sequence[ShardingOption]) -> bool:
+    """Whether two plans shard the same tables in the same way, on whatever ranks."""
+    mine, theirs = ({fqn_of(option): option for option in options} for options in (plan, other))
+    return mine.keys() == theirs.keys() and all(same_option(mine[fqn], theirs[fqn]) for fqn in mine)
