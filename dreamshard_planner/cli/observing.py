@@ -14,6 +14,7 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.learn import KEPT, keep_in, refusal_told, tell_where
 from dreamshard_planner.cli.options import output
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.errors import StatisticsError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +47,11 @@ def observed(
         return show([asdict(trace) for trace in traces], format, *_of_traces(traces))
     observation = Observation.load_all(files)
     if statistics is not None:
-        TableStatistics.merge(run.statistics for run in observation.runs).to_json(statistics)
+        try:
+            merged = TableStatistics.merge(run.statistics for run in observation.runs)
+        except StatisticsError as error:
+            raise StatisticsError(f"{', '.join(map(str, files))}, for --statistics: {error}") from error
+        merged.to_json(statistics)
     found = [compare(run) for run in observation.runs]
     ranks = [[rank.rank for rank in run.ranks] for run in observation.runs]
     told = [table for one, of_run in zip(found, ranks, strict=True) for table in _tables(one, of_run)]

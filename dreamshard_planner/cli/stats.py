@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 stats = typer.Typer(cls=Commands, no_args_is_help=True, help="How features read their tables: counted in your data.")
 app.add_typer(stats, name="stats")
+WORTH = 0.05
+"""Share of the cost from which planning again is worth it, unasked."""
 
 
 @command("dreamshard stats parquet day0.parquet --batch-size 8192 --out statistics.json", of=stats)
@@ -106,8 +108,13 @@ def diff(
     before: Annotated[Path, typer.Argument(help="Statistics, .json; with --plan alone, the newer ones.")],
     after: Annotated[Path | None, typer.Argument(help="Newer ones; with --plan, before are those in its file.")] = None,
     worth: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the cost from which planning again is worth it, for --plan.")
-    ] = 0.05,
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help=f"Share of the cost from which planning again is worth it, for --plan; default: {WORTH}.",
+        ),
+    ] = None,
     every_feature: Annotated[bool, typer.Option("--all", help="Show all, not only those that drifted.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
@@ -121,6 +128,8 @@ def diff(
         raise typer.BadParameter("--statistics: give both files of statistics as arguments")
     if options.plan is None and options.tables is None and (idle := sorted(options.given())):
         raise typer.BadParameter(f"{', '.join(map(flag, idle))}: of planning; give --tables or --plan as well")
+    if options.plan is None and worth is not None:
+        raise typer.BadParameter("--worth: of a verdict on a plan; give --plan as well")
     saved = None if options.plan is None else load_plan(options.plan)
     if after is not None:
         one, newer = TableStatistics.from_json(before), after
@@ -152,13 +161,14 @@ def diff(
             named = first_of(found.only_after, 3)
             told.append(f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}.")
         gain = replanning(options.job_of(saved, other), saved, other)
-        worthwhile = gain.gain >= worth
+        least = WORTH if worth is None else worth
+        worthwhile = gain.gain >= least
         verdict = "plan again" if worthwhile else "keep the plan"
         document["verdict"] = verdict
         told.insert(
             0,
             f"Verdict: {verdict}. By {newer.name}, {saved.name} costs {gain.keep_ms:.3f} ms, and planned again "
-            f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {worth:.1%} that are worth it.",
+            f"{gain.again_ms:.3f} ms: {gain.gain:.1%} less, of {least:.1%} that are worth it.",
         )
     elif options.tables is not None:
         from dreamshard_planner.offline.what_if import replanning

@@ -228,6 +228,7 @@ def test_mistakes_are_one_line_and_status_1(
         (("plan", *SMALL[:4], "--batch-size", "8", "--device", "cpu", "--host-memory", "1GB"), "--host-memory"),
         (("stats", "diff", "a.json", "b.json", "--gpu", "h100"), "--gpu: of planning"),
         (("stats", "diff", "a.json", "b.json", "--statistics", "c.json"), "--statistics"),
+        (("stats", "diff", "a.json", "b.json", "--worth", "0.1"), "--worth"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
     ],
 )
