@@ -24,7 +24,7 @@ from dreamshard_planner.plans.verdict import LEVEL, collectives_dominate, verdic
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search_space.constraints import NOT_OFFERED, reasons_in_words
+from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.input_checks import available_bytes
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option

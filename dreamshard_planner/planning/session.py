@@ -46,6 +46,7 @@ from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import (
     PlanningConstraints,
     doubtful_inputs,
@@ -409,16 +410,14 @@ def _legal_ranks(request: PlanRequest, module: nn.Module, sharders: Sharders) ->
 def _constraints(
     request: PlanRequest, module: nn.Module, sharders: Sharders, legal: LegalRanks | None
 ) -> PlanningConstraints:
-    return planning_constraints(
-        module,
-        sharders,
-        request.constraints,
-        request.settings.statistics,
-        request.topology.compute_device,
-        sharding_types=request.settings.allowed_types,
-        exact_training=request.settings.exact_training,
-        optimizers_attached=request.settings.optimizers_attached,
-        has_ssd=any(device.storage.ssd > 0 for device in request.topology.devices),
+    settings, topology = request.settings, request.topology
+    allowed = AllowedTypes(
+        topology.compute_device,
+        sharding_types=settings.allowed_types,
+        exact_training=settings.exact_training,
+        optimizers_attached=settings.optimizers_attached,
+        has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
         legal=legal,
-        impossible=impossible_types(request.topology),
+        impossible=impossible_types(topology),
     )
+    return planning_constraints(module, sharders, request.constraints, settings.statistics, allowed)

@@ -6,44 +6,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from types import MappingProxyType
 
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
-from torchrec.distributed.planner.enumerators import (
-    GUARDED_COMPUTE_KERNELS,
-    GUARDED_SHARDING_TYPES_FOR_FP_MODULES,
-)
+from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTypes, reasons_in_words
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE, serves
-from dreamshard_planner.search_space.legality import (
-    MIXED_MEAN,
-    Situation,
-    broken,
-    inexact,
-    is_mean,
-    known_kernels,
-    optimizer_name,
-    without_mixed_means,
-)
+from dreamshard_planner.search_space.legality import MIXED_MEAN, is_mean, known_kernels, without_mixed_means
 from dreamshard_planner.search_space.modules import (
-    Quantized,
     ShardableTable,
-    fused_params,
     per_feature,
     remaps_ids,
     shardable_tables,
     table_configs,
 )
 from dreamshard_planner.search_space.options import refused
-from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.formatting import nearest, some_of
+from dreamshard_planner.support.formatting import some_of
 from dreamshard_planner.workload.counting import SAME_BATCH
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -52,10 +35,6 @@ DIM_STEP = 4
 """FBGEMM's kernels read four columns at once."""
 MAX_MEANT_DIM = 8192
 """More columns than embeddings have; rows and dim are taken to have changed places."""
-
-
-NOT_OFFERED = "the sharder does not offer it"
-NO_SUCH_TYPE = "there is no such type"
 
 
 class PlanningConstraints(dict[str, ParameterConstraints]):
@@ -72,13 +51,7 @@ def planning_constraints(
     sharders: Sequence[ModuleSharder[nn.Module]],
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
-    compute_device: str,
-    sharding_types: Sequence[str] | None = None,
-    exact_training: bool = True,
-    optimizers_attached: bool = False,
-    has_ssd: bool = True,
-    legal: LegalRanks | None = None,
-    impossible: Mapping[str, str] = MappingProxyType({}),
+    allowed: AllowedTypes,
 ) -> PlanningConstraints:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
@@ -91,13 +64,7 @@ def planning_constraints(
         sharders: its sharders.
         constraints: the user's, by table name.
         statistics: per feature.
-        compute_device: of the topology.
-        sharding_types: TorchRec's names of the types to use; None for all.
-        exact_training: leave out types that change how a table is trained, unless its constraint names them.
-        optimizers_attached: to the replicas of data-parallel tables, some of which then train exactly.
-        has_ssd: whether the topology has SSDs; TorchRec leaves ``key_value`` out where not.
-        legal: where tables may lie; anywhere by default.
-        impossible: sharding types that the topology leaves no place for, and why.
+        allowed: whatever the table.
 
     Raises:
         PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
@@ -111,24 +78,14 @@ def planning_constraints(
     for table in tables:
         name = table.name
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
-        if constraint.device_group and constraint.device_group != compute_device:
+        if constraint.device_group and constraint.device_group != allowed.compute_device:
             continue
         _check_texts(table, constraint)
         _check_min_partition(table, constraint)
-        constraint.compute_kernels = _usable_kernels(table, constraint, compute_device, has_ssd)
+        constraint.compute_kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
         # TorchRec looks up one constraint for all tables of a name.
         for one in by_name[name]:
-            ruled_out = {**impossible, **(legal.left_out(one.fqn) if legal else {})}
-            expanded.left_out[one.fqn] = types_left_out(
-                one,
-                constraint,
-                compute_device,
-                sharding_types,
-                exact_training,
-                optimizers_attached,
-                ruled_out,
-                one.path in varied,
-            )
+            expanded.left_out[one.fqn] = allowed.left_out(one, constraint, one.path in varied)
         constraint.sharding_types = _usable_types(
             {one.fqn: expanded.left_out[one.fqn] for one in by_name[name]}, constraint.sharding_types
         )
@@ -343,71 +300,6 @@ def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTa
                 f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
                 f"cannot give them {what} {list(values)}. Rename one of the tables."
             )
-
-
-def types_left_out(
-    table: ShardableTable,
-    constraint: ParameterConstraints,
-    compute_device: str,
-    sharding_types: Sequence[str] | None,
-    exact_training: bool,
-    optimizers_attached: bool,
-    ruled_out: Mapping[str, str],
-    varied_batches: bool,
-) -> dict[str, str]:
-    """The sharding types that may not be used for a table by the compute kernels of its constraint, and why."""
-    supported = table.sharder.sharding_types(compute_device)
-    named = constraint.sharding_types or None
-    given = fused_params(table.module, table.sharder, constraint.output_dtype)
-    situation = Situation(
-        table.module,
-        table.config,
-        compute_device,
-        optimizer_name(table.parameter, given),
-        optimizers_attached,
-        replicas_follow(table.parameter, given, table.module),
-        Quantized.of(table.module, table.sharder, table.parameter, table.config),
-        bool(constraint.batch_sizes) or varied_batches,
-    )
-    processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
-
-    def reason(kind: str) -> str | None:
-        if kind not in SHARDING_TYPES:
-            return "nobody knows what it does" if kind in supported else NO_SUCH_TYPE + nearest(kind, SHARDING_TYPES)
-        if kind not in supported:
-            return NOT_OFFERED
-        if named is not None and kind not in named:
-            return "its constraint's sharding_types leave it out"
-        if sharding_types is not None and kind not in sharding_types:
-            return "the planner's sharding_types leave it out"
-        if why := ruled_out.get(kind) or broken(kind, situation):
-            return why
-        kernels = table.sharder.compute_kernels(kind, compute_device)
-        if constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
-            return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
-        if named is not None:
-            return None
-        if SHARDING_TYPES[kind].only_named and kind not in (sharding_types or ()):
-            return "TorchRec wants it named"
-        if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
-            return "TorchRec wants it named for feature processors"
-        why = inexact(kind, situation) if exact_training else None
-        return why and f"{why} (name it in the table's constraint, or plan with exact_training=False)"
-
-    kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
-    left_out = {kind: why for kind in kinds if (why := reason(kind))}
-    for kind, spec in SHARDING_TYPES.items():
-        if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
-            left_out[kind] = f"it runs as {spec.runs_as}"
-    return left_out
-
-
-def reasons_in_words(left_out: Mapping[str, str]) -> str:
-    """Types with the reason that they share, as "column_wise, row_wise: the sharder does not offer it"."""
-    kinds: dict[str, list[str]] = {}
-    for kind, reason in sorted(left_out.items()):
-        kinds.setdefault(reason, []).append(kind)
-    return "; ".join(f"{', '.join(of_one)}: {reason}" for reason, of_one in kinds.items())
 
 
 def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:

@@ -18,6 +18,7 @@ from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import planning_constraints
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
@@ -29,7 +30,7 @@ def test_pooling_factors_come_from_statistics_then_constraints_then_torchrec() -
     model.sparse = collection(table("a", features=3), table("b", features=2), table("c"))
     given = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0, 4.0]), "b": ParameterConstraints()}
     statistics = TableStatistics({"a_f1": FeatureStatistics(30.0), "c_f0": FeatureStatistics(0.0)})
-    expanded = planning_constraints(model, SHARDERS, given, statistics, "cpu", ("table_wise",))
+    expanded = planning_constraints(model, SHARDERS, given, statistics, AllowedTypes("cpu", ("table_wise",)))
     assert expanded["a"].pooling_factors == [2.0, 30.0, 4.0]
     assert expanded["b"].pooling_factors == [1.0, 1.0]
     assert expanded["c"].pooling_factors == [0.0]
@@ -70,7 +71,7 @@ def test_tables_of_one_name_share_their_sharding_types() -> None:
     sharders = [*SHARDERS, EmbeddingCollectionSharder()]
     rules = {"t": ParameterConstraints(sharding_types=["table_column_wise", "row_wise"])}  # one for each
     with pytest.raises(PlannerError, match="no sharding type is left for table 'a.t' and 'b.t'") as caught:
-        planning_constraints(model, sharders, rules, None, "cpu")
+        planning_constraints(model, sharders, rules, None, AllowedTypes("cpu"))
     assert "row_wise" in str(caught.value) and "table_column_wise" in str(caught.value)
 
 
@@ -103,7 +104,7 @@ def test_options_become_workloads() -> None:
     )
     model.weighted = collection(table("d", dim=32), weighted=True)
     constraints = {"a": ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 3.0], batch_sizes=[64, 16])}
-    expanded = planning_constraints(model, SHARDERS, constraints, None, "cpu", ("table_wise",))
+    expanded = planning_constraints(model, SHARDERS, constraints, None, AllowedTypes("cpu", ("table_wise",)))
     options = EmbeddingEnumerator(topology(4), batch_size=64, constraints=expanded).enumerate(model, SHARDERS)
     reader = OptionReader(expanded, None, SHARDERS)
     by_name = {workload.name: workload for workload in reader.workloads(options, topology(4))}
@@ -138,7 +139,7 @@ def test_options_become_workloads() -> None:
 
 
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
-    expanded = planning_constraints(model, sharders, constraints, None, "cpu", ("table_wise",))
+    expanded = planning_constraints(model, sharders, constraints, None, AllowedTypes("cpu", ("table_wise",)))
     options = EmbeddingEnumerator(topology(), batch_size=64, constraints=expanded).enumerate(model, sharders)
     context = PlanningContext(topology(), OptionReader(expanded, None, sharders), resolve("auto", "cpu"))
     return context.reader.workloads(options, topology()), context.read(options).problem

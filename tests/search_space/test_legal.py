@@ -15,6 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import planning_constraints
 from dreamshard_planner.search_space.legality import optimizer_name, without_mixed_means
 from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS
@@ -60,7 +61,7 @@ def test_modules_that_bring_an_optimizer_train_with_it(optimizer: type, exact: b
     """Their tables have no mark of it; data-parallel does not take it away."""
     tables, sharders = [table("t", 100, 512)], [FusedEmbeddingBagCollectionSharder()]
     module = FusedEmbeddingBagCollection(tables, optimizer, {"lr": 0.1}, device=torch.device("meta"))
-    types = planning_constraints(module, sharders, None, None, "cuda")["t"].sharding_types
+    types = planning_constraints(module, sharders, None, None, AllowedTypes("cuda"))["t"].sharding_types
     assert ("column_wise" in types) == exact
     named = {"t": ParameterConstraints(sharding_types=["data_parallel"])}
     with warnings.catch_warnings():

@@ -1,0 +1,106 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Which sharding types a table may not take, and why: who left each out, the sharder, the user, the topology, placement
+rules, TorchRec's defects, or exact training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrec.distributed.planner.enumerators import GUARDED_SHARDING_TYPES_FOR_FP_MODULES
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.utils import sharder_name
+
+from dreamshard_planner.search_space.legality import Situation, broken, inexact, optimizer_name
+from dreamshard_planner.search_space.modules import Quantized, ShardableTable, fused_params
+from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.replica_rules import replicas_follow
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import nearest
+
+NOT_OFFERED = "the sharder does not offer it"
+NO_SUCH_TYPE = "there is no such type"
+
+
+@dataclass(frozen=True)
+class AllowedTypes:
+    """What a planner allows of every table that it plans."""
+
+    compute_device: str
+    """Of the topology."""
+    sharding_types: Sequence[str] | None = None
+    """TorchRec's names of the types to use; None for all."""
+    exact_training: bool = True
+    """Whether types that change how a table is trained are left out, unless its constraint names them."""
+    optimizers_attached: bool = False
+    """To the replicas of data-parallel tables, some of which then train exactly."""
+    has_ssd: bool = True
+    """Whether the topology has SSDs; TorchRec leaves ``key_value`` out where not."""
+    legal: LegalRanks | None = None
+    """Where tables may lie; None for anywhere."""
+    impossible: Mapping[str, str] = field(default_factory=dict)
+    """Sharding types that the topology leaves no place for, and why."""
+
+    def left_out(
+        self, table: ShardableTable, constraint: ParameterConstraints, varied_batches: bool = False
+    ) -> dict[str, str]:
+        """The sharding types that a table may not take by the compute kernels of its constraint, and why.
+
+        Args:
+            table: of the model.
+            constraint: its own.
+            varied_batches: whether statistics know that batches of its module's features differ in size.
+        """
+        supported = table.sharder.sharding_types(self.compute_device)
+        named = constraint.sharding_types or None
+        given = fused_params(table.module, table.sharder, constraint.output_dtype)
+        situation = Situation(
+            table.module,
+            table.config,
+            self.compute_device,
+            optimizer_name(table.parameter, given),
+            self.optimizers_attached,
+            replicas_follow(table.parameter, given, table.module),
+            Quantized.of(table.module, table.sharder, table.parameter, table.config),
+            bool(constraint.batch_sizes) or varied_batches,
+        )
+        ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
+        processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
+
+        def reason(kind: str) -> str | None:
+            if kind not in supported:
+                return NOT_OFFERED if kind in SHARDING_TYPES else NO_SUCH_TYPE + nearest(kind, SHARDING_TYPES)
+            if kind not in SHARDING_TYPES:
+                return "nobody knows what it does"
+            if named is not None and kind not in named:
+                return "its constraint's sharding_types leave it out"
+            if self.sharding_types is not None and kind not in self.sharding_types:
+                return "the planner's sharding_types leave it out"
+            if why := ruled_out.get(kind) or broken(kind, situation):
+                return why
+            kernels = table.sharder.compute_kernels(kind, self.compute_device)
+            if constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
+                return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
+            if named is not None:
+                return None
+            if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
+                return "TorchRec wants it named"
+            if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
+                return "TorchRec wants it named for feature processors"
+            why = inexact(kind, situation) if self.exact_training else None
+            return why and f"{why} (name it in the table's constraint, or plan with exact_training=False)"
+
+        kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
+        left_out = {kind: why for kind in kinds if (why := reason(kind))}
+        for kind, spec in SHARDING_TYPES.items():
+            if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
+                left_out[kind] = f"it runs as {spec.runs_as}"
+        return left_out
+
+
+def reasons_in_words(left_out: Mapping[str, str]) -> str:
+    """Types with the reason that they share, as "column_wise, row_wise: the sharder does not offer it"."""
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in sorted(left_out.items()):
+        kinds.setdefault(reason, []).append(kind)
+    return "; ".join(f"{', '.join(of_one)}: {reason}" for reason, of_one in kinds.items())
