@@ -68,13 +68,15 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
         expected = None if every is None else tuple(every[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
     outputs = {name: one for name, one in run.collectives.items() if name.startswith("outputs")}
-    part = "of the last rank to come" if run.lookups_ms is not None else "observed without what is done to them between"
+    # How long lookups are on their way while other batches compute is nothing that was predicted.
+    beside = run.lookups_ms is None
     exchanges = {
         "outputs": "exchange of outputs, of the last rank to come",
-        "lookups": f"exchange of lookups, {part}",
+        "lookups": f"exchange of lookups, {'on their way beside other work' if beside else 'of the last rank to come'}",
     }
     for carried, what in exchanges.items():
-        expected = None if predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
+        told = None if beside and carried == "lookups" else predicted
+        expected = None if told is None else (_predicted_ms(told, carried),) * len(ranks)
         yield Compared(what, expected, (_observed_ms(run, carried),) * len(ranks))
     for name, one in run.collectives.items():
         yield Compared(f"{name}: until it is there", None, one.span_ms)
