@@ -19,6 +19,7 @@ from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
 from dreamshard_planner.support.fingerprint import digest
@@ -42,19 +43,14 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         statistics: over those that its file holds.
 
     Raises:
-        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, it has quantized tables, or is for
-            one of several sharding groups.
+        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, it has quantized tables, or does
+            not tell how many sharding groups there are.
     """
-    inputs, settings = saved.inputs, saved.inputs.settings
+    inputs = saved.inputs
     if served := next((name for name, table in inputs.tables.items() if table.optimizer == NO_OPTIMIZER), None):
         raise PlanError(
             f"{saved.name}: table {served!r} is quantized, and lists of tables, which this file would be read as, hold "
             "tables that are trained: ask the planner of the model itself (planner.explain, planner.report)"
-        )
-    if "sharding_groups" in settings:
-        raise PlanError(
-            f"{saved.name} is for the ranks of one sharding group (2D parallelism), and no job is read back of "
-            "several: give the tables and --sharding-group instead"
         )
     tables = {path: [_spec(saved, path, name) for name in of_module] for path, of_module in saved.sharding.items()}
     model = OfflineModel.of_modules(
@@ -69,7 +65,7 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         machine=_machine(saved),
         batch_size=inputs.batch_size,
         reserve=_reserve(saved),
-        settings={**_planners(saved), **rules},
+        settings={**_planners(saved), **_groups(saved), **rules},
     )
 
 
@@ -135,10 +131,12 @@ def _data_type(saved: SavedPlan, name: str) -> Any:
 
 
 def _machine(saved: SavedPlan) -> Machine:
+    """All ranks, in 2D parallelism those of all sharding groups."""
     topology: TopologyInputs = saved.inputs.topology
-    per_host, rate = min(topology.local_world_size, topology.world_size), _rates(topology)
-    if topology.world_size % per_host:
-        raise PlanError(f"{saved.name}: {topology.world_size} ranks do not fill hosts of {per_host}")
+    of_group = min(topology.local_world_size, topology.world_size)
+    per_host, rate = topology.groups.host_ranks if topology.groups else of_group, _rates(topology)
+    if topology.all_ranks % per_host:
+        raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {per_host}")
     on_cpu = topology.compute_device == "cpu"
     memory = min(topology.memory_bytes["DDR" if on_cpu else "HBM"])
     speed = rate["DDR" if on_cpu else "HBM"]
@@ -148,7 +146,7 @@ def _machine(saved: SavedPlan) -> Machine:
     own = GPUS.get(gpu or "")
     return Machine(
         ranks_per_host=per_host,
-        hosts=topology.world_size // per_host,
+        hosts=topology.all_ranks // per_host,
         device=topology.compute_device,
         gpu=gpu,
         memory_bytes=None if own else memory,
@@ -186,6 +184,23 @@ def _planners(saved: SavedPlan) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise PlanError(f"{saved.name}: settings: {name} {brief(value)} cannot be: {brief(error)}") from error
     return given
+
+
+def _groups(saved: SavedPlan) -> dict[str, ShardingGroups]:
+    """Of 2D parallelism, as the planner takes them; PlanError where the file does not tell how many there are."""
+    given = saved.inputs.settings.get("sharding_groups")
+    if given is None:
+        return {}
+    try:
+        groups = ShardingGroups(**given)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{saved.name}: settings: sharding_groups {brief(given)} cannot be: {brief(error)}") from error
+    if saved.inputs.topology.groups is None:
+        raise PlanError(
+            f"{saved.name} is for the ranks of one sharding group (2D parallelism), and files of before version 5 do "
+            "not tell how many there are: save the plan again, or give the tables and --sharding-group instead"
+        )
+    return {"sharding_groups": groups}
 
 
 def _rules(saved: SavedPlan) -> PlacementRules:

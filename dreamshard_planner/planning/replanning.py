@@ -125,7 +125,8 @@ class Held:
         was, now = current.inputs.topology, model.inputs.topology
         same = (was.world_size, was.local_world_size) == (now.world_size, now.local_world_size)
         if not same and not gone:
-            forced.append(f"{was.world_size} -> {now.world_size} ranks")
+            more_or_less = f"{was.all_ranks} -> {now.all_ranks} ranks"
+            forced.append(f"{was} -> {now}" if was.all_ranks == now.all_ranks else more_or_less)
         return cls(current.name, model.inputs.tables, shards, whole, same and not gone, tuple(forced))
 
     def received_SD(self, option: ShardingOption, ranks: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dreamshard_planner import (
     FeatureStatistics,
     PlacementRules,
     PlanError,
+    ShardingGroups,
     TableStatistics,
     TaskError,
 )
@@ -121,6 +123,26 @@ def test_a_plan_of_a_collection_alone_and_of_ranks_that_fill_no_hosts() -> None:
         job_of(replace(saved, inputs=odd))
 
 
+@pytest.mark.parametrize("next_to_each_other", [False, True])
+def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> None:
+    groups = ShardingGroups(size=4, sync_interval=5, use_inter_host_allreduce=next_to_each_other)
+    all_ranks = Machine(ranks_per_host=4, hosts=2, gpu="h100").topology()
+    saved = saved_of(model(), None, all_ranks, sharding_groups=groups)
+    job = job_of(saved)
+    assert (job.machine.ranks_per_host, job.machine.hosts, job.settings["sharding_groups"]) == (4, 2, groups)
+    again = job.plan().planner
+    assert again.saved_plan().inputs.topology == saved.inputs.topology
+    assert again.predict(saved).total_ms == pytest.approx(saved.predicted.total_ms, rel=1e-6)
+    saved.save(tmp_path / "plan.json")
+    assert "Rank" in run("explain", str(tmp_path / "plan.json"), "--rank", "0").stdout
+    assert json.loads(run("replan", str(tmp_path / "plan.json"), "--steps", "1000", "--format", "json").stdout)
+    told = run("replan", str(tmp_path / "plan.json"), "--steps", "9", "--gpus", "2", "--nodes", "4", status=3).stdout
+    assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
+    before = replace(saved, inputs=replace(saved.inputs, topology=replace(saved.inputs.topology, groups=None)))
+    with pytest.raises(PlanError, match="how many there are"):
+        job_of(before)
+
+
 GB = 10**9
 MACHINES = {
     "gpu": Machine(ranks_per_host=2, gpu="h100"),
@@ -186,6 +208,7 @@ def test_names_that_no_module_has_are_refused(name: str) -> None:
         ("sharding_types", ["diagonal"]),
         ("exact_training", "sometimes"),
         ("seed", 1.5),
+        ("sharding_groups", {"size": 0}),
     ],
 )
 def test_a_setting_that_no_planner_takes_is_named(tmp_path: Path, setting: str, value: object) -> None:
