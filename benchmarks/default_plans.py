@@ -123,7 +123,7 @@ class DefaultContest(Contest):
             cost_source=cost_source,
         )
         planner.plan(self.model, SHARDERS)
-        return Made(planner._best_plan, True)
+        return Made(planner.options, True)
 
 
 COLUMNS = (

@@ -124,7 +124,7 @@ class Contest:
             cost_source="torchrec",
         )
         planner.plan(self.model, SHARDERS)
-        return Made(planner._best_plan, True)
+        return Made(planner.options, True)
 
     def torchrec(self, proposers: list | None) -> Made:
         """TorchRec's, with its own proposers or others."""

@@ -235,7 +235,7 @@ def changed_plan(machine: str, seed: int, count: int) -> dict[str, Any]:
             debug=False,
         )
         planner.plan(model, [EmbeddingBagCollectionSharder()])
-        plans[source] = planner._best_plan
+        plans[source] = planner.options
         if source == "auto":
             exchange_ms = lookups_ms(planner)
     topology = MACHINES[machine]()

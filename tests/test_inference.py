@@ -192,8 +192,8 @@ def test_random_quantized_models(seeds: range) -> None:
             continue
         assert ours.predict(ours.options).total_ms <= ours.predict(theirs).total_ms * (1 + 1e-5), seed
         if cost_source == "torchrec":
-            assert ours._perf_model.rate(ours._best_plan) <= ours._perf_model.rate(theirs) * (1 + 1e-5), seed
-        for option in ours._best_plan:
+            assert ours._perf_model.rate(ours.options) <= ours._perf_model.rate(theirs) * (1 + 1e-5), seed
+        for option in ours.options:
             if option.compute_kernel.startswith("quant"):
                 assert all(shard.perf.bwd_compute + shard.perf.bwd_comms == 0 for shard in option.shards), seed
 
