@@ -35,6 +35,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError, InputWarning
+from dreamshard_planner.planning.baseline import short_proposers
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
@@ -47,12 +48,13 @@ from dreamshard_planner.planning.session import AnyPlan, PlanningSession, PlanRe
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.explanation import Explanation
+from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search_space.alike_shards import counted
+from dreamshard_planner.search_space.alike_shards import counted, set_ranks
 from dreamshard_planner.search_space.constraints import left_out_by_group
 from dreamshard_planner.search_space.modules import without_weights
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -205,6 +207,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._session: PlanningSession | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
         self._kept: KeptPlan | None = None
+        self._thorough: DreamShardPartitioner | None = None
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
 
@@ -284,7 +287,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             joint = JointProposer(
                 context, session.left, search=settings.search, seed=settings.seed, search_seconds=seconds
             )
-            self._proposers = [joint]
+            # Ours proposes what costs least by our costs; a model that is given may want something else.
+            self._proposers = [joint, *([] if self._given.perf_model is None else short_proposers())]
         self._partitioner = self._given.partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,
@@ -293,6 +297,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             together=self._together,
             context=context,
         )
+        self._thorough = None
+        many = self._given.proposer is not None or self._given.perf_model is not None
+        if many and self._given.partitioner is None and settings.search is not None:
+            self._thorough = self._partitioner
+            self._partitioner = DreamShardPartitioner(seed=settings.seed, context=context, quickly=True)
         if isinstance(self._partitioner, DreamShardPartitioner):
             self._partitioner.placed.clear()
         if isinstance(self.plan_loader, JsonPlanLoader):
@@ -304,7 +313,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return super().plan(module, sharders)
         except PlannerError as error:
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
-            reason = reason_first(error, self._proposers)
+            reason = reason_first(error, self._proposers, self._request.timeout_seconds)
             raise PlannerError(" ".join(filter(None, (reason, left_out))), error.error_type) from None
 
     def _concluded(self, session: PlanningSession) -> PlanResult | str:
@@ -313,11 +322,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             return "the last planned module has no table that its sharders shard"
         found = self._proposers[0].found if self._given.proposer is None else None
         if isinstance(self._partitioner, DreamShardPartitioner):
-            placed: Sequence[Outcome] | str = self._partitioner.placed
+            thorough = [] if self._thorough is None else self._thorough.placed
+            placed: Sequence[Outcome] | str = [*thorough, *self._partitioner.placed]
         else:
-            placed = f"the last plan was placed by {type(self._partitioner).__name__}, not by DreamShardPartitioner"
+            placed = f"the plan was placed by the {type(self._partitioner).__name__} that was given"
         loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
-        return session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded, self._kept)
+        result = session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded, self._kept)
+        if self._given.perf_model is None or isinstance(result.told, str):
+            return result
+        by = f"plans were rated by the {type(self._perf_model).__name__} that was given, not by the costs shown here"
+        return replace(result, told=result.told.noting(noted("search", [by])))
 
     def collective_plan(
         self,
@@ -387,8 +401,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             DreamShardError: where there is none; says why: before any plan, on other ranks, of a plan that failed, of a
-                module without tables, with a partitioner that is not ours, of a plan that a plan loader brought, or
-                that callbacks changed to one whose cost is not known.
+                module without tables, or whose cost is not known, as callbacks or parts that were given made it.
         """
         if isinstance(self._result, str):
             raise DreamShardError(f"there is no report: {self._result}")
@@ -596,9 +609,23 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             if self._kept is not None:
                 plan = copy.deepcopy(list(self._kept.options))
                 self._enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
+        elif self._session is not None and self._thorough is not None and self._partitioner.placed:
+            plan = self._placed_thoroughly(plan, self._thorough, self._session.left)
         if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
             self._enumerator.populate_estimates(bare)
         return plan
+
+    def _placed_thoroughly(
+        self, plan: list[ShardingOption], partitioner: DreamShardPartitioner, left: Topology
+    ) -> list[ShardingOption]:
+        """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the
+        performance model rates that no better."""
+        again = copy.deepcopy(list(plan))
+        for option in again:
+            set_ranks(option, None)
+        partitioner.partition(again, left)
+        measured = self._request.settings.measuring_seconds
+        return again if measured or self._perf_model.rate(again) < self._perf_model.rate(plan) else plan
 
 
 @dataclass(frozen=True)

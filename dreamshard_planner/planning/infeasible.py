@@ -18,15 +18,15 @@ MAX_NAMED = 5
 """Tables named in one error."""
 
 
-def reason_first(error: PlannerError, proposers: Iterable[object]) -> str:
+def reason_first(error: PlannerError, proposers: Iterable[object], timeout_seconds: float | None) -> str:
     """What TorchRec says where no proposal fits, with the reason before its own advice and figures, which are of
     memory; without them where no proposal failed."""
     advice, last, reason = str(error).partition("Last planner error:")
     if reason.strip() == str(None):
         names = ", ".join(type(proposer).__name__ for proposer in proposers)
+        more = " or more timeout_seconds" if timeout_seconds else ""
         return (
-            f"{names} proposed nothing that got a cost: other proposers (by default the planner's own) or more "
-            "timeout_seconds would help"
+            f"{names} proposed nothing that got a cost: other proposers (by default the planner's own){more} would help"
         )
     return f"{reason.strip()}\nTorchRec: {advice.strip()}" if last and reason.strip() else str(error)
 

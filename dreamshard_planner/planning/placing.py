@@ -24,6 +24,9 @@ from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.options import same_options
 from dreamshard_planner.search_space.towers import pin
 
+QUICK_SEARCH = SearchConfig(starts=1, candidates=100, perturbed=0)
+"""A few steps of one descent."""
+
 
 def stage_seconds(seconds: float | None) -> float | None:
     """For each stage of a joint search: the plan of whole tables that it starts from, how tables are split, and where
@@ -81,6 +84,7 @@ def place_proposal(
     seed: int,
     seconds: float | None = None,
     packing_seconds: float = PACKING_SECONDS,
+    quickly: bool = False,
 ) -> Outcome:
     """Ranks for the shards of a proposal. Ranks that it comes with are the start of the search, and what spans hosts or
     the world keeps them; without any, that is laid down first, and TorchRec's ranks are a start where there is nothing
@@ -95,6 +99,7 @@ def place_proposal(
         seconds: cap on the search, on top of its budget of candidates; a third of it where the search starts from ranks
             that the proposal comes with.
         packing_seconds: for an exact packing, where nothing else finds room.
+        quickly: only so far that many proposals can be compared: from heuristics, by :data:`QUICK_SEARCH`.
 
     Raises:
         PlannerError: the tables do not fit, naming table and missing bytes.
@@ -119,8 +124,8 @@ def place_proposal(
     try:
         placement = place(
             chosen.cost,
-            context.checkpoint.policy,
-            search,
+            None if quickly else context.checkpoint.policy,
+            QUICK_SEARCH if quickly else search,
             seed=seed,
             given=given,
             seconds=seconds if start is None else stage_seconds(seconds),

@@ -113,7 +113,9 @@ class PlanningSession:
             PlannerError, StatisticsError: constraints, rules or statistics do not go with the module or topology.
         """
         check_topology(request.topology)
-        doubtful = doubtful_inputs(module, sharders, request.settings.statistics, request.topology.compute_device)
+        doubtful = doubtful_inputs(
+            module, sharders, request.settings.statistics, request.topology.compute_device, request.constraints
+        )
         unused = unused_names(module, sharders, request.constraints, request.settings.statistics)
         legal = _legal_ranks(request, module, sharders)
         constraints = _constraints(request, module, sharders, legal)
@@ -232,7 +234,7 @@ class PlanningSession:
         Args:
             plan: the best, after callbacks.
             found: by our proposer.
-            placed: by our partitioner; where it was not ours, why there is no report.
+            placed: by our partitioner; where it was not ours, by which one, in words.
             loaded: from a file, instead of a search.
             kept: TorchRec's plan, where it was taken before callbacks.
 
@@ -284,10 +286,9 @@ class PlanningSession:
         kept: KeptPlan | None,
     ) -> Report | str:
         """The report on a plan that was searched for; or why there is none."""
-        if isinstance(placed, str):
-            return placed
-        if not placed:
-            return "the last plan was loaded by plan_loader"
+        if isinstance(placed, str) or not placed:
+            how = placed if isinstance(placed, str) else "the plan was loaded by plan_loader"
+            return self._rated_alone(plan, noted("search", [f"{how}; no other was searched for"]))
         outcome = next((one for one in placed if one.is_plan(plan)), None)
         changed = outcome is None
         if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest
@@ -319,6 +320,13 @@ class PlanningSession:
             note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
             how_found += noted("callbacks", [note])
         return self._report(rated, (*how_found, *further), report)
+
+    def _rated_alone(self, plan: Sequence[ShardingOption], notes: Sequence[Note]) -> Report | str:
+        """The report on a plan that none of our parts placed; or why there is none."""
+        try:
+            return self._report(self.rated(plan), (*notes, *self.context.notes(plan)))
+        except PlannerError as error:
+            return f"the cost of the last plan is not known: {error}"
 
     def _told_of_loaded(self, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
         """On a plan that was loaded."""

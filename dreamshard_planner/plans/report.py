@@ -312,8 +312,9 @@ def each_collective(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], 
 def _memory_line(entry: MemoryEntry) -> str:
     rank = entry.fullest
     used, limit = entry.used_bytes[rank], entry.limit_bytes[rank]
+    unit, name = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
     return (
-        f"{entry.kind}: rank {rank} is the fullest, with {used / 2**30:.2f} of {limit / 2**30:.2f} GiB that the "
+        f"{entry.kind}: rank {rank} is the fullest, with {used / unit:.2f} of {limit / unit:.2f} {name} that the "
         "storage reservation leaves."
     )
 

@@ -109,7 +109,7 @@ class InfeasibleError(Exception):
 @torch.inference_mode()
 def place(
     cost: Cost,
-    policy: AnyPolicy,
+    policy: AnyPolicy | None,
     config: SearchConfig | None,
     *,
     seed: int = 0,
@@ -121,7 +121,7 @@ def place(
 
     Args:
         cost: the problem and its cost.
-        policy: the policy network.
+        policy: the policy network; None to start from heuristics alone.
         config: search settings; None means one greedy policy roll-out and nothing else (the paper's
             procedure), with other placements only where the roll-out dead-ends on memory.
         seed: of the sampled roll-outs and the perturbations of the search.
@@ -139,9 +139,12 @@ def place(
     if not problem.num_parts:
         return Placement(_contender(cost, "chosen", torch.zeros(0, dtype=torch.int64)), (), 0, False)
     generator = torch.Generator().manual_seed(seed)
-    samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_ranks)
-    greedy_S, sampled = _rollouts(cost, policy, samples, generator)
-    starts: dict[str, Tensor | None] = {"policy": greedy_S, **(given or {})}
+    starts: dict[str, Tensor | None] = {}
+    sampled: list[Tensor] = []
+    if policy is not None:
+        samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_ranks)
+        starts["policy"], sampled = _rollouts(cost, policy, samples, generator)
+    starts |= given or {}
     for name in HEURISTICS:
         starts[name] = place_by_heuristic(problem, name)
     starts["cost_greedy"] = greedy_by_score(problem, cost.single_ms_P, cost.preload_ms_D)

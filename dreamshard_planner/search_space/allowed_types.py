@@ -20,6 +20,7 @@ from dreamshard_planner.support.formatting import nearest
 
 NOT_OFFERED = "the sharder does not offer it"
 NO_SUCH_TYPE = "there is no such type"
+OTHER_KERNELS = "it takes compute kernels"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class AllowedTypes:
     sharding_types: Sequence[str] | None = None
     """TorchRec's names of the types to use; None for all."""
     exact_training: bool = True
-    """Whether types that change how a table is trained are left out, unless its constraint names them."""
+    """Whether types that change how a table is trained are left out, unless its constraint names them, or neither its
+    sharder nor its constraint's kernels leave another."""
     optimizers_attached: bool = False
     """To the replicas of data-parallel tables, some of which then train exactly."""
     has_ssd: bool = True
@@ -80,18 +82,29 @@ class AllowedTypes:
                 return why
             kernels = table.sharder.compute_kernels(kind, self.compute_device)
             if constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
-                return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
+                return f"{OTHER_KERNELS} {kernels}, and only {constraint.compute_kernels} may be used"
             if named is not None:
                 return None
             if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
                 return "TorchRec wants it named"
             if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
                 return "TorchRec wants it named for feature processors"
-            why = inexact(kind, situation) if self.exact_training else None
-            return why and f"{why} (name it in the table's constraint, or plan with exact_training=False)"
+            return None
 
         kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
         left_out = {kind: why for kind in kinds if (why := reason(kind))}
+        differ = {kind: why for kind in kinds if kind not in left_out and (why := inexact(kind, situation))}
+        # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
+        nothing_else = differ.keys() == set(kinds) - left_out.keys() and all(
+            left_out.get(kind) == NOT_OFFERED or left_out.get(kind, "").startswith(OTHER_KERNELS)
+            for kind, spec in SHARDING_TYPES.items()
+            if spec.is_whole
+        )
+        if self.exact_training and named is None and not nothing_else:
+            left_out |= {
+                kind: f"{why} (name it in the table's constraint, or plan with exact_training=False)"
+                for kind, why in differ.items()
+            }
         for kind, spec in SHARDING_TYPES.items():
             if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
                 left_out[kind] = f"it runs as {spec.runs_as}"

@@ -147,35 +147,45 @@ def unused_names(
     several models.
 
     Raises:
-        PlannerError: no constraint is for a table of the model, sharded or not.
         StatisticsError: no statistics are for a feature of it.
     """
     tables = shardable_tables(module, sharders)
     features = [feature for table in tables for feature in table.feature_names]
     unused = [] if statistics is None or not tables else [statistics.unused(features)]
-    known = {table.name for table in tables} | table_configs(module).keys()
-    constraints = constraints or {}
-    unknown = [name for name in constraints if name not in known]
-    if unknown:
-        text = (
-            f"constraints for tables that the model does not have: {some_of(unknown, known)}; TorchRec looks them up "
-            "by the table's own name"
-        )
-        if len(unknown) == len(constraints):
-            raise refused(text)
-        unused.append(text)
+    of_others = constraints_of_others(module, sharders, constraints)
+    if of_others is not None and len(of_others[0]) < len(constraints or {}):
+        unused.append(of_others[1])
     return tuple(text for text in unused if text is not None)
+
+
+def constraints_of_others(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> tuple[list[str], str] | None:
+    """Names of constraints that no table of the model has, sharded or not, and that in words; None where all have one,
+    or the model has no tables."""
+    known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
+    unknown = [name for name in constraints or {} if name not in known]
+    if not unknown or not known:
+        return None
+    return unknown, (
+        f"constraints for tables that the model does not have: {some_of(unknown, known)}; TorchRec looks them up "
+        "by the table's own name"
+    )
 
 
 def doubtful_inputs(
     module: nn.Module,
-    sharders: Iterable[ModuleSharder[nn.Module]],
+    sharders: Sequence[ModuleSharder[nn.Module]],
     statistics: TableStatistics | None,
     compute_device: str,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> tuple[str, ...]:
-    """Tables that can be planned and will hardly be trained so, in words: dims that kernels refuse or nobody means, and
-    ids in statistics that a table has no rows for. Known before anything is planned."""
-    found = []
+    """What is hardly meant, in words, known before anything is planned: dims that kernels refuse or nobody means, ids
+    in statistics that a table has no rows for, constraints of which none is for a table of the model."""
+    of_others = constraints_of_others(module, sharders, constraints)
+    found = [of_others[1]] if of_others is not None and len(of_others[0]) == len(constraints or {}) else []
     for table in shardable_tables(module, sharders):
         rows, dim = table.parameter.shape
         dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes

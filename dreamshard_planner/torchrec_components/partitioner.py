@@ -42,6 +42,7 @@ class DreamShardPartitioner(Partitioner):
             :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
         together: the ranks that measure; by default this one.
         context: shared by the components of one planner; made from the other arguments by default.
+        quickly: place each proposal only so far that many can be compared, whatever the search.
 
     Attributes:
         placed: how each proposal was placed, until that is cleared.
@@ -59,9 +60,10 @@ class DreamShardPartitioner(Partitioner):
         refine_seconds: float = 0.0,
         together: Together | None = None,
         context: PlanningContext | None = None,
+        quickly: bool = False,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
-        self._search = search
+        self._search, self._quickly = search, quickly
         self._seed = checked_seed(seed)
         self._seconds = search_seconds
         self._refinement = None
@@ -81,7 +83,13 @@ class DreamShardPartitioner(Partitioner):
         threads = torch.get_num_threads()
         with single_thread():
             outcome = place_proposal(
-                context, proposal, storage_constraint, self._search, seed=self._seed, seconds=self._seconds
+                context,
+                proposal,
+                storage_constraint,
+                self._search,
+                seed=self._seed,
+                seconds=self._seconds,
+                quickly=self._quickly,
             )
             if self._refinement is not None:
                 outcome = _refined(outcome, self._refinement, storage_constraint.compute_device, threads)

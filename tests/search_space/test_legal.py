@@ -10,8 +10,10 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from small_models import planner, table, topology
 from torchrec import optim
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -76,3 +78,40 @@ def test_mean_pooling_by_rows_tolerates_no_other_types() -> None:
     assert without_mixed_means({"a": [rw], "b": [tw]}, ["a"]) == {"a": [rw], "b": []}
     assert without_mixed_means({"a": [rw, tw]}, ["a"]) == {"a": [rw, tw]}
     assert without_mixed_means({"a": [rw, tw], "b": [rw]}, []) == {"a": [rw, tw], "b": [rw]}
+
+
+class Only(EmbeddingBagCollectionSharder):
+    """A user's sharder, which offers one type."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [self.kind]
+
+
+@pytest.mark.parametrize(
+    ("sharder", "constraint", "kind"),
+    [
+        (EmbeddingBagCollectionSharder(), ParameterConstraints(compute_kernels=["dense"]), "data_parallel"),
+        (Only("data_parallel"), None, "data_parallel"),
+        (Only("column_wise"), None, "column_wise"),
+    ],
+    ids=["kernel", "replicated", "slices"],
+)
+def test_a_sharder_or_kernels_that_leave_nothing_else_are_consent(
+    sharder: EmbeddingBagCollectionSharder, constraint: ParameterConstraints | None, kind: str
+) -> None:
+    module = EmbeddingBagCollection(tables=[table("t", 1000, 512)], device=torch.device("meta"))
+    apply_optimizer_in_backward(optim.RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    made = planner(topology=topology(2, device="cuda"), constraints=constraint and {"t": constraint})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the optimizer that data-parallel takes away
+        plan = made.plan(module, [sharder])
+    assert plan.plan[""]["t"].sharding_type == kind
+    assert any("trains differently" in note.text for note in made.report().notes)
+    with pytest.raises(PlannerError, match="'t'"):
+        planner(topology=topology(2, device="cuda"), sharding_types=("data_parallel",)).plan(
+            module, [EmbeddingBagCollectionSharder()]
+        )

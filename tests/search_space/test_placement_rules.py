@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from small_models import SHARDERS, collection, table, topology
@@ -11,6 +12,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
+from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.torchrec_components import RulePartitioner
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
@@ -194,10 +196,15 @@ def test_a_saved_plan_belongs_to_its_rules(tmp_path) -> None:
         planner(RULES, plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
 
 
-def test_constraints_for_no_table_are_refused_with_the_nearest_name() -> None:
+def test_of_constraints_for_no_table_is_warned_with_the_nearest_name() -> None:
+    """As for another module, which is planned as by TorchRec's planner."""
     for name, hint in (("t11", r" \(did you mean 't1'\?\)"), ("sparse.t1", ""), ("zzz", "")):
-        with pytest.raises(PlannerError, match=rf"constraints for tables that the model does not have: '{name}'{hint}"):
-            planner(None, constraints={name: ParameterConstraints()}).plan(model(), SHARDERS)
+        one = planner(None, constraints={name: ParameterConstraints()})
+        told = rf"constraints for tables that the model does not have: '{name}'{hint}"
+        with pytest.warns(InputWarning, match=told):
+            one.plan(model(), SHARDERS)
+        assert any(re.search(told, note.text) for note in one.report().notes)
+        assert one.plan(nn.Linear(2, 2), SHARDERS).plan == {}
 
 
 def test_what_belongs_to_other_models_is_noted() -> None:

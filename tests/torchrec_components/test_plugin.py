@@ -13,13 +13,14 @@ from small_models import SHARDERS, TABLE_WISE, collection, planner, ranks_of, sm
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.proposers import UniformProposer
+from torchrec.distributed.planner.perf_models import NoopStorageModel
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.torchrec_components import (
     DreamShardEstimator,
@@ -29,6 +30,7 @@ from dreamshard_planner.torchrec_components import (
     RulePartitioner,
     TableWiseProposer,
 )
+from dreamshard_planner.torchrec_components import partitioner as partitioner_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -69,8 +71,44 @@ def test_given_components_are_used() -> None:
     )
     model = small_model()
     assert ranks_of(ruled.plan(model, SHARDERS)) == ranks_of(theirs.plan(model, SHARDERS))
-    with pytest.raises(DreamShardError, match="no report"):
-        ruled.report()
+    report = ruled.report()
+    assert report.rivals == () and report.chosen.total_ms == ruled.predict(ruled.options).total_ms
+    assert any("RulePartitioner" in note.text for note in report.notes)
+
+
+def test_many_proposals_are_compared_before_the_best_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[bool] = []
+    placed = partitioner_module.place_proposal
+
+    def counting(*args, quickly: bool = False, **kwargs):
+        searched.append(not quickly)
+        return placed(*args, quickly=quickly, **kwargs)
+
+    monkeypatch.setattr(partitioner_module, "place_proposal", counting)
+    devices, model = topology(4, device="cuda"), collection(*(table(f"t{i}", 10_000 * (i + 1)) for i in range(9)))
+    made = planner(topology=devices, proposer=[GreedyProposer(), UniformProposer()])
+    made.plan(model, SHARDERS)
+    assert searched.count(False) > 10 and searched.count(True) == 1
+    report = made.report()
+    assert not any(note.code == "callbacks" for note in report.notes) and report.candidates > 0
+    types = {option.name: ParameterConstraints(sharding_types=[option.sharding_type]) for option in made.options}
+    alone = planner(topology=devices, constraints=types, proposer=UniformProposer())
+    alone.plan(model, SHARDERS)
+    assert report.chosen.total_ms <= alone.report().chosen.total_ms * (1 + 1e-6)
+
+
+def test_a_given_performance_model_decides() -> None:
+    """TorchRec's, which wants the fullest rank as empty as it can be."""
+    devices, model = topology(device="cuda"), collection(*(table(f"t{i}", 100_000 * (i + 1)) for i in range(6)))
+    made = planner(topology=devices, performance_model=NoopStorageModel(devices))
+    made.plan(model, SHARDERS)
+    theirs = EmbeddingShardingPlanner(
+        topology=devices, batch_size=64, performance_model=NoopStorageModel(devices), stats=[], debug=False
+    )
+    theirs.plan(model, SHARDERS)
+    rated = NoopStorageModel(devices).rate
+    assert rated(made.options) <= rated(theirs._best_plan) * 1.01
+    assert any("NoopStorageModel" in note.text for note in made.report().notes)
 
 
 def test_a_given_enumerator_does_not_undo_exact_training() -> None:
