@@ -207,6 +207,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._session: PlanningSession | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
         self._kept: KeptPlan | None = None
+        self._keeps = True  # TorchRec's plan, where ours gains too little
         self._thorough: DreamShardPartitioner | None = None
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
@@ -558,7 +559,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         other, request = copy.copy(self), self._session.request if self._session else self._request
         settings = replace(request.settings, statistics=statistics or request.settings.statistics, refine="none")
         other._request, other.plan_loader = replace(request, settings=settings), None
-        other._callbacks = [callback for callback in self._callbacks if callback != self._settled]
+        other._keeps = False
+        other._callbacks = [other._settled if callback == self._settled else callback for callback in self._callbacks]
         other.plan(*self._planned)
         return other._last()
 
@@ -599,11 +601,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions; TorchRec's own plan is kept where ours gains too little; and TorchRec's statistics read all
-        estimates, which caches of sizes of our own lack."""
+        and promotions; TorchRec's own plan is kept where ours gains too little; the best of many proposals is searched
+        on; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
         if isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options:
             plan = self.plan_loader.options
-        elif self._session is not None and self._given == _Components(None, None, None, None):
+        elif self._keeps and self._session is not None and self._given == _Components(None, None, None, None):
             placed, found = self._partitioner.placed, self._proposers[0].found
             self._kept = self._session.planned(self._enumerated()).kept(plan, found, placed)
             if self._kept is not None:
@@ -623,7 +625,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         again = copy.deepcopy(list(plan))
         for option in again:
             set_ranks(option, None)
-        partitioner.partition(again, left)
+        try:
+            partitioner.partition(again, left)
+        except PlannerError:  # no room is found without the ranks that it came with
+            return plan
         measured = self._request.settings.measuring_seconds
         return again if measured or self._perf_model.rate(again) < self._perf_model.rate(plan) else plan
 
