@@ -16,6 +16,7 @@ from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.search.exact import PACKING_SECONDS, pack
+from dreamshard_planner.search.gathering import gathered
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.support.registry import Registry
@@ -153,6 +154,8 @@ def place(
         return Placement(rivals[0], rivals[1:], 0, False)
 
     pool = [rival.assignment_S for rival in rivals if rival.assignment_S is not None] + sampled
+    if config is not None and (gathered_S := gathered(cost)) is not None:
+        pool.append(gathered_S)
     if not pool:
         assignment_S, proven = pack(problem, packing_seconds)
         if assignment_S is None:
