@@ -139,10 +139,11 @@ class RooflineCost(ComputeCost):
         )
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 9]: count; milliseconds of forward and backward without launches and repeated reads; milliseconds that
-        prefetching takes the link to the host beside these; and for the reads of a row after its first, in the forward
-        and in the backward, bytes that the cache would have to hold and milliseconds out of memory; and how many have a
-        backward, which those that only serve have not."""
+        """[S, 5]: count; milliseconds of forward and backward without launches; milliseconds that prefetching takes the
+        link to the host beside these; and how many have a backward, which those that only serve have not.
+
+        Reads of a row after its first come from the cache as far as that holds the rows that the shard reads, and those
+        of its gradients as far as it holds these: fused kernels go from table to table."""
 
         def column(name: str) -> Tensor:
             return features_SF[:, FEATURE_INDEX[name]].double()
@@ -179,26 +180,22 @@ class RooflineCost(ComputeCost):
             + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6)
         )
         again = (gradient_reads - outputs).clamp_min(0) * backward_ms
+        forward += repeats * forward_ms * self._slowed(first_reads, kernels.cache_speedup)
+        backward += again * self._slowed(outputs, kernels.gradient_speedup)
         count, trained = torch.ones_like(forward), 1 - column("served")
-        columns = [count, forward, backward * trained, ahead, first_reads, repeats * forward_ms, outputs]
-        return torch.stack([*columns, again * trained, trained], dim=-1)
+        return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
+
+    def _slowed(self, bytes_S: Tensor, speedup: float) -> Tensor:
+        """Time of reads that find part of so many bytes in the cache, over that of reads out of memory, [S]."""
+        hit_S = (self.cache_bytes / bytes_S.clamp_min(1.0)).clamp_max(1.0)
+        return 1 - hit_S * (1 - 1 / speedup)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. Reads of a row after its first
-        come from the cache as far as that holds what the group reads. What prefetching moves for the next batch passes
-        beside the group's kernels, on a stream of its own, so that the group takes the longer of the two; the rest of
-        the step, which hides more of it, is not known here. What sticks out delays the forward."""
-        kernels = self.kernels
-        launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
-        held_X2, again_X2 = latent_XH[..., 4:8:2], latent_XH[..., 5:8:2]
-        speedup_2 = latent_XH.new_tensor([kernels.cache_speedup, kernels.gradient_speedup])
-        if math.isinf(self.cache_bytes):
-            slowed_X2 = (1 / speedup_2).expand_as(again_X2)
-        else:
-            hit_X2 = (self.cache_bytes / held_X2.clamp_min(1.0)).clamp_max(1.0)
-            slowed_X2 = 1 - hit_X2 * (1 - 1 / speedup_2)
-        launched_X2 = (latent_XH[..., [0, 8]] > 0) * launch_2
-        kernels_X2 = latent_XH[..., 1:3] + launched_X2 + again_X2 * slowed_X2
+        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. What prefetching moves for the
+        next batch passes beside the group's kernels, on a stream of its own, so that the group takes the longer of the
+        two; the rest of the step, which hides more of it, is not known here. What sticks out delays the forward."""
+        launch_2 = latent_XH.new_tensor([self.kernels.forward_launch_ms, self.kernels.backward_launch_ms])
+        kernels_X2 = latent_XH[..., 1:3] + (latent_XH[..., [0, 4]] > 0) * launch_2
         out_X = (latent_XH[..., 3] - both_passes(kernels_X2)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)

@@ -190,11 +190,15 @@ def test_a_cache_serves_what_it_holds_and_narrow_rows_cost_a_least() -> None:
     rows, outputs, indices = 20 * 64, 160, 40 * 8
     first = rows + outputs + indices
     for tables in (1, 2):
-        # The forward's cache holds the rows of one table, and half of those of two.
+        # The forward's cache holds the rows of a table, one at a time.
         forward, backward = ms(tables, rows)
-        assert forward == pytest.approx(tables * (first + rows * (1 - 0.5 / tables)) / 1000)
-        # Gradients are read in passes of 8 columns; the cache holds all of the outputs'.
+        assert forward == pytest.approx(tables * (first + rows / 2) / 1000)
+        # Gradients are read in passes of 8 columns; the cache holds all of a table's outputs.
         assert backward == pytest.approx(tables * (2 * rows + outputs + 8 * indices + (40 * 32 - outputs) / 2) / 1000)
+        forward, backward = ms(tables, outputs / 2)
+        assert forward == pytest.approx(tables * (first + rows * (1 - outputs / 4 / rows)) / 1000)
+        again = (40 * 32 - outputs) * 0.75
+        assert backward == pytest.approx(tables * (2 * rows + outputs + 8 * indices + again) / 1000)
 
 
 def test_the_gpu_prior_agrees_with_published_kernels() -> None:
