@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
-from dreamshard_planner.cost.roofline import GPU_KERNELS, Kernels, RooflineCost
+from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
@@ -36,10 +37,11 @@ FITTED = {
     "cache_speedup": (1.5, 6.0),
     "row_bytes": (32.0, 256.0),
     "lane_dims": (32.0, 256.0),
+    "state_bytes": (1.0, 6000.0),
     "row_ns": (0.05, 3.0),
-    "link_reads": (1.0, 4.0),
+    "link_reads": (0.5, 4.0),
     "link_updates": (0.5, 4.0),
-    "cache_lookup_ns": (0.1, 10.0),
+    "cache_row_ns": (0.5, 30.0),
 }
 """Parameters of the kernels, and bounds that their meaning sets."""
 
@@ -55,19 +57,27 @@ class Row:
     l2_mb: float
     inferred: bool
     """Whether the source leaves out which card it was."""
+    amd: bool
     without_sort: bool
     """Whether only the kernels were timed that update rows, without what comes before them."""
     forward_ms: float | None
     backward_ms: float | None
+    both_ms: float | None
+    """Where they were timed as one."""
 
     def predicted(self, kernels: Kernels, cards: Mapping[str, float]) -> dict[str, tuple[float, float]]:
         """Predicted and published milliseconds, by direction, with fitted bandwidths of sources that name no card."""
         gb_per_s = cards.get(self.source, self.memory_gb_per_s)
+        kernels = replace(kernels, row_ns=(kernels.row_ns or AMD_KERNELS.row_ns) if self.amd else 0.0)
         if self.without_sort:
             kernels = replace(kernels, backward_launch_ms=KERNELS_ALONE_MS)
         cost = RooflineCost(gb_per_s * 1e6, 64e6, kernels, self.l2_mb * 1e6)
         forward, backward = cost.group_cost_ms(cost.encode(self.features_SF).sum(0)).tolist()
-        found = {"forward": (forward, self.forward_ms), "backward": (backward, self.backward_ms)}
+        found = {
+            "forward": (forward, self.forward_ms),
+            "backward": (backward, self.backward_ms),
+            "both": (forward + backward, self.both_ms),
+        }
         return {name: pair for name, pair in found.items() if pair[1] is not None}
 
 
@@ -79,10 +89,8 @@ def published() -> list[Row]:
 
 def _row(row: dict) -> Row:
     lookups = row["batch"] * row["pooling"]
-    rank = np.arange(1, row["rows"] + 1, dtype=float)
-    read = rank ** -row["zipf"]
-    counts = np.random.default_rng(0).poisson(read / read.sum() * lookups)
-    histogram, distinct = histogram_of_counts(torch.from_numpy(counts[counts > 0]))
+    drawn = "power_law" in row
+    histogram, distinct = _reuse(row["rows"], lookups, row["power_law" if drawn else "zipf"], drawn)
     distinct = min(row.get("distinct_rows", distinct), lookups)
     feature = FeatureStatistics(row["pooling"], tuple(histogram.tolist()), row["batch"], distinct)
     tables = [
@@ -106,10 +114,27 @@ def _row(row: dict) -> Row:
         memory_gb_per_s=row["memory_gb_per_s"],
         l2_mb=row["l2_mb"],
         inferred=row.get("card_inferred", False),
+        amd=row["card"].startswith("AMD"),
         without_sort=row.get("without_sort", False),
         forward_ms=row.get("forward_ms"),
         backward_ms=row.get("backward_ms"),
+        both_ms=row.get("both_ms"),
     )
+
+
+@cache
+def _reuse(rows: int, lookups: float, exponent: float, drawn: bool) -> tuple[torch.Tensor, int]:
+    """Histogram of how often rows are read, and how many are: as Zipf's law expects, or drawn from a power law of real
+    numbers that are cut to ids."""
+    draws = np.random.default_rng(0)
+    if drawn:
+        ends = rows ** (1 - exponent) - 1
+        ids = (draws.random(int(lookups)) * ends + 1) ** (1 / (1 - exponent)) // 1
+        counts = np.unique(ids, return_counts=True)[1]
+    else:
+        read = np.arange(1, rows + 1, dtype=float) ** -exponent
+        counts = draws.poisson(read / read.sum() * lookups)
+    return histogram_of_counts(torch.from_numpy(counts[counts > 0]))
 
 
 def fit(rows: Sequence[Row]) -> tuple[Kernels, dict[str, float]]:
@@ -139,6 +164,11 @@ def fit(rows: Sequence[Row]) -> tuple[Kernels, dict[str, float]]:
     return read(found.x)
 
 
+def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each source, in the order of their names."""
+    return {source: [row for row in rows if row.source == source] for source in sorted({row.source for row in rows})}
+
+
 def told(rows: Sequence[Row], kernels: Kernels, cards: dict[str, float]) -> None:
     """Predicted beside published, the median factor between them, Kendall's tau, and the error at that scale."""
     pairs = []
@@ -159,15 +189,17 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = published()
     if not arguments.fit:
-        told(rows, GPU_KERNELS, {})
+        for source, some in by_source(rows).items():
+            print(f"{source}:")
+            told(some, GPU_KERNELS, {})
         return
     kernels, cards = fit(rows)
     print("all rows:", {f.name: round(getattr(kernels, f.name), 3) for f in fields(kernels)}, cards)
     told(rows, kernels, cards)
-    for source in sorted({row.source for row in rows}):
+    for source, some in by_source(rows).items():
         print(f"without {source}:")
         kernels, _ = fit([row for row in rows if row.source != source])
-        told([row for row in rows if row.source == source], kernels, {})
+        told(some, kernels, {})
 
 
 if __name__ == "__main__":

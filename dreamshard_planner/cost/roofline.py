@@ -11,7 +11,7 @@ Shapes: S shards, F features, H latent channels.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,14 +56,20 @@ class Kernels:
     """That each table takes in either direction beside its rows: kernels that go from table to table start anew."""
     lane_dims: float = 0.0
     """Columns that a warp adds up in one pass of the backward: narrower gradients take as long."""
+    state_bytes: float = 0.0
+    """Of the backward, for each distinct row that has an optimizer state, beside the bytes of both: what reaching one
+    scattered word per row takes."""
     row_ns: float = 0.0
-    """Of the backward, for each distinct row that has an optimizer state, beside its bytes."""
+    """The same of AMD's GPUs beside that, whose bandwidth does not tell it."""
     link_reads: float = 1.0
-    """Times that rows in unified memory take the link to the host in the forward: reads one by one do not fill it."""
+    """Times that a lookup of a row in unified memory takes the link to the host in the forward: a GPU caches little of
+    another's memory, so that a row read again comes over the link again."""
     link_updates: float = 2.0
-    """In the backward: there and back; in both directions at once, for all that is known of GPUs."""
-    cache_lookup_ns: float = 0.0
-    """Of the forward, for each lookup through a UVM cache, whether it hits or not."""
+    """In the backward, of each distinct row, and of its optimizer state, which stays in the host's memory though rows
+    have a cache: there and back; in both directions at once, for all that is known of GPUs."""
+    cache_row_ns: float = 0.0
+    """Of the forward, for each distinct row looked up in a UVM cache, whether it hits or not: ids are made distinct
+    before the cache is searched."""
     forward_launch_ms: float = 0.02
     """Launch floors: a handful of kernels of some 5 to 10 us each, more in the backward."""
     backward_launch_ms: float = 0.06
@@ -83,20 +89,22 @@ CPU_KERNELS = Kernels(
 """Fitted by ``benchmarks/cpu_prior.py`` to sets that an AMD EPYC (family 25 model 17) measured, each optimizer and
 direction up to a factor: the level is that of the topology's bandwidth, which one core does not reach."""
 GPU_KERNELS = Kernels(
-    forward_share=0.92,
-    backward_share=0.56,
-    cache_speedup=1.7,
-    gradient_speedup=1.7,
-    row_bytes=110.0,
-    lane_dims=160.0,
-    row_ns=1.1,
-    link_reads=2.2,
-    link_updates=1.5,
-    cache_lookup_ns=2.75,
+    forward_share=0.87,
+    backward_share=0.52,
+    cache_speedup=1.65,
+    gradient_speedup=1.65,
+    row_bytes=100.0,
+    lane_dims=176.0,
+    state_bytes=440.0,
+    link_reads=0.9,
+    link_updates=1.6,
+    cache_row_ns=4.5,
     forward_launch_ms=0.03,
     backward_launch_ms=0.10,
 )
 """Fitted to published rows by ``benchmarks/gpu_prior.py``; the launch floors are those published for a B200."""
+AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
+"""Of ROCm builds, from rows of one card."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class RooflineCost(ComputeCost):
         return cls(
             memory_bytes_per_ms=memory_bytes_per_ms,
             uvm_bytes_per_ms=uvm_bytes_per_ms,
-            kernels=GPU_KERNELS,
+            kernels=AMD_KERNELS if torch.version.hip else GPU_KERNELS,
             cache_bytes=L2_BYTES if gpu is None else gpu.l2_bytes,
         )
 
@@ -156,31 +164,38 @@ class RooflineCost(ComputeCost):
         outputs = column("output_elements") * OUTPUT_BYTES
         indices, tables = lookups * INDEX_BYTES, torch.full_like(lookups, kernels.table_bytes)
         states = distinct_rows * (1 + column("adagrad") * (dim - 1))
-        optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES * 2
+        optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
         backward_ms = 1 / (kernels.backward_share * self.memory_bytes_per_ms)
         # Over the link to the host: rows in unified memory, read in the forward, read and written in the backward; and
-        # rows that miss a cache, which takes them in and puts as many others out. Cached rows are updated in the cache.
-        uvm, missed = column("uvm"), column("uvm_caching") * column("cache_misses")
-        at_once = missed * (1 - column("cache_prefetched"))
-        link_ms = 1 / self.uvm_bytes_per_ms
-        read_ms = (1 - uvm) * forward_ms + (kernels.link_reads * uvm + at_once) * link_ms
-        update_ms = 2 * (1 - uvm) * backward_ms + (kernels.link_updates * uvm + at_once) * link_ms
-        ahead = 2 * first_reads * (missed - at_once) * link_ms
-        keys = column("uvm_caching") * (SORT_PASSES * 2 * indices + lookups * CACHE_SET_BYTES)
+        # rows that miss a cache, which takes them in and puts as many others out before the forward. Cached rows are
+        # updated in the cache, their optimizer states are not.
+        uvm, cached, link_ms = column("uvm"), column("uvm_caching"), 1 / self.uvm_bytes_per_ms
+        link_update_ms = kernels.link_updates * link_ms
+        update_ms = 2 * (1 - uvm) * backward_ms + uvm * link_update_ms
+        state_ms = 2 * (1 - uvm - cached) * backward_ms + (uvm + cached) * link_update_ms
+        exchanges = 2 * first_reads * cached * column("cache_misses") * link_ms
+        ahead = exchanges * column("cache_prefetched")
+        keys = cached * (SORT_PASSES * 2 * indices + lookups * CACHE_SET_BYTES)
 
-        cached_ns = column("uvm_caching") * lookups * kernels.cache_lookup_ns
         found = lookups * kernels.lookup_bytes
-        forward = first_reads * read_ms + (outputs + found + keys + tables) * forward_ms + cached_ns * 1e-6
+        out_of_memory = first_reads + repeats * self._slowed(first_reads, kernels.cache_speedup)
+        forward = (
+            out_of_memory * (1 - uvm) * forward_ms
+            + (first_reads + repeats) * uvm * kernels.link_reads * link_ms
+            + (outputs + found + keys + tables) * forward_ms
+            + cached * distinct_rows * (kernels.cache_row_ns * 1e-6)
+            + (exchanges - ahead)
+        )
         gradient_reads = lookups * dim.clamp_min(kernels.lane_dims) * OUTPUT_BYTES
         backward = (
             distinct_rows * row_bytes.clamp_min(kernels.update_bytes) * update_ms
-            + (outputs + SORT_PASSES * 2 * indices + optimizer_state + tables) * backward_ms
-            + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6)
+            + (outputs + SORT_PASSES * 2 * indices + tables) * backward_ms
+            + optimizer_state * state_ms
+            + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6 + kernels.state_bytes * backward_ms)
         )
         again = (gradient_reads - outputs).clamp_min(0) * backward_ms
-        forward += repeats * forward_ms * self._slowed(first_reads, kernels.cache_speedup)
         backward += again * self._slowed(outputs, kernels.gradient_speedup)
         count, trained = torch.ones_like(forward), 1 - column("served")
         return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
