@@ -123,7 +123,7 @@ def _row(row: dict) -> Row:
 
 
 @cache
-def _reuse(rows: int, lookups: float, exponent: float, drawn: bool) -> tuple[torch.Tensor, int]:
+def _reuse(rows: int, lookups: float, exponent: float, drawn: bool) -> tuple[torch.Tensor, float]:
     """Histogram of how often rows are read, and how many are: as Zipf's law expects, or drawn from a power law of real
     numbers that are cut to ids."""
     draws = np.random.default_rng(0)
