@@ -20,15 +20,21 @@ from tests.cli.test_commands import run
 KINDS = ["row_wise", "table_row_wise", "column_wise", *["table_wise"] * 7]
 NAMES = (3, 2, 0, 1)
 """Hosts change places, and so do the ranks of one of them."""
+LOOKUPS = 50_000.0
+"""Of a sample: so many that each rank has some table."""
 
 
 def saved(**given) -> SavedPlan:
     """Ten tables on two hosts of two GPUs, of all spans."""
     constraints = {
-        f"t{index}": ParameterConstraints(sharding_types=[kind], min_partition=8) for index, kind in enumerate(KINDS)
+        f"t{index}": ParameterConstraints(sharding_types=[kind], min_partition=8, pooling_factors=[LOOKUPS])
+        for index, kind in enumerate(KINDS)
     }
     made = planner(
-        topology=Topology(4, "cuda", local_world_size=2), constraints=constraints, exact_training=False, **given
+        topology=Topology(4, "cuda", local_world_size=2),
+        constraints=constraints,
+        exact_training=False,
+        **given,
     )
     made.plan(collection(*(table(f"t{index}", 1000 * (index + 1), 32) for index in range(10))), SHARDERS)
     return made.saved_plan()
@@ -76,13 +82,13 @@ def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: Saved
 
 def test_ranks_keep_their_names_where_blocks_may_be_read_unevenly(tmp_path: Path) -> None:
     """Blocks lie in the order of ranks: under other names a block would have another rank's cost."""
-    hot = FeatureStatistics(5.0, ids=IdSketch.even(500), batch_size=64)  # half of the rows
+    hot = FeatureStatistics(LOOKUPS, ids=IdSketch.even(500), batch_size=64)  # half of the rows
     known = saved(search_seconds=0.2, statistics=TableStatistics({"t0_f0": hot}))
     assert dict(known.tables())["t0"].sharding_type == "row_wise"
     other = renamed(known, NAMES)
     assert names_that_keep_most(other, known) == (0, 1, 2, 3)
     assert _compared(tmp_path, other, known) == known
-    even = TableStatistics({f"t{index}_f0": FeatureStatistics(5.0) for index in range(10)})
+    even = TableStatistics({f"t{index}_f0": FeatureStatistics(LOOKUPS) for index in range(10)})
     alike = saved(search_seconds=0.2, statistics=even)
     assert names_that_keep_most(renamed(alike, NAMES), alike) == NAMES
 
