@@ -35,7 +35,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError, InputWarning
-from dreamshard_planner.planning.baseline import short_proposers
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.context import PlanningContext
@@ -60,6 +59,7 @@ from dreamshard_planner.search_space.modules import without_weights
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.few_proposals import few_proposals
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
@@ -212,6 +212,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
 
+    def __copy__(self) -> DreamShardPlanner:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(vars(self))
+        other._callbacks = [other._settled if callback == self._settled else callback for callback in self._callbacks]
+        return other
+
     @property
     def statistics(self) -> TableStatistics | None:
         """The argument of this name."""
@@ -289,7 +295,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 context, session.left, search=settings.search, seed=settings.seed, search_seconds=seconds
             )
             # Ours proposes what costs least by our costs; a model that is given may want something else.
-            self._proposers = [joint, *([] if self._given.perf_model is None else short_proposers())]
+            self._proposers = [joint, *([] if self._given.perf_model is None else few_proposals(seconds))]
         self._partitioner = self._given.partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,
@@ -326,12 +332,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             thorough = [] if self._thorough is None else self._thorough.placed
             placed: Sequence[Outcome] | str = [*thorough, *self._partitioner.placed]
         else:
-            placed = f"the plan was placed by the {type(self._partitioner).__name__} that was given"
+            by = f"placed by the {type(self._partitioner).__name__} that was given"
+            placed = f"the plan was {by if self._num_proposals else 'loaded by plan_loader'}"
         loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
         result = session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded, self._kept)
-        if self._given.perf_model is None or isinstance(result.told, str):
+        if self._given.perf_model is None or not self._num_proposals or isinstance(result.told, str):
             return result
-        by = f"plans were rated by the {type(self._perf_model).__name__} that was given, not by the costs shown here"
+        by = (
+            f"plans were rated by the {type(self._perf_model).__name__} that was given, not by the costs shown here: "
+            f"{self._num_proposals} proposals"
+        )
         return replace(result, told=result.told.noting(noted("search", [by])))
 
     def collective_plan(
@@ -560,7 +570,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         settings = replace(request.settings, statistics=statistics or request.settings.statistics, refine="none")
         other._request, other.plan_loader = replace(request, settings=settings), None
         other._keeps = False
-        other._callbacks = [other._settled if callback == self._settled else callback for callback in self._callbacks]
         other.plan(*self._planned)
         return other._last()
 
@@ -629,7 +638,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             partitioner.partition(again, left)
         except PlannerError:  # no room is found without the ranks that it came with
             return plan
-        measured = self._request.settings.measuring_seconds
+        measured = self._request.settings.measuring_seconds and self._given.perf_model is None
         return again if measured or self._perf_model.rate(again) < self._perf_model.rate(plan) else plan
 
 

@@ -197,8 +197,8 @@ def _groups(saved: SavedPlan) -> dict[str, ShardingGroups]:
         raise PlanError(f"{saved.name}: settings: sharding_groups {brief(given)} cannot be: {brief(error)}") from error
     if saved.inputs.topology.groups is None:
         raise PlanError(
-            f"{saved.name} is for the ranks of one sharding group (2D parallelism), and files of before version 5 do "
-            "not tell how many there are: save the plan again, or give the tables and --sharding-group instead"
+            f"{saved.name} does not tell how many sharding groups there are (2D parallelism): one alone, or its file "
+            "is of before version 5. Give the tables, with --sharding-group where there are several"
         )
     return {"sharding_groups": groups}
 

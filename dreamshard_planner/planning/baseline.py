@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
-from torchrec.distributed.planner.types import Perf, PlannerError, Proposer, Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
 from dreamshard_planner.search_space.alike_shards import counted
 
@@ -93,11 +93,6 @@ def torchrec_plan(
             rating = rated[key]
             proposer.feedback(rating is not None, proposal, rating, topology)
     return None if best is None else TorchRecPlan(best[1], tried, finished)
-
-
-def short_proposers() -> list[Proposer]:
-    """TorchRec's own by default, but for the grid, which proposes thousands of plans where there are few tables."""
-    return [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
 
 
 class _AsRead:

@@ -288,7 +288,7 @@ class PlanningSession:
         """The report on a plan that was searched for; or why there is none."""
         if isinstance(placed, str) or not placed:
             how = placed if isinstance(placed, str) else "the plan was loaded by plan_loader"
-            return self._rated_alone(plan, noted("search", [f"{how}; no other was searched for"]))
+            return self._rated_alone(plan, noted("search", [how if found else f"{how}; no other was searched for"]))
         outcome = next((one for one in placed if one.is_plan(plan)), None)
         changed = outcome is None
         if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest

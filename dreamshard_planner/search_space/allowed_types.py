@@ -20,7 +20,6 @@ from dreamshard_planner.support.formatting import nearest
 
 NOT_OFFERED = "the sharder does not offer it"
 NO_SUCH_TYPE = "there is no such type"
-OTHER_KERNELS = "it takes compute kernels"
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,9 @@ class AllowedTypes:
                 return "the planner's sharding_types leave it out"
             if why := ruled_out.get(kind) or broken(kind, situation):
                 return why
-            kernels = table.sharder.compute_kernels(kind, self.compute_device)
-            if constraint.compute_kernels and not set(kernels) & set(constraint.compute_kernels):
-                return f"{OTHER_KERNELS} {kernels}, and only {constraint.compute_kernels} may be used"
+            if not self._offers(table, kind, constraint):
+                kernels = table.sharder.compute_kernels(kind, self.compute_device)
+                return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
             if named is not None:
                 return None
             if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
@@ -95,10 +94,8 @@ class AllowedTypes:
         left_out = {kind: why for kind in kinds if (why := reason(kind))}
         differ = {kind: why for kind in kinds if kind not in left_out and (why := inexact(kind, situation))}
         # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
-        nothing_else = differ.keys() == set(kinds) - left_out.keys() and all(
-            left_out.get(kind) == NOT_OFFERED or left_out.get(kind, "").startswith(OTHER_KERNELS)
-            for kind, spec in SHARDING_TYPES.items()
-            if spec.is_whole
+        nothing_else = not any(
+            self._offers(table, kind, constraint) and not inexact(kind, situation) for kind in SHARDING_TYPES
         )
         if self.exact_training and named is None and not nothing_else:
             left_out |= {
@@ -109,6 +106,13 @@ class AllowedTypes:
             if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
                 left_out[kind] = f"it runs as {spec.runs_as}"
         return left_out
+
+    def _offers(self, table: ShardableTable, kind: str, constraint: ParameterConstraints) -> bool:
+        """Whether the table's sharder has the type, by kernels that its constraint allows."""
+        if kind not in table.sharder.sharding_types(self.compute_device):
+            return False
+        kernels, named = table.sharder.compute_kernels(kind, self.compute_device), constraint.compute_kernels
+        return not named or not set(kernels).isdisjoint(named)
 
 
 def reasons_in_words(left_out: Mapping[str, str]) -> str:

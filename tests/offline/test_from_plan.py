@@ -139,7 +139,7 @@ def test_sharding_groups_come_back(next_to_each_other: bool, tmp_path: Path) -> 
     told = run("replan", str(tmp_path / "plan.json"), "--steps", "9", "--gpus", "2", "--nodes", "4", status=3).stdout
     assert "8 cuda ranks in 2 sharding groups of 4, 4 on a host -> 8" in " ".join(told.split())
     before = replace(saved, inputs=replace(saved.inputs, topology=replace(saved.inputs.topology, groups=None)))
-    with pytest.raises(PlanError, match="how many there are"):
+    with pytest.raises(PlanError, match="how many sharding groups there are"):
         job_of(before)
 
 

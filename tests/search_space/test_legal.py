@@ -81,14 +81,14 @@ def test_mean_pooling_by_rows_tolerates_no_other_types() -> None:
 
 
 class Only(EmbeddingBagCollectionSharder):
-    """A user's sharder, which offers one type."""
+    """A user's sharder, which offers few types."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, *kinds: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kinds = kinds
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [self.kind]
+        return [*self.kinds]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,6 @@ def test_a_sharder_or_kernels_that_leave_nothing_else_are_consent(
         plan = made.plan(module, [sharder])
     assert plan.plan[""]["t"].sharding_type == kind
     assert any("trains differently" in note.text for note in made.report().notes)
-    with pytest.raises(PlannerError, match="'t'"):
-        planner(topology=topology(2, device="cuda"), sharding_types=("data_parallel",)).plan(
-            module, [EmbeddingBagCollectionSharder()]
-        )
+    for offers in (EmbeddingBagCollectionSharder(), Only("row_wise", kind)):  # an exact one, which the planner forbids
+        with pytest.raises(PlannerError, match="'t'"):
+            planner(topology=topology(2, device="cuda"), sharding_types=(kind,)).plan(module, [offers])

@@ -1,0 +1,63 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""TorchRec's proposers, each for a few proposals: what a performance model that is given may like better than ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
+from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
+
+from dreamshard_planner.planning.placing import Countdown
+
+TABLES_PLACED = 1000
+"""Tables x proposals of each proposer: some seconds for all."""
+LEAST_PROPOSALS = 20
+"""Where there are many tables."""
+
+
+class FewProposals(Proposer):
+    """Another proposer's first proposals, the fewer the more tables there are.
+
+    Args:
+        proposer: the other one.
+        countdown: no more than one proposal after it has ended.
+    """
+
+    def __init__(self, proposer: Proposer, countdown: Countdown) -> None:
+        self._proposer, self._countdown = proposer, countdown
+        self._proposed = self._most = 0
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """See ``Proposer.load``."""
+        tables = len({option.fqn for option in search_space})
+        self._proposed, self._most = 0, max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables))
+        self._proposer.load(search_space=search_space, enumerator=enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """See ``Proposer.propose``."""
+        if self._proposed == self._most or (self._proposed and self._countdown.left() == 0.0):
+            return None
+        self._proposed += 1
+        return self._proposer.propose()
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """See ``Proposer.feedback``."""
+        self._proposer.feedback(partitionable, plan, perf_rating, storage_constraint)
+
+
+def few_proposals(seconds: float | None) -> list[Proposer]:
+    """TorchRec's own by default, but for the grid; those of one kind for all tables first.
+
+    Args:
+        seconds: that they share; None for no cap.
+    """
+    countdown = Countdown(seconds)
+    theirs = (UniformProposer(), GreedyProposer(), GreedyProposer(use_depth=False))
+    return [FewProposals(proposer, countdown) for proposer in theirs]
