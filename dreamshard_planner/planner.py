@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,32 +37,24 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
-from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import reason_first
-from dreamshard_planner.planning.kept import KeptPlan
-from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
-from dreamshard_planner.planning.session import AnyPlan, PlanningSession, PlanResult
+from dreamshard_planner.planning.result import PlanResult
+from dreamshard_planner.planning.session import AnyPlan, PlanningSession
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.planning.training_notes import lost_optimizers
 from dreamshard_planner.plans.explanation import Explanation
-from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search_space.alike_shards import counted, set_ranks
 from dreamshard_planner.search_space.constraints import left_out_by_group
 from dreamshard_planner.search_space.modules import without_weights
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
-from dreamshard_planner.torchrec_components.few_proposals import few_proposals
-from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
-from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
+from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -192,7 +184,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             timeout_seconds=timeout_seconds,
             plan_loader=plan_loader,
         )
-        self._given = _Components(enumerator, proposer, partitioner, performance_model)
+        proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
+        self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._request = PlanRequest(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -204,11 +197,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sync_ms_per_byte=sync_ms_per_byte,
             all_ranks=all_ranks,
         )
-        self._session: PlanningSession | None = None
+        self._loop: SearchLoop | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
-        self._kept: KeptPlan | None = None
         self._keeps = True  # TorchRec's plan, where ours gains too little
-        self._thorough: DreamShardPartitioner | None = None
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
 
@@ -243,18 +234,20 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._kept, self._planned = None, None, (without_weights(module), sharders)
+        self._best_plan, self._planned = None, (without_weights(module), sharders)
         try:
-            self._session = self._read(module, sharders)
-            for text in self._session.doubtful:
+            loop = self._begin(module, sharders)
+            for text in loop.session.doubtful:
                 warnings.warn(text, InputWarning, stacklevel=3)
-            self._use(self._session)
             sharding_plan = self._search(module, sharders)
-            self._result = self._concluded(self._session)
+            if self._best_plan is None:
+                self._result = "the last planned module has no table that its sharders shard"
+            else:
+                self._result = loop.result(self._best_plan, self._num_proposals)
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        lost = lost_optimizers(self._best_plan or [], self._session.context.reader, self._topology.compute_device)
+        lost = lost_optimizers(self._best_plan or [], loop.session.context.reader, self._topology.compute_device)
         if lost is not None:
             warnings.warn(lost, stacklevel=3)
         return sharding_plan
@@ -269,50 +262,19 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         sharders = list(sharders)
         self._result = "the last module was read, and not planned"
-        self._session = self._read(module, sharders)
-        self._use(self._session)
+        self._begin(module, sharders)
         self._enumerator.enumerate(module, sharders)
 
-    def _read(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> PlanningSession:
-        """The problem of a module."""
+    def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
+        """Read a module, and give TorchRec's loop what it runs with."""
         searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
-        tells_beyond = searches and self._request.settings.exact_training
-        return PlanningSession.of(
-            self._request, module, sharders, self._storage_reservation, self._estimator if tells_beyond else None
-        )
-
-    def _estimator(self, context: PlanningContext) -> DreamShardEstimator:
-        return DreamShardEstimator(self._topology, context=context)
-
-    def _use(self, session: PlanningSession) -> None:
-        """Give TorchRec's loop the components of a session, ours where none were given."""
-        settings, seconds, context = self._request.settings, self._request.seconds, session.context
+        beyond = estimator_of if searches and self._request.settings.exact_training else None
+        session = PlanningSession.of(self._request, module, sharders, self._storage_reservation, beyond)
+        self._loop = loop = SearchLoop(session, self._given, self.plan_loader, self._together, self._keeps)
         self._constraints = session.constraints
-        self._enumerator = self._given.enumerator or context.enumerator(self._batch_size, self._estimator(context))
-        self._perf_model = self._given.perf_model or DreamShardPerfModel(self._topology, context=context)
-        if self._given.proposer is None:
-            joint = JointProposer(
-                context, session.left, search=settings.search, seed=settings.seed, search_seconds=seconds
-            )
-            # Ours proposes what costs least by our costs; a model that is given may want something else.
-            self._proposers = [joint, *([] if self._given.perf_model is None else few_proposals(seconds))]
-        self._partitioner = self._given.partitioner or DreamShardPartitioner(
-            search=settings.search,
-            seed=settings.seed,
-            search_seconds=seconds,
-            refine_seconds=settings.measuring_seconds,
-            together=self._together,
-            context=context,
-        )
-        self._thorough = None
-        many = self._given.proposer is not None or self._given.perf_model is not None
-        if many and self._given.partitioner is None and settings.search is not None:
-            self._thorough = self._partitioner
-            self._partitioner = DreamShardPartitioner(seed=settings.seed, context=context, quickly=True)
-        if isinstance(self._partitioner, DreamShardPartitioner):
-            self._partitioner.placed.clear()
-        if isinstance(self.plan_loader, JsonPlanLoader):
-            self.plan_loader.bind(self._matched)
+        self._enumerator, self._proposers = loop.enumerator, loop.proposers
+        self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
+        return loop
 
     def _search(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """TorchRec's loop: enumerate, propose, partition, rate, keep the best."""
@@ -322,27 +284,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
             reason = reason_first(error, self._proposers, self._request.timeout_seconds)
             raise PlannerError(" ".join(filter(None, (reason, left_out))), error.error_type) from None
-
-    def _concluded(self, session: PlanningSession) -> PlanResult | str:
-        """What the loop came to; or why there is nothing to tell."""
-        if self._best_plan is None:
-            return "the last planned module has no table that its sharders shard"
-        found = self._proposers[0].found if self._given.proposer is None else None
-        if isinstance(self._partitioner, DreamShardPartitioner):
-            thorough = [] if self._thorough is None else self._thorough.placed
-            placed: Sequence[Outcome] | str = [*thorough, *self._partitioner.placed]
-        else:
-            by = f"placed by the {type(self._partitioner).__name__} that was given"
-            placed = f"the plan was {by if self._num_proposals else 'loaded by plan_loader'}"
-        loaded = self.plan_loader.loaded if isinstance(self.plan_loader, JsonPlanLoader) else None
-        result = session.planned(self._enumerated()).result(self._best_plan, found, placed, loaded, self._kept)
-        if self._given.perf_model is None or not self._num_proposals or isinstance(result.told, str):
-            return result
-        by = (
-            f"plans were rated by the {type(self._perf_model).__name__} that was given, not by the costs shown here: "
-            f"{self._num_proposals} proposals"
-        )
-        return replace(result, told=result.told.noting(noted("search", [by])))
 
     def collective_plan(
         self,
@@ -393,14 +334,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: before any plan, on this rank, unless an enumerator and a reservation are given that have
                 done their work.
         """
-        space = self._enumerated()
+        space = enumerated(self._enumerator)
         reserved = getattr(self._storage_reservation, "last_reserved_topology", None)
         if not space or reserved is None:
             raise DreamShardError(
                 "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
             )
         components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
-        reader = None if self._session is None else self._session.context.reader
+        reader = None if self._loop is None else self._loop.session.context.reader
         return self._request.digest(space, reader, reserved, components)
 
     def hash_planner_context_inputs(self) -> int:
@@ -566,7 +507,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
         if self._planned is None:
             raise DreamShardError(f"there is no plan: {self._result}")
-        other, request = copy.copy(self), self._session.request if self._session else self._request
+        other, request = copy.copy(self), self._loop.session.request if self._loop else self._request
         settings = replace(request.settings, statistics=statistics or request.settings.statistics, refine="none")
         other._request, other.plan_loader = replace(request, settings=settings), None
         other._keeps = False
@@ -595,61 +536,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _model(self) -> PlanningSession:
         """The last module that was read, whether or not a plan was found."""
-        space = self._enumerated()
-        if self._session is None or not space:
+        if self._loop is None or not self._loop.search_space:
             raise DreamShardError(f"there is no plan: {self._result}")
-        return self._session.planned(space)
-
-    def _enumerated(self) -> Sequence[ShardingOption]:
-        """All options of the last module, as its enumerator keeps them; empty before, and where it keeps none."""
-        return getattr(self._enumerator, "last_stored_search_space", None) or ()
-
-    def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
-        """For the plan loader: options as its file has them."""
-        return self._model().matched(saved)
+        return self._loop.session
 
     def _settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """The first callback: of a plan that is loaded TorchRec takes no more than the shards, and loses load factors
-        and promotions; TorchRec's own plan is kept where ours gains too little; the best of many proposals is searched
-        on; and TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
-        if isinstance(self.plan_loader, JsonPlanLoader) and self.plan_loader.options:
-            plan = self.plan_loader.options
-        elif self._keeps and self._session is not None and self._given == _Components(None, None, None, None):
-            placed, found = self._partitioner.placed, self._proposers[0].found
-            self._kept = self._session.planned(self._enumerated()).kept(plan, found, placed)
-            if self._kept is not None:
-                plan = copy.deepcopy(list(self._kept.options))
-                self._enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
-        elif self._session is not None and self._thorough is not None and self._partitioner.placed:
-            plan = self._placed_thoroughly(plan, self._thorough, self._session.left)
-        if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
-            self._enumerator.populate_estimates(bare)
-        return plan
-
-    def _placed_thoroughly(
-        self, plan: list[ShardingOption], partitioner: DreamShardPartitioner, left: Topology
-    ) -> list[ShardingOption]:
-        """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the
-        performance model rates that no better."""
-        again = copy.deepcopy(list(plan))
-        for option in again:
-            set_ranks(option, None)
-        try:
-            partitioner.partition(again, left)
-        except PlannerError:  # no room is found without the ranks that it came with
-            return plan
-        measured = self._request.settings.measuring_seconds and self._given.perf_model is None
-        return again if measured or self._perf_model.rate(again) < self._perf_model.rate(plan) else plan
-
-
-@dataclass(frozen=True)
-class _Components:
-    """TorchRec's components that were given; None for ours."""
-
-    enumerator: Enumerator | None
-    proposer: Proposer | list[Proposer] | None
-    partitioner: Partitioner | None
-    perf_model: PerfModel | None
+        """The first callback."""
+        return plan if self._loop is None else self._loop.settled(plan)
 
 
 def _cpu_topology() -> Topology | None:

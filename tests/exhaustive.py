@@ -75,9 +75,9 @@ def planned(seed: int, cost_source: str, shapes: Sequence[Shape] = SHAPES) -> tu
     """What a plan costs that the planner makes, and the cost of all shardings that it chose from."""
     planner, model = small_problem(seed, cost_source, shapes)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
-    proposer, context, left = planner._proposers[0], planner._session.context, planner._session.left
-    options = certain_options(proposer._options, context.reader.is_guess)
-    return planner.report().chosen.total_ms, context.cost(context.read(options, left))
+    session = planner._loop.session
+    options = certain_options(session.search_space, session.context.reader.is_guess)
+    return planner.report().chosen.total_ms, session.context.cost(session.context.read(options, session.left))
 
 
 @torch.inference_mode()

@@ -17,7 +17,10 @@ from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingP
 from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
+from dreamshard_planner.plans.report import Report
+from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.kernels import CACHING, FUSED
 from dreamshard_planner.search_space.options import by_table, fqn_of
@@ -40,6 +43,19 @@ class Rated:
     sharding: Sharding
     costs: PlacementCosts
     """B = 1."""
+
+    def report(self, notes: Sequence[Note], search: Report | None = None) -> Report:
+        """On it, as it was not searched for.
+
+        Args:
+            notes: beside those of its cost.
+            search: the report on the search that it goes back to, if any.
+        """
+        placement = Placement(Contender("chosen", None, self.costs), (), 0, False)
+        report = Report.of(self.cost, self.sharding, placement, notes=notes)
+        if search is None:
+            return report
+        return replace(report, rivals=search.rivals, candidates=search.candidates, reshards=search.reshards)
 
 
 class GivenPlans:

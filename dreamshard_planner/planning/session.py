@@ -4,7 +4,6 @@ of it becomes one immutable result, by which any plan of the module is rated, sa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +24,6 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner import __version__
-from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.assumptions import assumptions, knows_lookups
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
@@ -36,14 +34,12 @@ from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import LEAST_GAIN, KeptPlan, baseline_of
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import PlanRequest
-from dreamshard_planner.planning.training_notes import training_notes
 from dreamshard_planner.plans.explanation import Explanation
-from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
-from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
@@ -58,7 +54,7 @@ from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.search_space.output_types import mixed_outputs
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.search_space.usable_options import never_run, usable_options
+from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -188,8 +184,8 @@ class PlanningSession:
         """A plan with all that it was made from, and with its report, if that is ``known``."""
         rated = self.rated(plan)
         return SavedPlan(
-            libraries=_libraries(),
-            predicted=Predicted.of_report(known or self._report(rated, self.context.notes(rated.options))),
+            libraries=libraries(),
+            predicted=Predicted.of_report(known or rated.report(self.context.notes(rated.options))),
             inputs=self.inputs,
             sharding=shardings(rated.options),
             name=name,
@@ -218,40 +214,8 @@ class PlanningSession:
         """Why a rank of a plan, the slowest by default, takes as long as it does."""
         usable, rated = usable_options(self.search_space, self.context.topology.compute_device), self.rated(plan)
         found = explain(self.context, self._given, rated, usable, self.wider, rank)
-        notes = (*self.context.notes(rated.options), *self._assumptions(rated.options))
+        notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
         return replace(found, assumptions=tuple(note.text for note in notes if note.code == "assumption"))
-
-    def result(
-        self,
-        plan: Sequence[ShardingOption],
-        found: JointPlan | None,
-        placed: Sequence[Outcome] | str,
-        loaded: SavedPlan | None,
-        kept: KeptPlan | None,
-    ) -> PlanResult:
-        """What TorchRec's loop came to.
-
-        Args:
-            plan: the best, after callbacks.
-            found: by our proposer.
-            placed: by our partitioner; where it was not ours, by which one, in words.
-            loaded: from a file, instead of a search.
-            kept: TorchRec's plan, where it was taken before callbacks.
-
-        Raises:
-            PlannerError: ranks would exchange outputs of different types.
-        """
-        if mixed := self._mixed_outputs(plan):
-            raise refused(mixed)
-        told = self._told(plan, found, placed, kept) if loaded is None else self._told_of_loaded(plan, loaded)
-        if isinstance(told, Report):
-            training = training_notes(plan, self.context.reader, self.request.topology.compute_device)
-            told = told.noting(self._assumptions(plan)).noting(noted("table", self.doubtful))
-            never = never_run(self.search_space, self.request.topology.compute_device)
-            told = told.noting(noted("unused", self.unused)).noting(
-                (*noted("training", training), *noted("table", never))
-            )
-        return PlanResult(self, tuple(plan), told)
 
     def kept(
         self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]
@@ -266,96 +230,21 @@ class PlanningSession:
             known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
             guessed = not known and not otherwise
             least = LEAST_GAIN if guessed else 0.0
-        mixed = self._mixed_outputs(plan) is not None
+        mixed = self.mixed_outputs(plan) is not None
         theirs = baseline_of(self.context, plan, found, placed) if least or mixed else None
-        if theirs is None or self._mixed_outputs(theirs):
+        if theirs is None or self.mixed_outputs(theirs):
             return None
         searched, base = self.rated(plan).costs, self.rated(theirs).costs
         gain = 1 - float(searched.overall_ms_B[0] / base.overall_ms_B[0].clamp_min(1e-9))
         kept = KeptPlan(tuple(theirs), searched, gain, None if mixed else least, guessed)
         return kept if (mixed or gain < least) and not kept.is_plan(plan) else None
 
-    def _mixed_outputs(self, plan: Sequence[ShardingOption]) -> str | None:
+    def mixed_outputs(self, plan: Sequence[ShardingOption]) -> str | None:
+        """Tables for which ranks would exchange outputs of different types, in words; None where there are none."""
         return mixed_outputs(plan, self.context.sharders or (), self.request.topology.world_size)
 
-    def _told(
-        self,
-        plan: Sequence[ShardingOption],
-        found: JointPlan | None,
-        placed: Sequence[Outcome] | str,
-        kept: KeptPlan | None,
-    ) -> Report | str:
-        """The report on a plan that was searched for; or why there is none."""
-        if isinstance(placed, str) or not placed:
-            how = placed if isinstance(placed, str) else "the plan was loaded by plan_loader"
-            return self._rated_alone(plan, noted("search", [how if found else f"{how}; no other was searched for"]))
-        outcome = next((one for one in placed if one.is_plan(plan)), None)
-        changed = outcome is None
-        if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest
-            alike = [one for one in placed if one.has_options_of(plan)]
-            outcome = min(alike or placed, key=lambda one: one.placement.chosen.total_ms)
-        report = Report.of(
-            outcome.cost,
-            outcome.sharding,
-            outcome.placement,
-            (found.rivals or None) if found is not None else None,
-            candidates=found.result.candidates if found is not None and found.result else 0,
-            reshards=found.result.reshards if found is not None and found.result else 0,
-            notes=() if found is None else found.notes(),
-        )
-        ruled = noted("placement_rule", () if self.legal is None else self.legal.notes())
-        beyond = noted("beyond_exact_training", () if self.wider is None else (self.wider.note(),))
-        further = (*self.context.notes(plan), *ruled, *beyond)
-        if not changed:
-            return report.noting(further)
-        try:
-            rated = self.rated(plan)
-        except PlannerError as error:
-            return f"callbacks changed the last plan to one whose cost is not known: {error}"
-        how_found = [one for one in report.notes if one.code == "search"]
-        if kept is not None:
-            report, how_found = kept.beside(report), [*how_found, kept.note()]
-        if kept is None or not kept.is_plan(plan):
-            verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
-            note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
-            how_found += noted("callbacks", [note])
-        return self._report(rated, (*how_found, *further), report)
-
-    def _rated_alone(self, plan: Sequence[ShardingOption], notes: Sequence[Note]) -> Report | str:
-        """The report on a plan that none of our parts placed; or why there is none."""
-        try:
-            return self._report(self.rated(plan), (*notes, *self.context.notes(plan)))
-        except PlannerError as error:
-            return f"the cost of the last plan is not known: {error}"
-
-    def _told_of_loaded(self, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
-        """On a plan that was loaded."""
-        rated, now = self.rated(plan), _libraries()
-        changed = [difference.text for difference in differences(saved.inputs, self.inputs)]
-        changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
-        then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
-        alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
-            then.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
-        )
-        others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
-        loaded = f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}"
-        notes = (
-            Note("loaded", loaded),
-            *noted("stale", [f"since the plan was made: {text}" for text in changed]),
-            *self.context.notes(plan),
-        )
-        return self._report(rated, notes, saved.report() if alike else None)
-
-    @staticmethod
-    def _report(rated: Rated, notes: Sequence[Note], search: Report | None = None) -> Report:
-        """On a plan that was not searched for; ``search``: the report on the search that it goes back to, if any."""
-        placement = Placement(Contender("chosen", None, rated.costs), (), 0, False)
-        report = Report.of(rated.cost, rated.sharding, placement, notes=notes)
-        if search is None:
-            return report
-        return replace(report, rivals=search.rivals, candidates=search.candidates, reshards=search.reshards)
-
-    def _assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    def assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+        """What a plan's figures rest on that nobody said."""
         request = self.request
         try:
             return assumptions(
@@ -380,29 +269,8 @@ class PlanningSession:
         return WiderSpace(context, options, self.left, f"{argument}={value}", opened)
 
 
-@dataclass(frozen=True)
-class PlanResult:
-    """The plan that a planner made, and all that is asked of it afterwards."""
-
-    model: PlanningSession
-    plan: tuple[ShardingOption, ...]
-    """One option for every table, with ranks, after callbacks."""
-    told: Report | str
-    """The report; or why there is none."""
-
-    @property
-    def report(self) -> Report:
-        """What the plan is, and what it was chosen from; raises DreamShardError where there is none."""
-        if isinstance(self.told, str):
-            raise DreamShardError(f"there is no report: {self.told}")
-        return self.told
-
-    def saved(self, name: str) -> SavedPlan:
-        """The plan with all that it was made from, and with its report where there is one."""
-        return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)
-
-
-def _libraries() -> dict[str, str]:
+def libraries() -> dict[str, str]:
+    """Versions of this package and of the libraries that compute embeddings, by name."""
     return {"dreamshard_planner": __version__, **library_versions()}
 
 

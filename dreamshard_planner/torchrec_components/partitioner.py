@@ -42,10 +42,10 @@ class DreamShardPartitioner(Partitioner):
             :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
         together: the ranks that measure; by default this one.
         context: shared by the components of one planner; made from the other arguments by default.
-        quickly: place each proposal only so far that many can be compared, whatever the search.
+        quickly: :meth:`partition` places each proposal only so far that many can be compared, whatever the search.
 
     Attributes:
-        placed: how each proposal was placed, until that is cleared.
+        placed: how each proposal was placed, until that is cleared; thoroughly placed ones first.
     """
 
     def __init__(
@@ -79,6 +79,20 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: where the tables do not fit, naming table and missing bytes.
         """
+        outcome = self._place(proposal, storage_constraint, self._quickly)
+        self.placed.append(outcome)
+        return proposal
+
+    @neutral()
+    def partition_thoroughly(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        """:meth:`partition` with all of the search, whatever ``quickly`` says."""
+        outcome = self._place(proposal, storage_constraint, quickly=False)
+        self.placed.insert(0, outcome)
+        return proposal
+
+    def _place(self, proposal: list[ShardingOption], storage_constraint: Topology, quickly: bool) -> Outcome:
         context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
         threads = torch.get_num_threads()
         with single_thread():
@@ -88,14 +102,13 @@ class DreamShardPartitioner(Partitioner):
                 storage_constraint,
                 self._search,
                 seed=self._seed,
-                seconds=self._seconds,
-                quickly=self._quickly,
+                seconds=None if quickly else self._seconds,
+                quickly=quickly,
             )
-            if self._refinement is not None:
+            if self._refinement is not None and not quickly:
                 outcome = _refined(outcome, self._refinement, storage_constraint.compute_device, threads)
-        self.placed.append(outcome)
         outcome.read.assign(outcome.sharding)
-        return proposal
+        return outcome
 
 
 def _refined(outcome: Outcome, refine: Callable[..., Placement], device: str, threads: int) -> Outcome:

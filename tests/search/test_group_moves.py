@@ -42,10 +42,9 @@ def test_many_tables_change_their_type_together_where_one_alone_gains_nothing() 
         least_gain=0.0,
     )
     planner.plan(collection(*tables), SHARDERS)
-    context, options = planner._session.context, planner._proposers[0]._options
-    cost = context.cost(
-        context.read([o for o in options if o.compute_kernel in ("fused", "dense")], planner._session.left)
-    )
+    session = planner._loop.session
+    options = [option for option in session.search_space if option.compute_kernel in ("fused", "dense")]
+    cost = session.context.cost(session.context.read(options, session.left))
     whole = [next(i for i, o in enumerate(kinds) if o.sharding_type == "table_wise") for kinds in cost.problem.tables]
     start = lay(cost, whole)
     found = group_moves(cost, JointOptions(cost), start)

@@ -1,0 +1,164 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What a planner keeps of one run of TorchRec's loop: the plan with its report, immutable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+
+from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.planning.joint_plan import JointPlan
+from dreamshard_planner.planning.kept import KeptPlan
+from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.session import PlanningSession, libraries
+from dreamshard_planner.planning.training_notes import training_notes
+from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.report import Report
+from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.search_space.options import refused
+from dreamshard_planner.search_space.usable_options import never_run
+
+
+@dataclass(frozen=True)
+class CameTo:
+    """What one run of TorchRec's loop came to."""
+
+    plan: tuple[ShardingOption, ...]
+    """The best, after callbacks."""
+    made_by: str
+    """Who made it where nothing was ``placed``, in words."""
+    found: JointPlan | None
+    """By our proposer."""
+    placed: Sequence[Outcome]
+    """By our partitioner."""
+    kept: KeptPlan | None
+    """TorchRec's plan, where it was taken before callbacks."""
+    loaded: SavedPlan | None
+    """From a file, instead of a search."""
+    notes: tuple[Note, ...] = ()
+    """Further ones, for the report."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The plan that a planner made, and all that is asked of it afterwards."""
+
+    model: PlanningSession
+    plan: tuple[ShardingOption, ...]
+    """One option for every table, with ranks, after callbacks."""
+    told: Report | str
+    """The report; or why there is none."""
+
+    @classmethod
+    def of(cls, session: PlanningSession, came_to: CameTo) -> PlanResult:
+        """The plan and its report.
+
+        Raises:
+            PlannerError: ranks would exchange outputs of different types.
+        """
+        if mixed := session.mixed_outputs(came_to.plan):
+            raise refused(mixed)
+        try:
+            told: Report | str = _report(session, came_to).noting((*_notes(session, came_to.plan), *came_to.notes))
+        except _NoReport as why:
+            told = str(why)
+        return cls(session, came_to.plan, told)
+
+    @property
+    def report(self) -> Report:
+        """What the plan is, and what it was chosen from; raises DreamShardError where there is none."""
+        if isinstance(self.told, str):
+            raise DreamShardError(f"there is no report: {self.told}")
+        return self.told
+
+    def saved(self, name: str) -> SavedPlan:
+        """The plan with all that it was made from, and with its report where there is one."""
+        return self.model.saved(self.plan, name, self.told if isinstance(self.told, Report) else None)
+
+
+class _NoReport(Exception):
+    """Why a plan has none, in words."""
+
+
+def _report(session: PlanningSession, came_to: CameTo) -> Report:
+    """With the notes on how the plan was made, and those of its costs."""
+    if came_to.loaded is not None:
+        return _of_loaded(session, came_to.plan, came_to.loaded)
+    if came_to.placed:
+        return _of_searched(session, came_to)
+    how = f"the plan was {came_to.made_by}" + ("" if came_to.found else "; no other was searched for")
+    try:
+        return session.rated(came_to.plan).report((*noted("search", [how]), *session.context.notes(came_to.plan)))
+    except PlannerError as error:
+        raise _NoReport(f"the cost of the last plan is not known: {error}") from error
+
+
+def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
+    """On a plan that our partitioner placed, as it is after callbacks."""
+    plan, found, placed, kept = came_to.plan, came_to.found, came_to.placed, came_to.kept
+    outcome = next((one for one in placed if one.is_plan(plan)), None)
+    changed = outcome is None
+    if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest
+        alike = [one for one in placed if one.has_options_of(plan)]
+        outcome = min(alike or placed, key=lambda one: one.placement.chosen.total_ms)
+    report = Report.of(
+        outcome.cost,
+        outcome.sharding,
+        outcome.placement,
+        (found.rivals or None) if found is not None else None,
+        candidates=found.result.candidates if found is not None and found.result else 0,
+        reshards=found.result.reshards if found is not None and found.result else 0,
+        notes=() if found is None else found.notes(),
+    )
+    ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
+    beyond = noted("beyond_exact_training", () if session.wider is None else (session.wider.note(),))
+    further = (*session.context.notes(plan), *ruled, *beyond)
+    if not changed:
+        return report.noting(further)
+    try:
+        rated = session.rated(plan)
+    except PlannerError as error:
+        raise _NoReport(f"callbacks changed the last plan to one whose cost is not known: {error}") from error
+    how_found = [one for one in report.notes if one.code == "search"]
+    if kept is not None:
+        report, how_found = kept.beside(report), [*how_found, kept.note()]
+    if kept is None or not kept.is_plan(plan):
+        verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
+        note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
+        how_found += noted("callbacks", [note])
+    return rated.report((*how_found, *further), report)
+
+
+def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
+    """On a plan of a file."""
+    rated, now = session.rated(plan), libraries()
+    changed = [difference.text for difference in differences(saved.inputs, session.inputs)]
+    changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
+    then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
+    alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
+        then.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
+    )
+    others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
+    loaded = f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}"
+    notes = (
+        Note("loaded", loaded),
+        *noted("stale", [f"since the plan was made: {text}" for text in changed]),
+        *session.context.notes(plan),
+    )
+    return rated.report(notes, saved.report() if alike else None)
+
+
+def _notes(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Of any plan, however it was made: what it takes for granted, and what is odd about the module and its inputs."""
+    device = session.request.topology.compute_device
+    return (
+        *session.assumptions(plan),
+        *noted("table", session.doubtful),
+        *noted("unused", session.unused),
+        *noted("training", training_notes(plan, session.context.reader, device)),
+        *noted("table", never_run(session.search_space, device)),
+    )

@@ -1,0 +1,186 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What TorchRec's loop (enumerate, propose, partition, rate, keep the best) runs with for one module: our components
+where none were given, what its best plan becomes before callbacks, and what it came to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Partitioner,
+    PerfModel,
+    PlanLoader,
+    PlannerError,
+    Proposer,
+    ShardingOption,
+)
+
+from dreamshard_planner.planning.collective import Together
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.kept import KeptPlan
+from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.result import CameTo, PlanResult
+from dreamshard_planner.planning.session import PlanningSession
+from dreamshard_planner.plans.notes import noted
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.search_space.alike_shards import counted, set_ranks
+from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.few_proposals import few_proposals
+from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
+from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
+from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
+from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
+
+
+@dataclass(frozen=True)
+class GivenComponents:
+    """TorchRec's components that a user gave; None for ours."""
+
+    enumerator: Enumerator | None = None
+    proposers: list[Proposer] | None = None
+    partitioner: Partitioner | None = None
+    perf_model: PerfModel | None = None
+
+
+class SearchLoop:
+    """One run of TorchRec's loop.
+
+    Args:
+        session: the problem of the module.
+        given: components to use instead of ours.
+        plan_loader: the planner's; ours is bound to this problem.
+        together: the ranks that measure, with ``refine``.
+        keeps: whether TorchRec's plan may be kept, where ours gains too little.
+
+    Attributes:
+        enumerator, proposers, partitioner, perf_model: what TorchRec's loop runs with.
+    """
+
+    def __init__(
+        self,
+        session: PlanningSession,
+        given: GivenComponents,
+        plan_loader: PlanLoader | None,
+        together: Together | None,
+        keeps: bool,
+    ) -> None:
+        request, context = session.request, session.context
+        settings, seconds = request.settings, request.seconds
+        self._session, self._given, self._keeps = session, given, keeps and given == GivenComponents()
+        self._kept: KeptPlan | None = None
+        self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
+        if self._loader is not None:
+            self._loader.bind(self._matched)
+        self.enumerator = given.enumerator or context.enumerator(request.batch_size, estimator_of(context))
+        self.perf_model = given.perf_model or DreamShardPerfModel(request.topology, context=context)
+        self._joint: JointProposer | None = None
+        if given.proposers is None:
+            self._joint = JointProposer(
+                context, session.left, search=settings.search, seed=settings.seed, search_seconds=seconds
+            )
+            # Ours proposes what costs least by our costs; a model that is given may want something else.
+            self.proposers = [self._joint, *([] if given.perf_model is None else few_proposals(seconds))]
+        else:
+            self.proposers = given.proposers
+        many = given.proposers is not None or given.perf_model is not None
+        self._compares_many = many and given.partitioner is None and settings.search is not None
+        self.partitioner = given.partitioner or DreamShardPartitioner(
+            search=settings.search,
+            seed=settings.seed,
+            search_seconds=seconds,
+            refine_seconds=settings.measuring_seconds,
+            together=together,
+            context=context,
+            quickly=self._compares_many,
+        )
+        self._ours = self.partitioner if isinstance(self.partitioner, DreamShardPartitioner) else None
+        if self._ours is not None:
+            self._ours.placed.clear()
+
+    @property
+    def search_space(self) -> Sequence[ShardingOption]:
+        """All options of the module, as the enumerator keeps them; empty before, and where it keeps none."""
+        return enumerated(self.enumerator)
+
+    @property
+    def session(self) -> PlanningSession:
+        """The problem, with all options that were enumerated by now."""
+        return self._session.planned(self.search_space)
+
+    def settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """The plan that callbacks get for the best one: of a plan that is loaded TorchRec takes no more than the
+        shards, and loses load factors and promotions; TorchRec's own plan is kept where ours gains too little; the best
+        of many proposals is searched on; and TorchRec's statistics read all estimates, which caches of sizes of our own
+        lack."""
+        if self._loader is not None and self._loader.options:
+            plan = self._loader.options
+        elif self._keeps:
+            found = None if self._joint is None else self._joint.found
+            self._kept = self.session.kept(plan, found, self._placed())
+            if self._kept is not None:
+                plan = copy.deepcopy(list(self._kept.options))
+                self.enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
+        elif self._compares_many and self._ours is not None and self._ours.placed:
+            plan = self._searched_on(plan, self._ours)
+        if bare := [option for option in plan if any(shard.perf is None for shard, _ in counted(option))]:
+            self.enumerator.populate_estimates(bare)
+        return plan
+
+    def result(self, plan: Sequence[ShardingOption], proposals: int) -> PlanResult:
+        """What the loop came to.
+
+        Args:
+            plan: the best, after callbacks.
+            proposals: that were partitioned; 0 where the plan was loaded.
+        """
+        made_by = "loaded by plan_loader"
+        if proposals and self._ours is None:
+            made_by = f"placed by the {type(self.partitioner).__name__} that was given"
+        rated = []
+        if self._given.perf_model is not None and proposals:
+            rated.append(
+                f"plans were rated by the {type(self.perf_model).__name__} that was given, not by the costs shown "
+                f"here: {proposals} proposals"
+            )
+        came_to = CameTo(
+            plan=tuple(plan),
+            made_by=made_by,
+            found=None if self._joint is None else self._joint.found,
+            placed=self._placed(),
+            kept=self._kept,
+            loaded=None if self._loader is None else self._loader.loaded,
+            notes=noted("search", rated),
+        )
+        return PlanResult.of(self.session, came_to)
+
+    def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
+        return self.session.matched(saved)
+
+    def _placed(self) -> Sequence[Outcome]:
+        return () if self._ours is None else self._ours.placed
+
+    def _searched_on(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
+        """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the
+        performance model rates that no better."""
+        again = copy.deepcopy(list(plan))
+        for option in again:
+            set_ranks(option, None)
+        try:
+            partitioner.partition_thoroughly(again, self._session.left)
+        except PlannerError:  # no room is found without the ranks that it came with
+            return plan
+        measured = self._session.request.settings.measuring_seconds and self._given.perf_model is None
+        return again if measured or self.perf_model.rate(again) < self.perf_model.rate(plan) else plan
+
+
+def estimator_of(context: PlanningContext) -> DreamShardEstimator:
+    """Of single shards, by the costs of a context."""
+    return DreamShardEstimator(context.topology, context=context)
+
+
+def enumerated(enumerator: Enumerator) -> Sequence[ShardingOption]:
+    """All options of the last module, as its enumerator keeps them; empty before, and where it keeps none."""
+    return getattr(enumerator, "last_stored_search_space", None) or ()
