@@ -60,8 +60,9 @@ class PlanResult:
         Raises:
             PlannerError: ranks would exchange outputs of different types.
         """
-        if mixed := session.mixed_outputs(came_to.plan):
-            raise refused(mixed)
+        if mixed := session.mixed_exchanges(came_to.plan):
+            more = "" if session.wider is None else f" {session.wider.opened_by} would allow more sharding types."
+            raise refused(f"{mixed[0]}{more}")
         try:
             told: Report | str = _report(session, came_to).noting((*_notes(session, came_to.plan), *came_to.notes))
         except _NoReport as why:

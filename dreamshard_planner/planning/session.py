@@ -52,7 +52,7 @@ from dreamshard_planner.search_space.constraints import (
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
-from dreamshard_planner.search_space.output_types import mixed_outputs
+from dreamshard_planner.search_space.output_types import MixedExchange, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import nearest
@@ -230,18 +230,19 @@ class PlanningSession:
             known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
             guessed = not known and not otherwise
             least = LEAST_GAIN if guessed else 0.0
-        mixed = self.mixed_outputs(plan) is not None
-        theirs = baseline_of(self.context, plan, found, placed) if least or mixed else None
-        if theirs is None or self.mixed_outputs(theirs):
+        mixed = bool(self.mixed_exchanges(plan))
+        narrowed = found is not None and found.left_out  # of types that TorchRec's plan may have
+        theirs = baseline_of(self.context, plan, found, placed) if least or mixed or narrowed else None
+        if theirs is None or self.mixed_exchanges(theirs):
             return None
         searched, base = self.rated(plan).costs, self.rated(theirs).costs
         gain = 1 - float(searched.overall_ms_B[0] / base.overall_ms_B[0].clamp_min(1e-9))
         kept = KeptPlan(tuple(theirs), searched, gain, None if mixed else least, guessed)
         return kept if (mixed or gain < least) and not kept.is_plan(plan) else None
 
-    def mixed_outputs(self, plan: Sequence[ShardingOption]) -> str | None:
-        """Tables for which ranks would exchange outputs of different types, in words; None where there are none."""
-        return mixed_outputs(plan, self.context.sharders or (), self.request.topology.world_size)
+    def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[MixedExchange]:
+        """Where ranks would exchange outputs of different types."""
+        return mixed_exchanges(plan, self.context.sharders or (), self.request.topology.world_size)
 
     def assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         """What a plan's figures rest on that nobody said."""

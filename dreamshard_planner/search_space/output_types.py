@@ -4,7 +4,8 @@ one: a rank sends the common type of its tables, float32 where it has none, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,10 +23,32 @@ MAX_NAMED = 5
 """Tables."""
 
 
-def mixed_outputs(
+@dataclass(frozen=True)
+class MixedExchange:
+    """Outputs of one sharding type of one module, of which ranks would send different types."""
+
+    path: str
+    """Of the module."""
+    sharding_type: str
+    outputs: tuple[tuple[str, torch.dtype], ...]
+    """Of its tables, by fully qualified name."""
+    sent: Mapping[torch.dtype, Sequence[int]]
+    """The ranks that send outputs of each type."""
+
+    def __str__(self) -> str:
+        named = first_of([f"{fqn!r} {_name(output)}" for fqn, output in self.outputs], MAX_NAMED)
+        by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in self.sent.items())
+        return (
+            f"TorchRec cannot exchange the {self.sharding_type} outputs of module {self.path!r}, since ranks would "
+            f"send different types: {by_ranks} (float32 by ranks without such a table). Its tables put out {named}: "
+            "leave output_dtype out of their constraints and sharder, or allow them row_wise alone."
+        )
+
+
+def mixed_exchanges(
     plan: Sequence[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]], world_size: int
-) -> str | None:
-    """Where ranks would exchange outputs of different types, the tables and types, in words; None where they do not.
+) -> list[MixedExchange]:
+    """Where ranks would exchange outputs of different types.
 
     Args:
         plan: with ranks.
@@ -43,17 +66,11 @@ def mixed_outputs(
         asked = fused_params(option.module[1], sharder, option.output_dtype).get("output_dtype")
         output = torch.float32 if asked is None else asked.as_dtype()
         exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
-    for (path, kind), tables in exchanged.items():
-        sent = _sent(tables, world_size)
-        if len(sent) > 1:
-            named = first_of([f"{fqn_of(option)!r} {_name(output)}" for option, output in tables], MAX_NAMED)
-            by_ranks = ", ".join(f"{_name(output)} by {ranks_in_words(ranks)}" for output, ranks in sent.items())
-            return (
-                f"TorchRec cannot exchange the {kind} outputs of module {path!r}, since ranks would send different "
-                f"types: {by_ranks} (float32 by ranks without such a table). Its tables put out {named}: leave "
-                "output_dtype out of their constraints and sharder, or allow them row_wise alone."
-            )
-    return None
+    return [
+        MixedExchange(path, kind, tuple((fqn_of(option), output) for option, output in tables), sent)
+        for (path, kind), tables in exchanged.items()
+        if len(sent := _sent(tables, world_size)) > 1
+    ]
 
 
 def _sent(tables: Sequence[tuple[ShardingOption, torch.dtype]], world_size: int) -> dict[torch.dtype, list[int]]:

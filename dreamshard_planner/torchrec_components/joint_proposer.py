@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
@@ -20,6 +21,7 @@ from dreamshard_planner.planning.joint_plan import (
 from dreamshard_planner.planning.placing import Countdown, stage_seconds
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.cache_sizes import uses_host_memory
+from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.slices import without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
@@ -104,6 +106,25 @@ class JointProposer(Proposer):
         self._pending = None
         if self.found is None and storage_constraint is not None:
             self._pending = self._searched(storage_constraint)
+
+    def without(self, left_out: Collection[tuple[str, str]], topology: Topology) -> list[ShardingOption] | None:
+        """The proposal of another search, without sharding types that ranks could not run.
+
+        Args:
+            left_out: modules, and types that their tables are not to have.
+            topology: what the storage reservation leaves.
+
+        Returns:
+            None where a table would have no option, or nothing fits.
+        """
+        options = [option for option in self._options if (option.path, option.sharding_type) not in left_out]
+        if self.found is None or by_table(options).keys() != by_table(self._options).keys():
+            return None
+        before, self._options = self.found, options
+        proposal = self._searched(topology)
+        left_out = (*before.left_out, *left_out)
+        self.found = replace(self.found, rivals=before.rivals, torchrec=before.torchrec, left_out=left_out)
+        return None if self.found.result is None else proposal
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 
 from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.result import CameTo, PlanResult
@@ -69,7 +70,7 @@ class SearchLoop:
     ) -> None:
         request, context = session.request, session.context
         settings, seconds = request.settings, request.seconds
-        self._session, self._given, self._keeps = session, given, keeps and given == GivenComponents()
+        self._session, self._given, self._keeps = session, given, keeps
         self._kept: KeptPlan | None = None
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
@@ -112,14 +113,15 @@ class SearchLoop:
 
     def settled(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The plan that callbacks get for the best one: of a plan that is loaded TorchRec takes no more than the
-        shards, and loses load factors and promotions; TorchRec's own plan is kept where ours gains too little; the best
-        of many proposals is searched on; and TorchRec's statistics read all estimates, which caches of sizes of our own
-        lack."""
+        shards, and loses load factors and promotions; types are left out whose outputs ranks could not exchange;
+        TorchRec's own plan is kept where ours gains too little; the best of many proposals is searched on; and
+        TorchRec's statistics read all estimates, which caches of sizes of our own lack."""
         if self._loader is not None and self._loader.options:
             plan = self._loader.options
-        elif self._keeps:
-            found = None if self._joint is None else self._joint.found
-            self._kept = self.session.kept(plan, found, self._placed())
+        elif self._given == GivenComponents():
+            plan = self._exchangeable(plan)
+            if self._keeps:
+                self._kept = self.session.kept(plan, self._found, self._placed())
             if self._kept is not None:
                 plan = copy.deepcopy(list(self._kept.options))
                 self.enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
@@ -148,7 +150,7 @@ class SearchLoop:
         came_to = CameTo(
             plan=tuple(plan),
             made_by=made_by,
-            found=None if self._joint is None else self._joint.found,
+            found=self._found,
             placed=self._placed(),
             kept=self._kept,
             loaded=None if self._loader is None else self._loader.loaded,
@@ -159,8 +161,27 @@ class SearchLoop:
     def _matched(self, saved: SavedPlan) -> dict[int, ShardingOption]:
         return self.session.matched(saved)
 
+    @property
+    def _found(self) -> JointPlan | None:
+        return None if self._joint is None else self._joint.found
+
     def _placed(self) -> Sequence[Outcome]:
         return () if self._ours is None else self._ours.placed
+
+    def _exchangeable(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """The plan, searched for again without types whose outputs ranks would send in different types, for as long as
+        there are any; as it was, where no other plan is left."""
+        again = plan
+        while (mixed := self.session.mixed_exchanges(again)) and self._joint is not None:
+            left_out = [(exchange.path, exchange.sharding_type) for exchange in mixed]
+            proposal = self._joint.without(left_out, self._session.left)
+            if proposal is None:
+                return plan
+            try:
+                again = copy.deepcopy(self.partitioner.partition(proposal, self._session.left))
+            except PlannerError:
+                return plan
+        return again
 
     def _searched_on(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
         """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from ranks import Rank, run_on_ranks
 from small_models import collection, planner, table, topology
 from torch.multiprocessing.spawn import ProcessException
@@ -98,3 +98,32 @@ def test_the_output_type_of_a_sharder_counts() -> None:
     with pytest.raises(PlannerError, match="'t0' float16"):
         planner(constraints=whole).plan(collection(table("t0")), halves)
     planner(constraints=whole, topology=topology(1)).plan(collection(table("t0")), halves)
+
+
+HALVES = [
+    EmbeddingBagCollectionSharder(
+        fused_params={"output_dtype": SparseType.FP16, "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    )
+]
+LARGE = table("t0", 1_000_000, 8)
+"""Cheapest whole, on one rank; the other one would send float32."""
+
+
+def _trained(rank: Rank) -> bool:
+    plan = planner(topology=topology(2), exact_training=False).collective_plan(collection(LARGE), HALVES)
+    sharded = DistributedModelParallel(collection(LARGE), device=rank.device, sharders=HALVES, plan=plan)
+    values = sharded(KeyedJaggedTensor(["t0_f0"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))).values()
+    values.sum().backward()
+    return bool(values.isfinite().all())
+
+
+def test_types_are_left_out_whose_outputs_ranks_could_not_exchange() -> None:
+    made = planner(topology=topology(2), exact_training=False)
+    made.plan(collection(LARGE), HALVES)
+    assert any("left out" in str(note) and "table_wise" in str(note) for note in made.report().notes)
+    assert run_on_ranks(_trained, world_size=2) == [True, True]
+
+
+def test_a_refusal_says_what_would_allow_more_types() -> None:
+    with pytest.raises(PlannerError, match="would allow more sharding types"):
+        planner(topology=topology(2)).plan(collection(LARGE), HALVES)
