@@ -126,8 +126,9 @@ class OptionReader:
             element_bytes = wire_bytes(option, self._sharder(option), self._fused_params(option))
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
             rows = parts.add(option, table, whole, group, exchanges, with_storage)
-            choice = Option(units_of(option, rows, topology), option.sharding_type, option.compute_kernel)
-            read[fqn_of(option)].append(replace(choice, pinned=pinned_positions(option, choice)))
+            units = units_of(option, rows, topology)
+            pinned = pinned_positions(option, units)
+            read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel, pinned))
         check_hosts(flat, topology)
         if with_storage:
             check_needs(tables.values())
