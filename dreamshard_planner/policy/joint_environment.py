@@ -250,9 +250,8 @@ class JointMDP:
         self._actions, part_OD = actions, actions.part_OUD[:, 0]
         rises = _Rises.of(self._before(actions), self._added(actions, part_OD), actions.span_O)
         need_ODM = self.task.problem.needs_PM[part_OD]
-        fits_EOD = _over_spans(has_room(need_ODM, self.free_EDM[:, None])[:, :, None], actions.span_O, torch.all)[
-            :, :, 0
-        ]
+        room_EOD = has_room(need_ODM, self.free_EDM[:, None])
+        fits_EOD = _over_spans(room_EOD[:, :, None], actions.span_O, torch.all)[:, :, 0]
         self._rank_EOKU, legal_EOK = _positions(rises.keys(), fits_EOD, actions)
         rise_EOKY = self._channels(rises, actions)
         left_EOD = ((self.free_EDM[:, None] - need_ODM) / self._limits_DM).amin(-1)
