@@ -27,8 +27,7 @@ from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.problem import Option, Problem
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, TableInputs
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
-from dreamshard_planner.problem.fused_groups import group_key
-from dreamshard_planner.problem.parts import Parts
+from dreamshard_planner.problem.parts import Parts, group_key
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature
