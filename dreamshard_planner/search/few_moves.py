@@ -320,15 +320,17 @@ class _Walk:
     def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
         """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
         self._trials += len(trials)
-        changed = [(query, sign, at) for query, trial in enumerate(trials) for change in trial
-                   for sign, at in ((-1, self._now(change[0])), (1, change))]  # fmt: skip
+        changed = []
+        for query, trial in enumerate(trials):
+            for change in trial:
+                changed += [(query, -1, self._now(change[0])), (query, 1, change)]
         laid = [self._laid(at) for _, _, at in changed]
         sizes = torch.tensor([len(rank_Y) for rank_Y, _, _ in laid])
         query_X, sign_X = (torch.tensor([entry[i] for entry in changed]).repeat_interleave(sizes) for i in (0, 1))
         rank_X, part_X = (torch.from_numpy(np.concatenate([entry[i] for entry in laid])) for i in (0, 1))
         device_QD, collective_ms, fits_Q = self._state.after(len(trials), query_X, sign_X, rank_X, part_X)
-        exact_Q, smooth_Q = (overall_ms(slowest_Q, collective_ms).masked_fill(~fits_Q, torch.inf)
-                             for slowest_Q in (device_QD.amax(-1), self._smooth(device_QD)))  # fmt: skip
+        slowest = device_QD.amax(-1), self._smooth(device_QD)
+        exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in slowest)
         return _Rated(exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials]))
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:
