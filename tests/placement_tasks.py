@@ -30,7 +30,10 @@ def tables(count: int, seed: int = 0) -> list[Table]:
 
 def make_cost(count: int, devices: int, memory_bytes: int | None = None, groups: int = 1, seed: int = 0):
     workloads = workloads_of(tables(count, seed), 256)
-    problem = problem_of(workloads, devices, memory_bytes, [i % groups for i in range(count)])
+    problem = problem_of(workloads, devices)
+    problem = replace(problem, group_P=torch.arange(count) % groups, num_groups=min(groups, count))
+    if memory_bytes is not None:
+        problem = replace(problem, limits_DM=torch.full_like(problem.limits_DM, memory_bytes))
     return Cost(problem.over(CollectiveModel(devices, 1e6)), ROOFLINE)
 
 

@@ -240,7 +240,7 @@ class _Ways:
 
     def _change(self, option: ShardingOption) -> Change:
         table, index = self._index[_way(option)]
-        return table, index, positions_of(option, self.cost.problem.tables[table][index])
+        return table, index, positions_of(option, self.cost.problem.tables[table][index].units)
 
     def _staying(self, option: ShardingOption) -> Change | None:
         """None where the ranks that are left no longer lie as TorchRec needs them."""

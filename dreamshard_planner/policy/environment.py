@@ -15,7 +15,7 @@ H latent channels (those that approximate costs read), M limits, O observation c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,19 +76,21 @@ class TaskBatch:
         def pad(values: list[Tensor], padding: float = 0) -> Tensor:
             return pad_sequence(values, batch_first=True, padding_value=padding)
 
+        def in_order(values: Iterable[Tensor]) -> Tensor:
+            return pad([value_P[order] for value_P, order in zip(values, orders, strict=True)])
+
         seen = costs[0].compute.approximate_channels
         problems = [cost.problem for cost in costs]
         num_groups = max(problem.num_groups for problem in problems)
-        zipped = list(zip(problems, orders, strict=True))
         return cls(
             costs=tuple(costs),
             order_TS=pad(orders, -1),
-            latent_TSH=pad([cost.latent_PH[order, :seen].float() for cost, order in zip(costs, orders, strict=True)]),
-            group_TS=pad([problem.group_P[order] for problem, order in zipped]),
-            features_TSF=pad([problem.features_PF[order] for problem, order in zipped]),
-            single_ms_TS=pad([cost.single_ms_P[order].float() for cost, order in zip(costs, orders, strict=True)]),
-            output_bytes_TS=pad([problem.output_bytes_P[order].float() for problem, order in zipped]),
-            needs_TSM=pad([problem.needs_PM[order] for problem, order in zipped]),
+            latent_TSH=in_order(cost.latent_PH[:, :seen].float() for cost in costs),
+            group_TS=in_order(problem.group_P for problem in problems),
+            features_TSF=in_order(problem.features_PF for problem in problems),
+            single_ms_TS=in_order(cost.single_ms_P.float() for cost in costs),
+            output_bytes_TS=in_order(problem.output_bytes_P.float() for problem in problems),
+            needs_TSM=in_order(problem.needs_PM for problem in problems),
             limits_TDM=pad([problem.limits_DM for problem in problems], -1),
             device_mask_TD=pad([torch.ones(problem.num_ranks, dtype=torch.bool) for problem in problems]),
             preload_TDGH=_preloads(costs, num_groups, seen),
@@ -244,6 +246,12 @@ class EstimatedMDP:
         assignment_ES = torch.empty(self.episodes_per_task, steps, dtype=torch.int64)
         assignment_ES[:, order_S[:steps]] = action_ES[:, :steps]
         return assignment_ES
+
+    def plans(self, task: int) -> list[Tensor | None]:
+        """The same one by one; None where infeasible."""
+        start = task * self.episodes_per_task
+        alive_E = self.alive_E[start : start + self.episodes_per_task].tolist()
+        return [plan if alive else None for plan, alive in zip(self.assignments(task), alive_E, strict=True)]
 
     @torch.no_grad()
     def overall_ms(self) -> Tensor:

@@ -33,7 +33,7 @@ from dreamshard_planner.cost.compute import both_passes
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding, has_room
 from dreamshard_planner.search.starts import JointOptions
-from dreamshard_planner.search_space.kernels import KERNELS, in_host_memory
+from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, SHARDING_TYPES, TW, TWCW, TWRW
 
 TYPES = (TW, CW, TWCW, RW, TWRW, GRID, DP)
@@ -121,7 +121,7 @@ class JointTask:
             for index, option in enumerate(options):
                 fits = len(option.units) * option.units[0].span <= problem.num_ranks
                 room_TO[table, index] = fits and option.sharding_type in TYPES
-                is_host_TO[table, index] = option.kernel in KERNELS and in_host_memory(option.kernel)
+                is_host_TO[table, index] = in_host_memory(option.kernel)
                 is_replica_TO[table, index] = SHARDING_TYPES[option.sharding_type].is_replicated
         kept_TO = finite_TO & room_TO
         most_T = np.where(kept_TO & ~is_host_TO & ~is_replica_TO, self._asked.needs_TOM[..., 0], 0.0).max(1)
@@ -189,7 +189,7 @@ class JointTask:
         """Type; whether in host memory; units and their span; how the tables that follow would do with this type; and
         what it costs over the cheapest option, [O, DESCRIBED]."""
         options = [self.problem.tables[int(self._order_T[step])][index] for index in chosen]
-        is_host_O = [float(option.kernel in KERNELS and in_host_memory(option.kernel)) for option in options]
+        is_host_O = [float(in_host_memory(option.kernel)) for option in options]
         sizes_O2 = torch.tensor([[len(option.units), option.units[0].span] for option in options]).log2()
         times_O1 = (total_O / total_O.min().clamp_min(1e-30))[:, None]
         columns = [
@@ -250,7 +250,8 @@ class JointMDP:
         self._actions, part_OD = actions, actions.part_OUD[:, 0]
         rises = _Rises.of(self._before(actions), self._added(actions, part_OD), actions.span_O)
         need_ODM = self.task.problem.needs_PM[part_OD]
-        fits_EOD = _over_spans(has_room(need_ODM, self.free_EDM[:, None])[:, :, None], actions.span_O, "all")[:, :, 0]
+        room_EOD = has_room(need_ODM, self.free_EDM[:, None])
+        fits_EOD = _over_spans(room_EOD[:, :, None], actions.span_O, torch.all)[:, :, 0]
         self._rank_EOKU, legal_EOK = _positions(rises.keys(), fits_EOD, actions)
         rise_EOKY = self._channels(rises, actions)
         left_EOD = ((self.free_EDM[:, None] - need_ODM) / self._limits_DM).amin(-1)
@@ -362,11 +363,11 @@ class _Rises:
         highest_EOR = before_EORD.amax(-1)
         return cls(
             (
-                _over_spans(added_EORD, span_O, "sum"),
-                _over_spans(after_2 - before_2, span_O, "sum"),
-                _over_spans(after_8 - before_8, span_O, "sum"),
+                _over_spans(added_EORD, span_O, torch.sum),
+                _over_spans(after_2 - before_2, span_O, torch.sum),
+                _over_spans(after_8 - before_8, span_O, torch.sum),
             ),
-            (_over_spans(after_EORD, span_O, "max") - highest_EOR[..., None]).clamp_min(0),
+            (_over_spans(after_EORD, span_O, torch.amax) - highest_EOR[..., None]).clamp_min(0),
             highest_EOR,
             before_2.sum(-1),
             before_8.sum(-1),
@@ -412,7 +413,7 @@ def _at(values_EORD: Tensor, rank_EOKU: Tensor) -> Tensor:
     return values_EORD[:, :, :, None].expand(-1, -1, -1, index.shape[3], -1).gather(-1, index)
 
 
-def _over_spans(values_EORD: Tensor, span_O: Tensor, how: str) -> Tensor:
+def _over_spans(values_EORD: Tensor, span_O: Tensor, reduced: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Values of all ranks of a unit together, at its first rank: their sum, the largest, or whether all are true;
     elsewhere as they were, or False. Options come in ascending order of span."""
     if int(span_O[-1]) == 1:
@@ -421,18 +422,11 @@ def _over_spans(values_EORD: Tensor, span_O: Tensor, how: str) -> Tensor:
     spans, counts = span_O.unique_consecutive(return_counts=True)
     for span, some_EORD in zip(spans.tolist(), values_EORD.split(counts.tolist(), 1), strict=True):  # views
         if span > 1:
-            over_EORN = _REDUCTIONS[how](some_EORD.unflatten(-1, (-1, span)))
-            if how == "all":
+            over_EORN = reduced(some_EORD.unflatten(-1, (-1, span)), -1)
+            if over_EORN.dtype == torch.bool:
                 some_EORD.fill_(False)
             some_EORD[..., ::span] = over_EORN
     return values_EORD
-
-
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda values: values.sum(-1),
-    "max": lambda values: values.amax(-1),
-    "all": lambda values: values.all(-1),
-}
 
 
 def _positions(key_EOKD: Tensor, fits_EOD: Tensor, actions: TableActions) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from dreamshard_planner.policy.joint_environment import (
     JointMDP,
     JointTask,
 )
-from dreamshard_planner.policy.network import LOGIT_STEP
+from dreamshard_planner.policy.network import drawn, scored
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 from dreamshard_planner.support.files import write_whole
@@ -186,12 +186,7 @@ def joint_roll_out(
     kept, taken = [], []
     for _ in range(task.num_tables):
         seen = Seen.of(environment, environment.observe())
-        logit_EA = policy.logits(seen)
-        if generator is None:
-            action_E = (logit_EA / LOGIT_STEP).round().argmax(-1)
-        else:
-            uniform_EA = torch.rand(logit_EA.shape, generator=generator).clamp_min(1e-9)
-            action_E = (logit_EA - (-uniform_EA.log()).log()).argmax(-1)
+        action_E = drawn(policy.logits(seen), generator)
         environment.step(action_E)
         if record:
             kept.append(seen)
@@ -200,14 +195,11 @@ def joint_roll_out(
 
 
 def score_joint_rollout(policy: JointPolicy, rollout: JointRollout) -> tuple[Tensor, Tensor]:
-    """Log probability of each action taken, and entropy of each choice, both [S, E], under gradient."""
+    """See :func:`~dreamshard_planner.policy.network.scored`."""
     if rollout.action_SE is None:
         raise ValueError("what the policy saw was not kept: roll out with record=True")
     seen = Seen.all_steps(rollout.seen)
-    log_SEA = policy.logits(seen).log_softmax(-1)
-    log_probability_SE = log_SEA.gather(-1, rollout.action_SE[..., None])[..., 0]
-    finite_SEA = log_SEA.masked_fill(~seen.legal_XA, 0.0)
-    return log_probability_SE, -(finite_SEA.exp() * finite_SEA * seen.legal_XA).sum(-1)
+    return scored(policy.logits(seen), seen.legal_XA, rollout.action_SE)
 
 
 def subset_types() -> Tensor:

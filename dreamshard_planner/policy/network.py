@@ -4,7 +4,7 @@
 One function scores, for sampling and for the gradient alike, under the same mask.
 
 Shapes: X any leading dimensions (episodes, or steps x episodes), D devices, S shards, E episodes, T tasks,
-O observation channels, R representation channels, F features.
+A actions, O observation channels, R representation channels, F features.
 """
 
 from __future__ import annotations
@@ -122,6 +122,22 @@ def _with_shared(layer: nn.Linear, own_XDI: Tensor, shared_XJ: Tensor) -> Tensor
     return nn.functional.linear(own_XDI, own_weight) + shared_XV[..., None, :]
 
 
+def drawn(logit_EA: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """An action of each episode, int64 [E]: by its probability, with ``generator``; the likeliest without."""
+    if generator is None:
+        return (logit_EA / LOGIT_STEP).round().argmax(-1)
+    uniform_EA = torch.rand(logit_EA.shape, generator=generator).clamp_min(1e-9)
+    return (logit_EA - (-uniform_EA.log()).log()).argmax(-1)  # Gumbel's trick
+
+
+def scored(logit_SEA: Tensor, legal_SEA: Tensor, action_SE: Tensor) -> tuple[Tensor, Tensor]:
+    """Log probability of each action taken, and entropy of each choice, both [S, E], under gradient."""
+    log_SEA = logit_SEA.log_softmax(-1)
+    finite_SEA = log_SEA.masked_fill(~legal_SEA, 0.0)
+    entropy_SE = -(finite_SEA.exp() * finite_SEA * legal_SEA).sum(-1)
+    return log_SEA.gather(-1, action_SE[..., None])[..., 0], entropy_SE
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Finished episodes with what the policy saw, ready to be scored again under gradient."""
@@ -160,12 +176,9 @@ def roll_out(
         observation = environment.observe()
         shard_ER = representation_TSR[:, step][task_E]
         logit_ED = policy.logits(observation.channels_EDO, observation.legal_ED, load_EDR * scale_E11, shard_ER)
-        greedy_E = action_E = (logit_ED / LOGIT_STEP).round().argmax(-1)
-        if generator is not None:
-            uniform_ED = torch.rand(logit_ED.shape, generator=generator).clamp_min(1e-9)
-            action_E = (logit_ED - (-uniform_ED.log()).log()).argmax(-1)
-            if greedy_first:
-                action_E = torch.where(episode_E % episodes_per_task == 0, greedy_E, action_E)
+        action_E = drawn(logit_ED, generator)
+        if greedy_first:
+            action_E = torch.where(episode_E % episodes_per_task == 0, drawn(logit_ED), action_E)
         load_EDR[episode_E, action_E] += shard_ER * step_mask_TS[:, step][task_E][:, None]
         environment.step(action_E)
         if record:
@@ -176,15 +189,12 @@ def roll_out(
 
 def greedy_plan(policy: AnyPolicy, cost: Cost) -> Tensor | None:
     """One greedy roll-out, [S]; None where it dead-ends."""
-    environment = roll_out(policy, TaskBatch.collate([cost]), 1).environment
-    return environment.assignments(0)[0] if bool(environment.alive_E[0]) else None
+    return roll_out(policy, TaskBatch.collate([cost]), 1).environment.plans(0)[0]
 
 
 def score_rollout(policy: AnyPolicy, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Log probability of each action taken, and entropy of each choice, both [S, E], under gradient.
-
-    All steps at once: the load of a device before a step is an exclusive cumulative sum over the actions.
-    """
+    """See :func:`scored`. All steps at once: the load of a device before a step is an exclusive cumulative sum over the
+    actions."""
     if rollout.channels_SEDO is None or rollout.legal_SED is None:
         raise ValueError("what the policy saw was not kept: roll out with record=True")
     environment = rollout.environment
@@ -195,7 +205,4 @@ def score_rollout(policy: AnyPolicy, rollout: Rollout) -> tuple[Tensor, Tensor]:
     added_SEDR = chosen_SED[..., None] * shard_SER[:, :, None]
     load_SEDR = (added_SEDR.cumsum(0) - added_SEDR) * _load_scale(tasks)[task_E][:, None, None]
     logit_SED = policy.logits(rollout.channels_SEDO, rollout.legal_SED, load_SEDR, shard_SER)
-    log_SED = logit_SED.log_softmax(-1)
-    log_probability_SE = log_SED.gather(-1, action_SE[..., None])[..., 0]
-    finite_SED = log_SED.masked_fill(~rollout.legal_SED, 0.0)
-    return log_probability_SE, -(finite_SED.exp() * finite_SED * rollout.legal_SED).sum(-1)
+    return scored(logit_SED, rollout.legal_SED, action_SE)

@@ -144,7 +144,10 @@ def place(
     sampled: list[Tensor] = []
     if policy is not None:
         samples = 0 if config is None else sampled_rollouts(config.samples, problem.num_ranks)
-        starts["policy"], sampled = _rollouts(cost, policy, samples, generator)
+        source = generator if samples else None
+        episodes = roll_out(policy, TaskBatch.collate([cost]), 1 + samples, source, greedy_first=True).environment
+        starts["policy"], *others = episodes.plans(0)
+        sampled = [plan for plan in others if plan is not None]
     starts |= given or {}
     for name in HEURISTICS:
         starts[name] = place_by_heuristic(problem, name)
@@ -181,16 +184,3 @@ def _contender(cost: Cost, name: str, assignment_S: Tensor | None) -> Contender:
 
 def _round_significant(values_B: Tensor) -> Tensor:
     return (values_B / values_B.min().clamp_min(1e-9) * 1e6).round()
-
-
-def _rollouts(
-    cost: Cost, policy: AnyPolicy, samples: int, generator: torch.Generator
-) -> tuple[Tensor | None, list[Tensor]]:
-    """The greedy roll-out, None where it dead-ends, and the sampled ones that do not; all played side by side."""
-    source = generator if samples else None
-    environment = roll_out(policy, TaskBatch.collate([cost]), 1 + samples, source, greedy_first=True).environment
-    plans = [
-        plan if alive else None
-        for plan, alive in zip(environment.assignments(0), environment.alive_E.tolist(), strict=True)
-    ]
-    return plans[0], [plan for plan in plans[1:] if plan is not None]

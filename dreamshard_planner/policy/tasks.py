@@ -57,32 +57,22 @@ class Task:
     problem: Problem
 
 
-def problem_of(
-    workloads: Sequence[Workload], num_devices: int, memory_bytes: int | None = None, groups: Sequence[int] = ()
-) -> Problem:
-    """A problem from whole-table workloads, whose exchange costs nothing until :meth:`Problem.over
-    <dreamshard_planner.cost.problem.Problem.over>` says which link it takes.
-
-    Args:
-        workloads: one per table.
-        num_devices: devices, each with ``memory_bytes`` for weights and optimizer state (None: no limit).
-        groups: fused group of each table; all in one by default.
-    """
+def problem_of(workloads: Sequence[Workload], num_devices: int) -> Problem:
+    """A problem from whole-table workloads, all in one fused group, on devices whose memory is no limit; its exchange
+    costs nothing until :meth:`Problem.over <dreamshard_planner.cost.problem.Problem.over>` says which link it takes."""
     if num_devices < 1 or not workloads:
         raise TaskError(f"a task needs tables and devices, got {len(workloads)} tables, {num_devices} devices")
     sizes = [w.rows * (w.dim * w.weight_bytes + (4 if w.optimizer != "sgd" else 0)) for w in workloads]
-    limit = torch.iinfo(torch.int64).max // 4 if memory_bytes is None else memory_bytes
-    group_P = torch.tensor(list(groups) or [0] * len(workloads), dtype=torch.int64)
     output_bytes = [w.output_elements * OUTPUT_BYTES / num_devices for w in workloads]
     return Problem(
         num_ranks=num_devices,
         features_PF=feature_matrix(workloads),
-        group_P=group_P,
-        num_groups=int(group_P.max()) + 1,
+        group_P=torch.zeros(len(workloads), dtype=torch.int64),
+        num_groups=1,
         bytes_PC=torch.tensor(output_bytes, dtype=torch.float64)[:, None],
         collectives=Collectives.all_to_all(CollectiveModel(num_devices, math.inf, 0.0)),
         needs_PM=torch.tensor(sizes, dtype=torch.int64)[:, None],
-        limits_DM=torch.full((num_devices, 1), limit, dtype=torch.int64),
+        limits_DM=torch.full((num_devices, 1), torch.iinfo(torch.int64).max // 4),
         names=tuple(w.name for w in workloads),
     )
 

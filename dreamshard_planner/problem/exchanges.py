@@ -21,20 +21,18 @@ from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Worklo
 
 @dataclass(frozen=True)
 class Links:
-    """Models of the exchanges that a topology has room for."""
+    """Models of the exchanges that a topology has room for, between all ranks where nothing else is said."""
 
     all_to_all: CollectiveModel
-    """Between all ranks."""
     reduce_scatter: CollectiveModel
-    """Between all ranks."""
     all_gather: CollectiveModel
-    """Between all ranks."""
     all_reduce: CollectiveModel
-    """Between all ranks, in 2D parallelism of all sharding groups; an n-th of the tensor counts as what a rank sends to
+    """In 2D parallelism of all sharding groups; an n-th of the tensor counts as what a rank sends to
     each peer."""
     host_reduce_scatter: CollectiveModel
     """Between the ranks of one host."""
     host_all_gather: CollectiveModel
+    """The same."""
     across: CollectiveModel
     """An all-to-all between the ranks of the same place on every host."""
     all_to_one: CollectiveModel

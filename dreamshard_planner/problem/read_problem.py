@@ -61,7 +61,7 @@ class ReadProblem:
             )
             if index is None:
                 raise refused(f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated")
-            places = positions_of(option, units[index])
+            places = positions_of(option, units[index].units)
             if units[index].pinned not in (None, places):
                 raise PlannerError(
                     f"table {fqn_of(option)!r} is pinned elsewhere than the plan has it",

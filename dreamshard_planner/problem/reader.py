@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.problem import Option, Problem
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, TableInputs
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
-from dreamshard_planner.problem.fused_groups import group_key
-from dreamshard_planner.problem.parts import Parts
+from dreamshard_planner.problem.parts import Parts, group_key
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature
@@ -86,11 +85,10 @@ class OptionReader:
         optimizers_attached: bool = False,
     ) -> None:
         self._constraints = constraints or {}
-        self._statistics = statistics
+        self._statistics: Mapping[str, FeatureStatistics] = statistics or {}
         self._optimizers_attached = optimizers_attached
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        self._configs: dict[nn.Module, dict[str, Any]] = {}
-        self._weighted: dict[nn.Module, bool] = {}
+        self._configs, self._is_weighted = cache(table_configs), cache(is_weighted)
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
         self._legal = legal
@@ -126,8 +124,9 @@ class OptionReader:
             element_bytes = wire_bytes(option, self._sharder(option), self._fused_params(option))
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
             rows = parts.add(option, table, whole, group, exchanges, with_storage)
-            choice = Option(units_of(option, rows, topology), option.sharding_type, option.compute_kernel)
-            read[fqn_of(option)].append(replace(choice, pinned=pinned_positions(option, choice)))
+            units = units_of(option, rows, topology)
+            pinned = pinned_positions(option, units)
+            read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel, pinned))
         check_hosts(flat, topology)
         if with_storage:
             check_needs(tables.values())
@@ -195,11 +194,11 @@ class OptionReader:
         asks = getattr(sharder, "_use_index_dedup", None)
         return asks is not None and (asks or get_ec_index_dedup())
 
+    def _constraint(self, option: ShardingOption) -> ParameterConstraints:
+        return self._constraints.get(option.name) or ParameterConstraints()
+
     def _config(self, option: ShardingOption) -> Any:
-        module = option.module[1]
-        if module not in self._configs:
-            self._configs[module] = table_configs(module)
-        return self._configs[module].get(option.name)
+        return self._configs(option.module[1]).get(option.name)
 
     def situation(self, option: ShardingOption, compute_device: str) -> Situation:
         """Of the option's table, for what its type changes in training."""
@@ -227,8 +226,6 @@ class OptionReader:
         if len(given) not in (1, len(names)):
             given = [POOLING_FACTOR]
         factors = per_feature(given, len(names), option.name, "pooling_factors")
-        if self._statistics is None:
-            return factors
         known = [self._statistics.get(name) for name in names]
         factors = [
             factor if feature is None else feature.pooling_factor
@@ -246,7 +243,7 @@ class OptionReader:
             data_type=str(option.tensor.dtype).removeprefix("torch."),
             features=tuple(self._feature_names(option)),
             pooling="none" if not option.is_pooled else "mean" if is_mean(self._config(option)) else "sum",
-            weighted=self._module_is_weighted(option.module[1]),
+            weighted=self._is_weighted(option.module[1]),
             optimizer=self._optimizer(option),
         )
 
@@ -270,25 +267,20 @@ class OptionReader:
         return self._tables[key]
 
     def _read_table(self, option: ShardingOption, topology: Topology) -> Table:
-        constraint = self._constraints.get(option.name)
-        names, pooling_factors = self._feature_names(option), self.pooling_factors(option)
-        count = len(names)
-        num_poolings = per_feature(
-            (constraint and constraint.num_poolings) or option.num_poolings or [1.0], count, option.name, "num_poolings"
-        )
-        batch_sizes = per_feature(
-            (constraint and constraint.batch_sizes) or [option.batch_size], count, option.name, "batch_sizes"
-        )
+        constraint, names = self._constraint(option), self._feature_names(option)
+        pooling_factors = self.pooling_factors(option)
+        num_poolings = constraint.num_poolings or option.num_poolings or [1.0]
+        num_poolings = per_feature(num_poolings, len(names), option.name, "num_poolings")
+        batch_sizes = per_feature(constraint.batch_sizes or [option.batch_size], len(names), option.name, "batch_sizes")
         features, shares = [], []
-        for index in range(count):
-            known = self._statistics.get(names[index]) if self._statistics is not None else None
-            feature = known or FeatureStatistics(pooling_factors[index])
+        for name, factor, poolings, batch_size in zip(names, pooling_factors, num_poolings, batch_sizes, strict=True):
+            feature = self._statistics.get(name) or FeatureStatistics(factor)
             if reason := self._why_unplaced(option, feature):
-                self._unplaced.setdefault(option.fqn, {})[names[index]] = reason
+                self._unplaced.setdefault(option.fqn, {})[name] = reason
                 feature = replace(feature, ids=None)
             # Several poolings per sample, or a batch of its own, read the table more (or less) often than
             # the pooling factor says; the histogram still belongs to the lookups it was taken from.
-            share = num_poolings[index] * batch_sizes[index] / option.batch_size
+            share = poolings * batch_size / option.batch_size
             shares.append(share)
             if share != 1.0 and share > 0:
                 feature = replace(
@@ -309,10 +301,10 @@ class OptionReader:
             rows=max(1, rows),
             dim=max(1, dim),
             features=tuple(features),
-            output_share=sum(shares) / count,
+            output_share=sum(shares) / len(names),
             weight_bytes=weight_bytes,
             pooled=option.is_pooled,
-            weighted=bool(self._module_is_weighted(option.module[1]) or (constraint and constraint.is_weighted)),
+            weighted=self._is_weighted(option.module[1]) or bool(constraint.is_weighted),
             optimizer="sgd" if is_served else costed_optimizer(self._optimizer(option)),
             memory="device" if on_host else memory_of(option.compute_kernel),
             cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
@@ -343,15 +335,12 @@ class OptionReader:
     def is_guess(self, option: ShardingOption) -> bool:
         """Whether an option that nobody asked for keeps the table in host memory, where its cost is that of a
         popularity of rows that is assumed."""
-        constraint = self._constraints.get(option.name)
-        return self.assumes_popularity(option) and option.compute_kernel not in (
-            (constraint and constraint.compute_kernels) or ()
-        )
+        named = self._constraint(option).compute_kernels or ()
+        return self.assumes_popularity(option) and option.compute_kernel not in named
 
     def assumes_popularity(self, option: ShardingOption) -> bool:
         """Whether the table is in host memory and no statistics tell how often its rows are read again."""
-        statistics: Mapping[str, FeatureStatistics] = self._statistics or {}
-        known = [statistics.get(name) for name in self._feature_names(option)]
+        known = [self._statistics.get(name) for name in self._feature_names(option)]
         uncounted = any(feature is None or feature.reuse_histogram is None for feature in known)
         return in_host_memory(option.compute_kernel) and uncounted
 
@@ -369,8 +358,3 @@ class OptionReader:
 
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
         return fused_params(option.module[1], self._sharder(option), option.output_dtype)
-
-    def _module_is_weighted(self, module: nn.Module) -> bool:
-        if module not in self._weighted:
-            self._weighted[module] = is_weighted(module)
-        return self._weighted[module]

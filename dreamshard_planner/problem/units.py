@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 
-from dreamshard_planner.cost.problem import Option, Unit
+from dreamshard_planner.cost.problem import Unit
 from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
@@ -25,18 +25,13 @@ def num_ranks(ranks: Ranks, topology: Topology) -> int:
     return {"rank": 1, "host": topology.intra_group_size, "world": topology.world_size}[ranks]
 
 
-def unit_span(option: ShardingOption, topology: Topology) -> int:
-    """How many consecutive ranks one unit of the option occupies."""
-    return num_ranks(type_of(option).span, topology)
-
-
 def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -> tuple[Unit, ...]:
     """The option's shards, by their parts, in units.
 
     Raises:
         PlannerError: they do not fill units, or lie on hosts of which some are not whole.
     """
-    span, impossible = unit_span(option, topology), impossible_types(topology)
+    span, impossible = num_ranks(type_of(option).span, topology), impossible_types(topology)
     if impossible and (option.dependency or option.sharding_type in impossible):
         raise PlannerError(
             f"table {fqn_of(option)!r} belongs on one host, and {next(iter(impossible.values()))}: give Topology "
@@ -52,14 +47,14 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
 
 
-def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
+def positions_of(option: ShardingOption, units: Sequence[Unit]) -> tuple[int, ...]:
     """The position of each of an option's units, from the ranks of its shards.
 
     Raises:
         PlannerError: TorchRec would not run the shards on these ranks.
     """
     positions, ranks = [], iter(ranks_of(option))
-    for unit in units.units:
+    for unit in units:
         here = [next(ranks) for _ in range(unit.span)]
         position = (here[0] or 0) // unit.span
         if here != list(unit.ranks(position)):
@@ -72,7 +67,7 @@ def positions_of(option: ShardingOption, units: Option) -> tuple[int, ...]:
     return tuple(positions)
 
 
-def pinned_positions(option: ShardingOption, units: Option) -> tuple[int, ...] | None:
+def pinned_positions(option: ShardingOption, units: Sequence[Unit]) -> tuple[int, ...] | None:
     """Positions of the units of a dependent table whose shards have ranks, see
     :mod:`~dreamshard_planner.search_space.towers`; None for others."""
     if not option.dependency or None in ranks_of(option):

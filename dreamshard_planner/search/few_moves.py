@@ -99,7 +99,7 @@ class _Walk:
 
     def __init__(self, cost: Cost, fresh: Sharding, kept: Sequence[Change], received: Received) -> None:
         self._cost, self._problem, self._received = cost, cost.problem, received
-        self._fresh, self._kept = fresh, {table: change for change in kept for table in change[:1]}
+        self._fresh, self._kept = fresh, {change[0]: change for change in kept}
         self._unit = max(1e-9, cost.overall_ms(fresh))
         self._trials = 0
         self._known: dict[Change, tuple[np.ndarray, np.ndarray, int]] = {}
@@ -219,8 +219,8 @@ class _Walk:
         return fits
 
     def _apply(self, trial: list[Change]) -> None:
+        self._bytes += self._more_bytes(trial)
         for change in trial:
-            self._bytes += self._bytes_of(change) - self._bytes_of(self._now(change[0]))
             self._state.change(*change)
         self._note()
 
@@ -233,6 +233,10 @@ class _Walk:
 
     def _bytes_of(self, change: Change) -> int:
         return self._laid(change)[2]
+
+    def _more_bytes(self, trial: Sequence[Change]) -> int:
+        """That would move after a trial, of tables once each, than now."""
+        return sum(self._bytes_of(change) - self._bytes_of(self._now(change[0])) for change in trial)
 
     def _smooth_ms(self) -> float:
         return float(
@@ -279,11 +283,12 @@ class _Walk:
 
     def _movable(self, tables: Sequence[int]) -> list[tuple[int, int]]:
         """Units of span 1 that may move, each behind its table."""
-        return [(table, unit) for table in tables for unit in self._units(table)]
-
-    def _units(self, table: int) -> range:
-        option = self._problem.tables[table][self.sharding.options[table]]
-        return range(len(option.units) if option.units[0].span == 1 and option.pinned is None else 0)
+        movable = []
+        for table in tables:
+            option = self._problem.tables[table][self.sharding.options[table]]
+            if option.units[0].span == 1 and option.pinned is None:
+                movable += [(table, unit) for unit in range(len(option.units))]
+        return movable
 
     def _at(self, table: int, unit: int) -> int:
         return self.sharding.positions[table][unit]
@@ -315,19 +320,18 @@ class _Walk:
     def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
         """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
         self._trials += len(trials)
-        changed = [(query, sign, at) for query, trial in enumerate(trials) for change in trial
-                   for sign, at in ((-1, self._now(change[0])), (1, change))]  # fmt: skip
+        changed = []
+        for query, trial in enumerate(trials):
+            for change in trial:
+                changed += [(query, -1, self._now(change[0])), (query, 1, change)]
         laid = [self._laid(at) for _, _, at in changed]
         sizes = torch.tensor([len(rank_Y) for rank_Y, _, _ in laid])
         query_X, sign_X = (torch.tensor([entry[i] for entry in changed]).repeat_interleave(sizes) for i in (0, 1))
         rank_X, part_X = (torch.from_numpy(np.concatenate([entry[i] for entry in laid])) for i in (0, 1))
         device_QD, collective_ms, fits_Q = self._state.after(len(trials), query_X, sign_X, rank_X, part_X)
-        moved_Y = torch.tensor([sign * bytes_of for (_, sign, _), (*_, bytes_of) in zip(changed, laid, strict=True)])
-        query_Y = torch.tensor([query for query, _, _ in changed])
-        moved_Q = torch.zeros(len(trials), dtype=torch.int64).index_add_(0, query_Y, moved_Y)
-        exact_Q, smooth_Q = (overall_ms(slowest_Q, collective_ms).masked_fill(~fits_Q, torch.inf)
-                             for slowest_Q in (device_QD.amax(-1), self._smooth(device_QD)))  # fmt: skip
-        return _Rated(exact_Q, smooth_Q, moved_Q)
+        slowest = device_QD.amax(-1), self._smooth(device_QD)
+        exact_Q, smooth_Q = (overall_ms(ms_Q, collective_ms).masked_fill(~fits_Q, torch.inf) for ms_Q in slowest)
+        return _Rated(exact_Q, smooth_Q, torch.tensor([self._more_bytes(trial) for trial in trials]))
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:
         """A mean over ranks, [...], that leans to the slowest."""
@@ -338,8 +342,7 @@ class _Walk:
         """Ranks and parts of one table, and bytes that it would have to move."""
         if change not in self._known:
             table, option, positions = change
-            span = self._problem.tables[table][option].units[0].span
-            rank_X = (np.array(positions, dtype=np.int64)[:, None] * span + np.arange(span)).ravel()
+            rank_X = np.array(self._problem.tables[table][option].ranks(positions))
             moved = int(self._received(table, option)[range(len(positions)), list(positions)].sum())
             self._known[change] = rank_X, self._problem.parts_of(table, option), moved
         return self._known[change]

@@ -20,7 +20,7 @@ import torch
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.group_moves import group_moves
-from dreamshard_planner.search.joint_packing import packed_start
+from dreamshard_planner.search.laying import packed_start
 from dreamshard_planner.search.local_search import Budget, SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.settling import settled

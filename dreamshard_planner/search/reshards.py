@@ -96,15 +96,14 @@ class ShardingState(State):
 
     def force(self, table: int, option: int) -> None:
         """Shard one table another way, whatever that costs; leaves it where memory does not allow it."""
-        tried = self._try([table], [(0, table, option)], self.cost.compute.approximate_ms)
+        tried = self._try([table], [(table, option)], self.cost.compute.approximate_ms)
         if math.isfinite(float(tried.key_Q[0])):
             self.change(*tried.changes[0][0])
 
     def tried(self, ways: Sequence[tuple[int, int]]) -> Tried:
         """Options of tables, each laid down where it leaves the lowest peak; changes nothing."""
         tables = list(dict.fromkeys(table for table, _ in ways))
-        queries = [(tables.index(table), table, option) for table, option in ways]
-        return self._try(tables, queries, self.cost.compute.group_cost_ms)
+        return self._try(tables, ways, self.cost.compute.group_cost_ms)
 
     def heaviest(self) -> list[int]:
         """Tables that burden the slowest rank, or the exchanges, most, whether or not they may be split otherwise."""
@@ -135,8 +134,8 @@ class ShardingState(State):
         """Apply the best re-shard of one of the tables, if it lowers the cost, or the sum of squares of the ranks'
         costs at the same cost. Says whether it did, and how many it tried."""
         queries = [
-            (slot, table, option)
-            for slot, table in enumerate(tables)
+            (table, option)
+            for table in tables
             for option, one in enumerate(self.problem.tables[table])
             if one.sharding_type != self._left_out and (option != self.sharding.options[table] or self._movable(one))
         ]
@@ -202,19 +201,19 @@ class ShardingState(State):
         return len(options) > 1 or self._movable(options[0])
 
     def _try(
-        self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
+        self, tables: Sequence[int], queries: Sequence[tuple[int, int]], group_cost: Callable[[Tensor], Tensor]
     ) -> Tried:
         """Lay the units of every query down, one after the other, where they leave the lowest peak."""
         problem, started = self.problem, self._started(tables, queries, group_cost)
-        options = [problem.tables[table][option] for _, table, option in queries]
+        options = [problem.tables[table][option] for table, option in queries]
         device_QD = self.device_ms_D.repeat(len(queries), 1)
         bytes_QCD = self.bytes_CD.repeat(len(queries), 1, 1)
         fits_Q = torch.ones(len(queries), dtype=torch.bool)
         positions: list[list[int]] = [[] for _ in queries]
         for span in {option.units[0].span for option in options}:
             some = [query for query, option in enumerate(options) if option.units[0].span == span]
-            parts = [problem.parts_of(*queries[query][1:]).reshape(-1, span) for query in some]
-            trials = started.some(some)
+            parts = [problem.parts_of(*queries[query]).reshape(-1, span) for query in some]
+            trials = started(some)
             steps = max(map(len, parts))
             for step in range(steps):
                 left = [index for index, part_UL in enumerate(parts) if step < len(part_UL)]
@@ -225,19 +224,18 @@ class ShardingState(State):
             for query, places in zip(some, trials.positions, strict=True):
                 positions[query] = places
         overall_Q = in_steps(overall_ms(device_QD.amax(-1), problem.collectives.ms(bytes_QCD)), self._unit)
-        changes = [
-            [(table, option, tuple(places))] for (_, table, option), places in zip(queries, positions, strict=True)
-        ]
+        changes = [[(table, option, tuple(places))] for (table, option), places in zip(queries, positions, strict=True)]
         return Tried(changes, overall_Q.masked_fill(~fits_Q, torch.inf), device_QD.square().sum(-1))
 
     def _started(
-        self, tables: Sequence[int], queries: Sequence[tuple[int, int, int]], group_cost: Callable[[Tensor], Tensor]
-    ) -> _Started:
-        """Queries of which nothing is laid down yet: the sums without their tables."""
-        slots = len(tables)
-        slot_Q = torch.tensor([slot for slot, _, _ in queries])
+        self, tables: Sequence[int], queries: Sequence[tuple[int, int]], group_cost: Callable[[Tensor], Tensor]
+    ) -> Callable[[list[int]], _Trials]:
+        """What gives some of the queries, nothing of which is laid down yet: the sums without their tables. Y are fused
+        groups, each with or without one of the tables."""
+        slots, slot_of = len(tables), {table: slot for slot, table in enumerate(tables)}
+        slot_Q = torch.tensor([slot_of[table] for table, _ in queries])
         old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
-        new_Q = torch.tensor([self.problem.group_of(table, option) for _, table, option in queries])
+        new_Q = torch.tensor([self.problem.group_of(table, option) for table, option in queries])
         gone_KDH, gone_KCD, gone_KDM = self._without(tables)
         # Each group as it is, and each that a table leaves without that table: few, whatever many options join them.
         group_Z, place_X = torch.cat([old_K, new_Q]).unique(return_inverse=True)
@@ -246,16 +244,24 @@ class ShardingState(State):
         ms_YD = both_passes(group_cost(latent_YDH)).double()
         spared_ms_KD = ms_YD[slots + place_X[:slots]] - ms_YD[:slots]
         spared_ms_KD = torch.where(gone_KDH[..., 0] > 0, spared_ms_KD, 0.0)  # where nothing is gone, not even rounding
-        return _Started(
-            group_cost,
-            latent_YDH,
-            ms_YD,
-            torch.where(old_K[slot_Q] == new_Q, slot_Q, slots + place_X[slots:]),
-            self.device_ms_D - spared_ms_KD,
-            self.free_DM + gone_KDM,
-            self.bytes_CD - gone_KCD,
-            slot_Q,
-        )
+        group_Q = torch.where(old_K[slot_Q] == new_Q, slot_Q, slots + place_X[slots:])
+        device_ms_KD, free_KDM = self.device_ms_D - spared_ms_KD, self.free_DM + gone_KDM
+        bytes_KCD = self.bytes_CD - gone_KCD
+
+        def of_some(some: list[int]) -> _Trials:
+            slot_X, group_X = slot_Q[some], group_Q[some]
+            return _Trials(
+                group_cost=group_cost,
+                device_ms_QD=device_ms_KD[slot_X],
+                latent_QDH=latent_YDH[group_X],
+                group_ms_QD=ms_YD[group_X],
+                free_QDM=free_KDM[slot_X],
+                bytes_QCD=bytes_KCD[slot_X],
+                fits_Q=torch.ones(len(some), dtype=torch.bool),
+                positions=[[] for _ in some],
+            )
+
+        return of_some
 
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
@@ -268,36 +274,6 @@ class ShardingState(State):
             for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.needs_PM)
         )
         return latent_KDH, bytes_KDC.transpose(1, 2), used_KDM
-
-
-@dataclass(frozen=True)
-class _Started:
-    """What queries start from: Y fused groups, each with or without one of the tables."""
-
-    group_cost: Callable[[Tensor], Tensor]
-    latent_YDH: Tensor
-    ms_YD: Tensor
-    group_Q: Tensor
-    """Which of the groups the parts of a query's option join."""
-    device_ms_KD: Tensor
-    free_KDM: Tensor
-    bytes_KCD: Tensor
-    slot_Q: Tensor
-    """Which of the tables is each query's."""
-
-    def some(self, queries: Sequence[int]) -> _Trials:
-        """Some of the queries, nothing of which is laid down yet."""
-        group_Q, slot_Q = self.group_Q[queries], self.slot_Q[queries]
-        return _Trials(
-            group_cost=self.group_cost,
-            device_ms_QD=self.device_ms_KD[slot_Q],
-            latent_QDH=self.latent_YDH[group_Q],
-            group_ms_QD=self.ms_YD[group_Q],
-            free_QDM=self.free_KDM[slot_Q],
-            bytes_QCD=self.bytes_KCD[slot_Q],
-            fits_Q=torch.ones(len(queries), dtype=torch.bool),
-            positions=[[] for _ in queries],
-        )
 
 
 @dataclass

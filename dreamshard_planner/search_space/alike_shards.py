@@ -74,7 +74,7 @@ class EnumeratedOption(ShardingOption):
     changes in place. Enumerators and partitioners copy many of them."""
 
     _runs: list[AlikeShards] | None
-    _ranks: list[int] | None
+    _ranks: list[int | None] | None
     _shards: list[Shard]
 
     @classmethod
@@ -169,7 +169,7 @@ def ranks_of(option: ShardingOption) -> list[int | None]:
     return [shard.rank for shard in option.shards]
 
 
-def set_ranks(option: ShardingOption, ranks: Sequence[int] | None) -> None:
+def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> None:
     """Set those of all shards; None to take them away."""
     if isinstance(option, EnumeratedOption) and option._runs is not None:
         option._ranks = None if ranks is None else [*ranks]

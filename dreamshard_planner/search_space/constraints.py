@@ -151,25 +151,24 @@ def unused_names(
     """
     tables = shardable_tables(module, sharders)
     features = [feature for table in tables for feature in table.feature_names]
-    unused = [] if statistics is None or not tables else [statistics.unused(features)]
-    of_others = constraints_of_others(module, sharders, constraints)
-    if of_others is not None and len(of_others[0]) < len(constraints or {}):
-        unused.append(of_others[1])
-    return tuple(text for text in unused if text is not None)
+    of_statistics = None if statistics is None or not tables else statistics.unused(features)
+    of_constraints = _constraints_of_others(module, sharders, constraints, every=False)
+    return tuple(text for text in (of_statistics, of_constraints) if text is not None)
 
 
-def constraints_of_others(
+def _constraints_of_others(
     module: nn.Module,
     sharders: Sequence[ModuleSharder[nn.Module]],
     constraints: Mapping[str, ParameterConstraints] | None,
-) -> tuple[list[str], str] | None:
-    """Names of constraints that no table of the model has, sharded or not, and that in words; None where all have one,
-    or the model has no tables."""
+    every: bool,
+) -> str | None:
+    """Which constraints no table of the model has, sharded or not, in words, where that is true of every constraint, or
+    of some but not all; None elsewhere, and for a model without tables."""
     known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
     unknown = [name for name in constraints or {} if name not in known]
-    if not unknown or not known:
+    if not unknown or not known or every != (len(unknown) == len(constraints or {})):
         return None
-    return unknown, (
+    return (
         f"constraints for tables that the model does not have: {some_of(unknown, known)}; TorchRec looks them up "
         "by the table's own name"
     )
@@ -184,8 +183,8 @@ def doubtful_inputs(
 ) -> tuple[str, ...]:
     """What is hardly meant, in words, known before anything is planned: dims that kernels refuse or nobody means, ids
     in statistics that a table has no rows for, constraints of which none is for a table of the model."""
-    of_others = constraints_of_others(module, sharders, constraints)
-    found = [of_others[1]] if of_others is not None and len(of_others[0]) == len(constraints or {}) else []
+    of_others = _constraints_of_others(module, sharders, constraints, every=True)
+    found = [] if of_others is None else [of_others]
     for table in shardable_tables(module, sharders):
         rows, dim = table.parameter.shape
         dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes

@@ -31,7 +31,7 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import fqn_of, refused
+from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.support.torch_state import collector_paused
 
 TableKey = tuple[int, str]
@@ -176,8 +176,7 @@ class FastEnumerator(EmbeddingEnumerator):
     TorchRec's own order changes with Python's hash seed.
 
     Args:
-        topology, batch_size, constraints, estimator, use_exact_enumerate_order: see TorchRec's ``EmbeddingEnumerator``.
-        keep: whether to keep an option, asked before anything is estimated; all by default.
+        topology, batch_size, constraints, estimator: see TorchRec's ``EmbeddingEnumerator``.
         variants: further ways to shard a table, made of an option; none by default. TorchRec enumerates one width of
             column slices per table.
         prepare: may change an option, such as its ``input_lengths``, each time before it is estimated.
@@ -189,32 +188,25 @@ class FastEnumerator(EmbeddingEnumerator):
         batch_size: int,
         constraints: dict[str, ParameterConstraints] | None = None,
         estimator: ShardEstimator | list[ShardEstimator] | None = None,
-        use_exact_enumerate_order: bool | None = False,
         *,
-        keep: Callable[[ShardingOption], bool] | None = None,
         variants: Callable[[EnumeratedOption], Sequence[EnumeratedOption]] | None = None,
         prepare: Callable[[ShardingOption], None] | None = None,
     ) -> None:
-        super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
+        super().__init__(topology, batch_size, constraints, estimator)
         self._estimators: list[ShardEstimator] = [OncePerSize(estimator) for estimator in self._estimators]
-        self._keep = keep
         self._variants = variants
         self._prepare = prepare
         self._enumerating = False
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """See ``torchrec.distributed.planner.types.Enumerator``.
-
-        Raises:
-            PlannerError: where ``keep`` leaves a table without options.
-        """
+        """See ``torchrec.distributed.planner.types.Enumerator``."""
         tables = dict.fromkeys((id(table.module), table.name) for table in shardable_tables(module, sharders))
         at_once = max(1, SHARDS_AT_ONCE // self._world_size)
         known = self._last_stored_module == module and self._last_stored_sharders == sharders
         self._enumerating = True
         try:
             with collector_paused():
-                if known or len(tables) <= at_once or self._use_exact_enumerate_order:
+                if known or len(tables) <= at_once:
                     return super().enumerate(module, sharders)
                 return self._in_parts(module, sharders, [*tables], at_once)
         finally:
@@ -245,14 +237,10 @@ class FastEnumerator(EmbeddingEnumerator):
         super().populate_estimates(sharding_options)
 
     def _chosen(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        of_table: dict[str, list[ShardingOption]] = {}
-        for option in options:
-            kept = of_table.setdefault(fqn_of(option), [])
-            if self._keep is None or self._keep(option):
-                enumerated = EnumeratedOption.of(option)
-                kept += [enumerated, *(self._variants(enumerated) if self._variants is not None else ())]
-        for table, kept in of_table.items():
-            if not kept:
-                raise refused(f"none of the sharding types and compute kernels of table {table!r} may be used")
-            kept.sort(key=lambda option: (option.sharding_type, option.compute_kernel, -option.num_shards))
-        return [option for kept in of_table.values() for option in kept]
+        chosen: list[ShardingOption] = []
+        for of_table in by_table(options).values():
+            ways: list[ShardingOption] = []
+            for option in map(EnumeratedOption.of, of_table):
+                ways += [option, *(self._variants(option) if self._variants is not None else ())]
+            chosen += sorted(ways, key=lambda way: (way.sharding_type, way.compute_kernel, -way.num_shards))
+        return chosen

@@ -80,7 +80,7 @@ class LegalRanks:
             for fqn in fqns[name]:
                 allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
         together, apart = (tuple(_members(group, fqns) for group in groups) for groups in (rules.together, rules.apart))
-        _settle(allowed, together, apart, _Loads.of(tables, statistics or {}, topology.world_size))
+        _settle(allowed, together, apart, _shares(tables, statistics or {}), topology.world_size)
         legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
         legal._check_apart()
         return legal
@@ -156,52 +156,43 @@ class LegalRanks:
                 raise refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
 
 
-@dataclass
-class _Loads:
-    """What tables ask of ranks that are settled already, as shares of what all tables ask."""
+def _shares(tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics]) -> dict[str, float]:
+    """What each table asks of a rank, as a share of what all tables ask: of bytes, or of columns read if that is
+    more."""
 
-    share: dict[str, float]
-    of_rank: list[float]
+    def lookups(table: ShardableTable) -> float:
+        features = table.feature_names
+        return sum(statistics[name].pooling_factor if name in statistics else 1.0 for name in features)
 
-    @classmethod
-    def of(
-        cls, tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics], world_size: int
-    ) -> _Loads:
-        def lookups(table: ShardableTable) -> float:
-            features = table.feature_names
-            return sum(statistics[name].pooling_factor if name in statistics else 1.0 for name in features)
-
-        size = {table.fqn: float(table.parameter.numel() * table.parameter.element_size()) for table in tables}
-        work = {table.fqn: lookups(table) * table.parameter.shape[1] for table in tables}
-        all_size, all_work = max(1.0, sum(size.values())), max(1.0, sum(work.values()))
-        share = {fqn: max(size[fqn] / all_size, work[fqn] / all_work) for fqn in size}
-        return cls(share, [0.0] * world_size)
-
-    def add(self, fqns: Iterable[str], rank: int) -> None:
-        self.of_rank[rank] += sum(self.share[fqn] for fqn in fqns)
+    size = {table.fqn: float(table.parameter.numel() * table.parameter.element_size()) for table in tables}
+    work = {table.fqn: lookups(table) * table.parameter.shape[1] for table in tables}
+    all_size, all_work = max(1.0, sum(size.values())), max(1.0, sum(work.values()))
+    return {fqn: max(size[fqn] / all_size, work[fqn] / all_work) for fqn in size}
 
 
 def _settle(
     allowed: dict[str, frozenset[int]],
-    together: Sequence[Sequence[str]],
+    together: Sequence[tuple[str, ...]],
     apart: Sequence[Sequence[str]],
-    loads: _Loads,
+    share: Mapping[str, float],
+    world_size: int,
 ) -> None:
-    """Give every group that is together a rank, in place."""
+    """Give every group that is together a rank, in place: by the shares of tables whose rank is settled already."""
+    every, loads = frozenset(range(world_size)), [0.0] * world_size
     grouped = {fqn for group in together for fqn in group}
     for fqn, ranks in allowed.items():
         if len(ranks) == 1 and fqn not in grouped:
-            loads.add([fqn], *ranks)
-    for group in sorted(together, key=lambda group: (-sum(loads.share[fqn] for fqn in group), group)):
-        every = frozenset(range(len(loads.of_rank)))
+            loads[min(ranks)] += share[fqn]
+    share_of = {group: sum(share[fqn] for fqn in group) for group in together}
+    for group in sorted(together, key=lambda group: (-share_of[group], group)):
         ranks = every.intersection(*(allowed.get(fqn, every) for fqn in group))
         rivals = {other for others in apart if set(group) & set(others) for other in others} - set(group)
         free = [rank for rank in ranks if not any(allowed.get(rival) == frozenset({rank}) for rival in rivals)]
         if not free:
             why = "on_ranks" if not ranks else "on_ranks and apart"
             raise refused(f"no rank is left for tables {list(group)} together: {why} leave them none in common")
-        rank = min(free, key=lambda rank: (loads.of_rank[rank], rank))
-        loads.add(group, rank)
+        rank = min(free, key=lambda rank: (loads[rank], rank))
+        loads[rank] += share_of[group]
         allowed.update(dict.fromkeys(group, frozenset({rank})))
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
+from dreamshard_planner.search_space.alike_shards import ranks_of, set_ranks
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 
 
@@ -28,11 +29,11 @@ def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
         GreedyPerfPartitioner().partition(dependent, topology)
     except PlannerError as error:
         reset_shard_rank(dependent)
-        largest = max(dependent, key=lambda option: sum(map(_bytes, option.shards)))
+        largest = max(dependent, key=_bytes)
         raise PlannerError(
             f"Tables do not fit: no host has room for all tables of one of "
             f"{sorted({option.dependency for option in dependent})}, of which the largest, "
-            f"{fqn_of(largest)!r}, needs {sum(map(_bytes, largest.shards)):,} bytes. Larger devices, a "
+            f"{fqn_of(largest)!r}, needs {_bytes(largest):,} bytes. Larger devices, a "
             "smaller storage reservation, or fewer tables per tower would help.",
             PlannerErrorType.INSUFFICIENT_STORAGE,
         ) from error
@@ -51,7 +52,7 @@ def pinned_options(
     free = [option for option in options if not option.dependency]
     if given is not None:
         yield [*free, *_as_given(dependent, given)]
-    for key in (lambda option: option.total_perf, lambda option: sum(map(_bytes, option.shards))):
+    for key in (lambda option: option.total_perf, _bytes):
         least = [min(choices, key=key) for choices in dependent.values()]
         try:
             pin(least, topology)
@@ -66,11 +67,11 @@ def _as_given(dependent: dict[str, list[ShardingOption]], given: Sequence[Shardi
     for option in given:
         for choice in dependent.get(fqn_of(option), ()):
             if same_option(choice, option):
-                for shard, other in zip(choice.shards, option.shards, strict=True):
-                    shard.rank = other.rank
+                set_ranks(choice, ranks_of(option))
                 pinned.append(choice)
     return pinned
 
 
-def _bytes(shard: Shard) -> int:
-    return shard.storage.hbm + shard.storage.ddr + shard.storage.ssd
+def _bytes(option: ShardingOption) -> int:
+    storage = option.total_storage
+    return storage.hbm + storage.ddr + storage.ssd

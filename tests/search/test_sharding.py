@@ -16,8 +16,7 @@ from sharding_tasks import MEMORY, RANKS, sharding_cost
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.search.joint import JointConfig, _Descents, joint_search
-from dreamshard_planner.search.joint_packing import packed_start
-from dreamshard_planner.search.laying import lay
+from dreamshard_planner.search.laying import lay, packed_start
 from dreamshard_planner.search.local_search import SearchConfig, local_search
 from dreamshard_planner.search.reshards import ShardingState
 from dreamshard_planner.search.starts import JointOptions, level_choice, level_starts
