@@ -24,7 +24,8 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
-from dreamshard_planner.search_space.slices import own_slices
+from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
+from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
 from dreamshard_planner.support.formatting import size_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -111,6 +112,13 @@ class PlanningContext:
         return FastEnumerator(
             self.topology, batch_size, self.constraints, estimators, variants=variants, prepare=self._prepare
         )
+
+    def searched_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """The options of a model that planning searches; errors as of
+        :func:`~dreamshard_planner.search_space.usable_options.as_constrained` and
+        :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""
+        usable = usable_options(as_constrained(search_space, self.constraints or {}), self.topology.compute_device)
+        return without_idle_halves(usable, self.topology.world_size)
 
     def _prepare(self, option: ShardingOption) -> None:
         option.input_lengths = self.reader.pooling_factors(option)

@@ -28,8 +28,7 @@ from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
 from dreamshard_planner.search_space.options import fqn_of, refused, type_of
-from dreamshard_planner.search_space.slices import without_idle_halves
-from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
+from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
 from dreamshard_planner.support.torch_state import single_thread
 
@@ -254,9 +253,7 @@ class _Ways:
 
 def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
     """The options that planning searches."""
-    context = model.context
-    allowed = as_constrained(model.search_space, context.constraints or {})
-    usable = without_idle_halves(usable_options(allowed, context.topology.compute_device), context.topology.world_size)
+    context, usable = model.context, model.context.searched_options(model.search_space)
     guessed = any(map(context.reader.is_guess, fresh))
     return usable if guessed else certain_options(usable, context.reader.is_guess)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class OptionReader:
         self._statistics: Mapping[str, FeatureStatistics] = statistics or {}
         self._optimizers_attached = optimizers_attached
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        self._configs, self._is_weighted = cache(table_configs), cache(is_weighted)
+        self._configs: dict[nn.Module, dict[str, Any]] = {}
+        self._weighted: dict[nn.Module, bool] = {}
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
         self._legal = legal
@@ -198,7 +199,10 @@ class OptionReader:
         return self._constraints.get(option.name) or ParameterConstraints()
 
     def _config(self, option: ShardingOption) -> Any:
-        return self._configs(option.module[1]).get(option.name)
+        module = option.module[1]
+        if module not in self._configs:
+            self._configs[module] = table_configs(module)
+        return self._configs[module].get(option.name)
 
     def situation(self, option: ShardingOption, compute_device: str) -> Situation:
         """Of the option's table, for what its type changes in training."""
@@ -358,3 +362,8 @@ class OptionReader:
 
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
         return fused_params(option.module[1], self._sharder(option), option.output_dtype)
+
+    def _is_weighted(self, module: nn.Module) -> bool:
+        if module not in self._weighted:
+            self._weighted[module] = is_weighted(module)
+        return self._weighted[module]

@@ -23,8 +23,7 @@ from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.cache_sizes import uses_host_memory
 from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.slices import without_idle_halves
-from dreamshard_planner.search_space.usable_options import as_constrained, certain_options, usable_options
+from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
 
 
@@ -69,9 +68,7 @@ class JointProposer(Proposer):
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
         """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel, or none of a
         type that the context's constraints leave it."""
-        allowed = as_constrained(search_space, self._context.constraints or {})
-        usable = usable_options(allowed, self._context.topology.compute_device)
-        self._options = without_idle_halves(usable, self._context.topology.world_size)
+        self._options = self._context.searched_options(search_space)
         self.found, self._pending, self._table_wise, self._best = None, None, None, None
         if all(option.sharding_type == TW for option in self._options):
             self._table_wise = TableWiseProposer()
