@@ -205,15 +205,11 @@ class CostNetwork(AnyCostNetwork):
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """What some shard, or the sum over some group, has more of, or less, than anything measured."""
         notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))
-        for column, (name, bounds) in enumerate(self.trained_ranges.items()):
-            notes += outside("fused group(s)", name.replace("_", " "), latent_XH[:, column], *bounds)
+        low_P, high_P = (bound_P.expm1().tolist() for bound_P in self._trained_bounds("log_work"))
+        for column, name in enumerate(WORK):
+            values_X, what = latent_XH[:, column], name.replace("_", " ")
+            notes += outside("fused group(s)", what, values_X, low_P[column], high_P[column])
         return tuple(notes)
-
-    @property
-    def trained_ranges(self) -> dict[str, tuple[float, float]]:
-        """Smallest and largest sum of each kind of work in a training set."""
-        low_P, high_P = (bound_P.expm1() for bound_P in self._trained_bounds("log_work"))
-        return {name: (low, high) for name, low, high in zip(WORK, low_P.tolist(), high_P.tolist(), strict=True)}
 
     def _trained_bounds(self, name: str) -> tuple[Tensor, Tensor]:
         """Smallest and largest training values of the inputs with this scaler, before scaling."""
