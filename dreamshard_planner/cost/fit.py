@@ -113,7 +113,7 @@ def fit_cost_network(
     if len(train) < 8:
         raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network = CostNetwork(network_config or CostNetworkConfig(), seed=config.seed)
-    network.initialize(train.features_SF, train.set_S, train.labels_ms_X2)
+    network.initialize(train)
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one

@@ -18,13 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns
+
+if TYPE_CHECKING:
+    from dreamshard_planner.cost.fit import LabelledSets
 
 NAMED_DESCRIPTORS = {
     "log2_rows": "rows",
@@ -125,19 +128,12 @@ class CostNetwork(AnyCostNetwork):
         self.eval()
 
     @torch.no_grad()
-    def initialize(self, features_SF: Tensor, set_S: Tensor, labels_ms_X2: Tensor) -> None:
-        """Set the scalers, the trained ranges and the additive start from training sets.
-
-        Args:
-            features_SF: features of all shards of the training sets, [S, F].
-            set_S: set of each shard, int64 [S].
-            labels_ms_X2: measured forward and backward milliseconds of the X sets.
-        """
-        descriptor_SF = features_SF[:, columns(DESCRIPTORS)]
-        work_XP = torch.zeros(len(labels_ms_X2), len(WORK), dtype=torch.float64)
-        work_XP.index_add_(0, set_S, features_SF[:, columns(WORK)].double())
+    def initialize(self, train: LabelledSets) -> None:
+        """Set the scalers, the trained ranges and the additive start from measured sets."""
+        labels_ms_X2 = train.labels_ms_X2
+        work_XP = train.sum(train.features_SF[:, columns(WORK)].double())
         for name, values in (
-            ("descriptor", descriptor_SF),
+            ("descriptor", train.features_SF[:, columns(DESCRIPTORS)]),
             ("log_work", work_XP.log1p().float()),
             ("log_cost", labels_ms_X2.log().float()),
         ):
