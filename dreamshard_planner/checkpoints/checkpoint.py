@@ -112,7 +112,7 @@ class Checkpoint:
         """
         path = Path(path)
         with opened(path) as file:
-            description = description_of(path, file.metadata() or {})
+            description = description_of(path, file)
             recipe = RECIPES[description.get("recipe", "default")]
             policy = network_of(path, "policy", recipe.policy, recipe.policy_config, description.get("policy"), file)
             cost = None
