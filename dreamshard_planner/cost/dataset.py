@@ -141,10 +141,9 @@ class CostDataset:
             for name in WORKLOAD_FIELDS
         }
         columns["reuse_histogram"] = columns["reuse_histogram"].reshape(len(flat), -1)
-        offsets = np.concatenate([[0], np.cumsum([len(group) for group in sets], dtype=np.int64)]).astype(np.int64)
         return cls(
             columns,
-            offsets,
+            np.cumsum([0, *map(len, sets)], dtype=np.int64),
             _times(samples_ms),
             dict(hardware),
             None if reference_ms is None else _times(reference_ms),
@@ -229,7 +228,7 @@ class CostDataset:
         return replace(
             self,
             columns={name: column[shards_S] for name, column in self.columns.items()},
-            set_offsets=np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int64),
+            set_offsets=np.cumsum([0, *map(len, spans)], dtype=np.int64),
             samples_ms=self.samples_ms[sets],
             reference_ms=None if self.reference_ms is None else self.reference_ms[sets],
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ class LabelledSets:
     @classmethod
     def of(cls, sets: Sequence[Sequence[Workload]], labels_ms_X2: Tensor) -> LabelledSets:
         """From sets of workloads and their forward and backward milliseconds [X, 2]."""
-        lengths = torch.tensor([len(workloads) for workloads in sets])
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        offsets = torch.tensor([0, *accumulate(map(len, sets))])
         features_SF = feature_matrix([workload for workloads in sets for workload in workloads])
         return cls(features_SF, offsets, labels_ms_X2.float())
 
