@@ -95,7 +95,7 @@ def measure_rounds(
 
 def additive_ms(sets: Sequence[Sequence[Workload]], singles: CostDataset, usual_ms: float | None) -> Tensor:
     """Sum of measured single tables, [X, 2]."""
-    alone_ms = {singles.workloads(i)[0]: row for i, row in enumerate(singles.at_speed_ms(usual_ms))}
+    alone_ms = {group[0]: row for group, row in zip(singles.sets, singles.at_speed_ms(usual_ms), strict=True)}
     return torch.stack([torch.stack([alone_ms[w] for w in workloads]).sum(0) for workloads in sets])
 
 
@@ -175,7 +175,7 @@ def on_test_sets(
             "sets": len(held_out),
             "network": relative_X2.mean(0).tolist(),
             "linear": mape_2(predict_ms(linear, test), test.labels_ms_X2).tolist(),
-            "network_by_kind": by_kind([held_out.workloads(i) for i in range(len(held_out))], relative_X2),
+            "network_by_kind": by_kind(held_out.sets, relative_X2),
             "spread_tells_error": spread_tells_error(network, test, relative_X2),
         }
         again = path.with_stem(path.stem + AGAIN)
@@ -220,7 +220,7 @@ def draw_figure(predictions: dict[str, Tensor], label_X2: Tensor, path: Path) ->
 def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
     """All costs on the clean sets."""
     clean = CostDataset.load(args.data / f"{args.device}-clean.npz")
-    sets = [clean.workloads(i) for i in range(len(clean))]
+    sets = clean.sets
     checkpoint = resolve(args.checkpoint, args.device)
     usual_ms = checkpoint.metadata.get("reference_ms")
     label_X2 = clean.at_speed_ms(usual_ms)
@@ -229,7 +229,7 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     data = CostDataset.concatenate([CostDataset.load(path) for path in args.train])
     train = LabelledSets.of_dataset(data)
     unseen = {w.name for workloads in sets for w in workloads}
-    if seen := unseen & {w.name for w in data.all_workloads()}:
+    if seen := unseen & {w.name for group in data.sets for w in group}:
         raise SystemExit(f"tables of the test sets are in the training sets too: {', '.join(sorted(seen)[:5])}")
     network = checkpoint.compute_cost(topology)
     torchrec_X2 = torchrec_table_ms(sets, args.device)

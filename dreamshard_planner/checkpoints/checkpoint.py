@@ -112,7 +112,7 @@ class Checkpoint:
         """
         path = Path(path)
         with opened(path) as file:
-            description = description_of(path, file.metadata() or {})
+            description = description_of(path, file)
             recipe = RECIPES[description.get("recipe", "default")]
             policy = network_of(path, "policy", recipe.policy, recipe.policy_config, description.get("policy"), file)
             cost = None
@@ -200,15 +200,13 @@ def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
 
 
 def _shipped(compute_device: str, recipe: str) -> Checkpoint:
-    return shipped(SHIPPED, compute_device, recipe, _card(SHIPPED, compute_device))
-
-
-def _card(folder: Path, compute_device: str) -> str | None:
-    """Name of the card that this process sees. Asking starts CUDA, so nobody asks where no card's checkpoint ships."""
-    if compute_device != "cuda" or not torch.cuda.device_count():
-        return None
-    sources = {path.stem.partition("-")[0] for path in folder.glob("*.safetensors")}
-    return None if sources <= {"cpu", "roofline"} else torch.cuda.get_device_name()
+    """What ships for the device that this process sees."""
+    card = None
+    if compute_device == "cuda" and torch.cuda.device_count():
+        # Asking for its name starts CUDA, so nobody asks where no card's checkpoint ships.
+        sources = {path.stem.partition("-")[0] for path in SHIPPED.glob("*.safetensors")}
+        card = None if sources <= {"cpu", "roofline"} else torch.cuda.get_device_name()
+    return shipped(SHIPPED, compute_device, recipe, card)
 
 
 def measured_name(compute_device: str, card: str) -> str:

@@ -79,7 +79,7 @@ def describe(path: Path) -> dict[str, Any]:
         CheckpointError: as :meth:`Checkpoint.load`, as far as that can be told.
     """
     with opened(path) as file:
-        return description_of(path, file.metadata() or {})
+        return description_of(path, file)
 
 
 @contextmanager
@@ -93,7 +93,9 @@ def opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: not a safetensors file, or a damaged one ({brief(error)})") from error
 
 
-def description_of(path: Path, header: dict[str, str]) -> dict[str, Any]:
+def description_of(path: Path, file: Any) -> dict[str, Any]:
+    """The metadata of an open file, checked."""
+    header = file.metadata() or {}
     if header.get("format") != FORMAT:
         raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
     version = header.get("version", "")

@@ -31,39 +31,32 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
     if tasks is not None and tasks < FEW_TASKS:
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
     if uses_network and (checkpoint.cost is not None or "learned" in metadata):
-        notes += [*_too_few(checkpoint), *_from_where(checkpoint, topology.compute_device)]
+        sets = metadata.get("dataset", {}).get("sets")
+        if sets is not None and sets < FEW_SETS:
+            notes.append(
+                f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on "
+                f"(fewer than {FEW_SETS:,})"
+            )
+        notes.append(_from_where(checkpoint, topology.compute_device))
     return tuple(notes)
 
 
-def _too_few(checkpoint: Checkpoint) -> list[str]:
-    metadata, notes = checkpoint.metadata, []
-    sets = metadata.get("dataset", {}).get("sets")
-    if sets is not None and sets < FEW_SETS:
-        notes.append(
-            f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on (fewer "
-            f"than {FEW_SETS:,})"
-        )
-    return notes
-
-
-def _from_where(checkpoint: Checkpoint, compute_device: str) -> list[str]:
+def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
     """On which hardware, and which optimizers and dims were checked there."""
     measured, calibration = (checkpoint.metadata.get(section, {}) for section in ("hardware", "calibration"))
     device, name = measured.get("device"), measured.get("name")
     if device is not None and device != compute_device:
-        return [
+        return (
             f"these costs were measured on {device} ({name}) and say little of {compute_device}, which the plan is for"
-        ]
+        )
     here = describe_hardware("cpu", 1)["name"] if device == "cpu" else name
     if name not in (None, here):
-        return [
+        return (
             f"these costs were measured on {name}, and this machine is {here}; if it is to train, dreamshard calibrate "
             "fits them to it"
-        ]
+        )
     if learned := checkpoint.metadata.get("learned"):
-        return [f"costs were {learned['said']}"]
+        return f"costs were {learned['said']}"
     if "checked" in calibration:
-        return [f"costs were checked on {name} with {calibration['checked']}"]
-    return [
-        "costs were not yet checked against kernels of this machine; dreamshard doctor --measure does so in seconds"
-    ]
+        return f"costs were checked on {name} with {calibration['checked']}"
+    return "costs were not yet checked against kernels of this machine; dreamshard doctor --measure does so in seconds"

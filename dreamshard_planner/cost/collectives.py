@@ -139,20 +139,20 @@ class CollectiveModel:
         """Of a collective in which a single rank sends."""
         return 1 / self.bytes_per_ms + 1 / self.shared_bytes_per_ms
 
-    def all_to_all_ms(self, output_bytes_XD: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward and backward milliseconds [...] of the output all-to-all of table-wise shards.
+    def all_to_all_ms(self, output_bytes_XD: Tensor) -> Tensor:
+        """Milliseconds [...] of the output all-to-all of table-wise shards; that of their gradients moves the same
+        bytes the other way, and costs the same.
 
         ``output_bytes_XD`` [..., D] is what each rank sends to each single peer.
         """
         return self.bounded_all_to_all_ms(output_bytes_XD.amax(-1), output_bytes_XD.amin(-1), output_bytes_XD.sum(-1))
 
-    def bounded_all_to_all_ms(self, largest_X: Tensor, smallest_X: Tensor, total_X: Tensor) -> tuple[Tensor, Tensor]:
+    def bounded_all_to_all_ms(self, largest_X: Tensor, smallest_X: Tensor, total_X: Tensor) -> Tensor:
         """The same from the largest and smallest bytes of a rank and the sum over ranks, which is all it takes:
         the collective lasts as long as its slowest rank, which sends to, and receives from, every other rank, and the
-        longer the more all ranks move. The backward moves the same bytes the other way, so it costs the same.
+        longer the more all ranks move.
         """
-        time_X = _exchange_ms(largest_X, smallest_X, total_X, *self.rates)
-        return time_X, time_X
+        return _exchange_ms(largest_X, smallest_X, total_X, *self.rates)
 
 
 def _exchange_ms(

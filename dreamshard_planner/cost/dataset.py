@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -140,10 +141,9 @@ class CostDataset:
             for name in WORKLOAD_FIELDS
         }
         columns["reuse_histogram"] = columns["reuse_histogram"].reshape(len(flat), -1)
-        offsets = np.concatenate([[0], np.cumsum([len(group) for group in sets], dtype=np.int64)]).astype(np.int64)
         return cls(
             columns,
-            offsets,
+            np.cumsum([0, *map(len, sets)], dtype=np.int64),
             _times(samples_ms),
             dict(hardware),
             None if reference_ms is None else _times(reference_ms),
@@ -159,23 +159,14 @@ class CostDataset:
         """R, the same for all sets."""
         return self.samples_ms.shape[1]
 
-    def workloads(self, i: int) -> list[Workload]:
-        """The shards of set ``i``."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"set {i} of a dataset of {len(self)}")
-        i %= len(self)
-        return self._all[self.set_offsets[i] : self.set_offsets[i + 1]]
-
-    def all_workloads(self) -> list[Workload]:
-        """The shards of all sets, set 0 first: [S], split by ``set_offsets``."""
-        return list(self._all)
-
     @cached_property
-    def _all(self) -> list[Workload]:
+    def sets(self) -> list[list[Workload]]:
+        """The shards of each set."""
         lists = {name: column.tolist() for name, column in self.columns.items()}
         lists["reuse_histogram"] = [tuple(bins) for bins in lists["reuse_histogram"]]
         ordered = (lists[name] for name in WORKLOAD_FIELDS)
-        return [Workload(*values) for values in zip(*ordered, strict=True)]
+        shards = [Workload(*values) for values in zip(*ordered, strict=True)]
+        return [shards[start:end] for start, end in pairwise(self.set_offsets.tolist())]
 
     @cached_property
     def corrected_ms(self) -> np.ndarray:
@@ -237,7 +228,7 @@ class CostDataset:
         return replace(
             self,
             columns={name: column[shards_S] for name, column in self.columns.items()},
-            set_offsets=np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int64),
+            set_offsets=np.cumsum([0, *map(len, spans)], dtype=np.int64),
             samples_ms=self.samples_ms[sets],
             reference_ms=None if self.reference_ms is None else self.reference_ms[sets],
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ class LabelledSets:
     @classmethod
     def of(cls, sets: Sequence[Sequence[Workload]], labels_ms_X2: Tensor) -> LabelledSets:
         """From sets of workloads and their forward and backward milliseconds [X, 2]."""
-        lengths = torch.tensor([len(workloads) for workloads in sets])
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        offsets = torch.tensor([0, *accumulate(map(len, sets))])
         features_SF = feature_matrix([workload for workloads in sets for workload in workloads])
         return cls(features_SF, offsets, labels_ms_X2.float())
 
@@ -113,7 +113,7 @@ def fit_cost_network(
     if len(train) < 8:
         raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network = CostNetwork(network_config or CostNetworkConfig(), seed=config.seed)
-    network.initialize(train.features_SF, train.set_S, train.labels_ms_X2)
+    network.initialize(train)
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one

@@ -18,13 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns
+
+if TYPE_CHECKING:
+    from dreamshard_planner.cost.fit import LabelledSets
 
 NAMED_DESCRIPTORS = {
     "log2_rows": "rows",
@@ -125,19 +128,12 @@ class CostNetwork(AnyCostNetwork):
         self.eval()
 
     @torch.no_grad()
-    def initialize(self, features_SF: Tensor, set_S: Tensor, labels_ms_X2: Tensor) -> None:
-        """Set the scalers, the trained ranges and the additive start from training sets.
-
-        Args:
-            features_SF: features of all shards of the training sets, [S, F].
-            set_S: set of each shard, int64 [S].
-            labels_ms_X2: measured forward and backward milliseconds of the X sets.
-        """
-        descriptor_SF = features_SF[:, columns(DESCRIPTORS)]
-        work_XP = torch.zeros(len(labels_ms_X2), len(WORK), dtype=torch.float64)
-        work_XP.index_add_(0, set_S, features_SF[:, columns(WORK)].double())
+    def initialize(self, train: LabelledSets) -> None:
+        """Set the scalers, the trained ranges and the additive start from measured sets."""
+        labels_ms_X2 = train.labels_ms_X2
+        work_XP = train.sum(train.features_SF[:, columns(WORK)].double())
         for name, values in (
-            ("descriptor", descriptor_SF),
+            ("descriptor", train.features_SF[:, columns(DESCRIPTORS)]),
             ("log_work", work_XP.log1p().float()),
             ("log_cost", labels_ms_X2.log().float()),
         ):
@@ -205,15 +201,11 @@ class CostNetwork(AnyCostNetwork):
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """What some shard, or the sum over some group, has more of, or less, than anything measured."""
         notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))
-        for column, (name, bounds) in enumerate(self.trained_ranges.items()):
-            notes += outside("fused group(s)", name.replace("_", " "), latent_XH[:, column], *bounds)
+        low_P, high_P = (bound_P.expm1().tolist() for bound_P in self._trained_bounds("log_work"))
+        for column, name in enumerate(WORK):
+            values_X, what = latent_XH[:, column], name.replace("_", " ")
+            notes += outside("fused group(s)", what, values_X, low_P[column], high_P[column])
         return tuple(notes)
-
-    @property
-    def trained_ranges(self) -> dict[str, tuple[float, float]]:
-        """Smallest and largest sum of each kind of work in a training set."""
-        low_P, high_P = (bound_P.expm1() for bound_P in self._trained_bounds("log_work"))
-        return {name: (low, high) for name, low, high in zip(WORK, low_P.tolist(), high_P.tolist(), strict=True)}
 
     def _trained_bounds(self, name: str) -> tuple[Tensor, Tensor]:
         """Smallest and largest training values of the inputs with this scaler, before scaling."""

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -75,9 +75,9 @@ class GroupMix:
     rowwise_adagrad: float = 0.30
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "weighted", "fp16", "rowwise_adagrad"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise TaskError(f"share of {name} sets must be between 0 and 1, got {getattr(self, name)}")
+        for name, share in asdict(self).items():
+            if not 0 <= share <= 1:
+                raise TaskError(f"share of {name} sets must be between 0 and 1, got {share}")
 
     def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
         """Attributes of one set."""

@@ -90,7 +90,7 @@ class Payload:
         if self.operation == "bucketing":
             return 0.0, float(sends[0])  # by itself
         per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
-        return float(per_byte.all_to_all_ms(sends)[0]), float(sends.sum()) * (world_size - 1)
+        return float(per_byte.all_to_all_ms(sends)), float(sends.sum()) * (world_size - 1)
 
 
 PAYLOADS = tuple(

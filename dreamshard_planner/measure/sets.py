@@ -19,9 +19,6 @@ from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, time_groups
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
 
-MAX_BYTES_AT_ONCE = 4 << 30
-"""Of indices, outputs and their gradients."""
-
 _FIRST_SETS = 1
 """Timed at once before it is known how long a set takes."""
 
@@ -34,7 +31,7 @@ class SetClock:
         device: where kernels run.
         arena: shared weights and indices. Default: one of default size.
         seed: of indices and order.
-        bytes_at_once: see :data:`MAX_BYTES_AT_ONCE`; a single set may need more.
+        bytes_at_once: of indices, outputs and their gradients; a single set may need more.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class SetClock:
         device: torch.device | str,
         arena: Arena | None = None,
         seed: int = 0,
-        bytes_at_once: int | None = None,
+        bytes_at_once: int = 4 << 30,
     ) -> None:
         self._workloads, self._device, self._seed = workloads, device, seed
         self._bytes_at_once = bytes_at_once
@@ -76,19 +73,18 @@ class SetClock:
         self, sets: Sequence[tuple[int, ...]], repeats: int, deadline: float
     ) -> Iterator[tuple[list[tuple[int, ...]], int]]:
         """The sets, in order, in parts that memory holds and that end before the deadline, and their bytes."""
-        most_bytes = MAX_BYTES_AT_ONCE if self._bytes_at_once is None else self._bytes_at_once
         start = 0
         while start < len(sets):
             left = deadline - time.monotonic()
-            most_sets = len(sets) if left == math.inf else _FIRST_SETS
-            if left < math.inf and self._run_seconds:
-                most_sets = int(left / (self._run_seconds * (repeats + 1)))
+            most_sets = len(sets)
+            if left < math.inf:
+                most_sets = int(left / (self._run_seconds * (repeats + 1))) if self._run_seconds else _FIRST_SETS
             if start and (left <= 0 or most_sets < 1):
                 return
             stop, part_bytes = start, 0
             while stop < len(sets) and stop - start < max(1, most_sets):
                 group_bytes = self._bytes_of(sets[stop])
-                if stop > start and part_bytes + group_bytes > most_bytes:
+                if stop > start and part_bytes + group_bytes > self._bytes_at_once:
                     break
                 stop, part_bytes = stop + 1, part_bytes + group_bytes
             yield list(sets[start:stop]), part_bytes

@@ -178,8 +178,8 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator
     bytes_XD, sorted_XD = torch.stack(list(sent.values())).unbind(-1)
     if bucketing is None and bool(sorted_XD.any()):
         return
-    sorting_ms = 0.0 if bucketing is None else float(bucketing.all_to_all_ms(sorted_XD)[0].sum())
-    slowest_X, _ = CollectiveModel(run.world_size, bytes_per_ms=1.0, latency_ms=0.0).all_to_all_ms(bytes_XD)
+    sorting_ms = 0.0 if bucketing is None else float(bucketing.all_to_all_ms(sorted_XD).sum())
+    slowest_X = CollectiveModel(run.world_size, bytes_per_ms=1.0, latency_ms=0.0).all_to_all_ms(bytes_XD)
     calls_X = torch.tensor([lookup_exchanges(weighted[key]) for key in sent], dtype=torch.float64)
     calls, slowest, total = float(calls_X[slowest_X > 0].sum()), float(slowest_X.sum()), float(bytes_XD.sum())
     if calls and run.lookups_ms > sorting_ms:

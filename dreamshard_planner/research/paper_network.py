@@ -74,12 +74,33 @@ class PaperFitConfig:
         return self.updates
 
 
-class PaperCostNetwork(AnyCostNetwork):
-    """Published heads for the stages of a device, and a learned overall head beside them."""
+class PublishedTables(nn.Module):
+    """What all published networks share: tables represented by an MLP of the 21 features."""
 
     FEATURES = PAPER_FEATURES
     feature_mean: Tensor
     feature_scale: Tensor
+
+    def __init__(self, hidden: int, representation: int) -> None:
+        super().__init__()
+        self.table = nn.Sequential(nn.Linear(len(self.FEATURES), hidden), nn.ReLU(), nn.Linear(hidden, representation))
+        self.register_buffer("feature_mean", torch.zeros(len(self.FEATURES)))
+        self.register_buffer("feature_scale", torch.ones(len(self.FEATURES)))
+
+    def initialize(self, features_SF: Tensor) -> None:
+        """Fit the feature scaler to the shards of the training tables, [S, F]."""
+        scaler = Scaler.fit(features_SF[:, columns(self.FEATURES)])
+        self.feature_mean.copy_(scaler.mean_F)
+        self.feature_scale.copy_(scaler.scale_F)
+
+    def represent(self, features_XF: Tensor) -> Tensor:
+        """Representations of shards, [..., R]."""
+        return self.table((features_XF[..., columns(self.FEATURES)] - self.feature_mean) / self.feature_scale)
+
+
+class PaperCostNetwork(PublishedTables, AnyCostNetwork):
+    """Published heads for the stages of a device, and a learned overall head beside them."""
+
     target_ms: Tensor
     descriptor_low: Tensor
     descriptor_high: Tensor
@@ -87,25 +108,18 @@ class PaperCostNetwork(AnyCostNetwork):
     tables_high: Tensor
 
     def __init__(self, config: PaperCostConfig, seed: int = 0) -> None:
-        super().__init__()
-        self.config = config
-        self.source = CostSource("network", "not trained")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            super().__init__(config.table_hidden, config.representation)
             representation, hidden = config.representation, config.head_hidden
-            self.table = nn.Sequential(
-                nn.Linear(len(self.FEATURES), config.table_hidden),
-                nn.ReLU(),
-                nn.Linear(config.table_hidden, representation),
-            )
             self.heads = nn.ModuleDict(
                 {
                     name: nn.Sequential(nn.Linear(representation, hidden), nn.ReLU(), nn.Linear(hidden, 1))
                     for name in HEADS
                 }
             )
-        self.register_buffer("feature_mean", torch.zeros(len(self.FEATURES)))
-        self.register_buffer("feature_scale", torch.ones(len(self.FEATURES)))
+        self.config = config
+        self.source = CostSource("network", "not trained")
         self.register_buffer("target_ms", torch.ones(4))
         self.register_buffer("descriptor_low", torch.full((len(DESCRIPTORS),), -math.inf))
         self.register_buffer("descriptor_high", torch.full((len(DESCRIPTORS),), math.inf))
@@ -115,8 +129,7 @@ class PaperCostNetwork(AnyCostNetwork):
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`: a count, then the table's representation."""
-        scaled = (features_SF[:, columns(self.FEATURES)] - self.feature_mean) / self.feature_scale
-        return torch.cat([torch.ones(len(scaled), 1), self.table(scaled)], dim=-1)
+        return torch.cat([torch.ones(len(features_SF), 1), self.represent(features_SF)], dim=-1)
 
     def head_ms(self, name: str, representation_XR: Tensor) -> Tensor:
         """One of :data:`HEADS` on summed representations, [...]; of ``overall``, on those of placements."""
@@ -131,7 +144,7 @@ class PaperCostNetwork(AnyCostNetwork):
 
     def pool(self, sets: LabelledSets) -> Tensor:
         """Representations of sets, [X, R]: the sum over their shards."""
-        return sets.sum(self.encode(sets.features_SF))[:, 1:]
+        return sets.sum(self.represent(sets.features_SF))
 
     def pool_devices(self, pooled_BDR: Tensor) -> Tensor:
         """Representations of placements, [B, R]: the maximum over their devices."""
@@ -183,9 +196,7 @@ class PaperFit:
     def __init__(self, config: PaperFitConfig, features_SF: Tensor, network: PaperCostNetwork | None = None) -> None:
         self.config = config
         self.network = network or PaperCostNetwork(PaperCostConfig(), seed=config.seed)
-        scaler = Scaler.fit(features_SF[:, columns(self.network.FEATURES)])
-        self.network.feature_mean.copy_(scaler.mean_F)
-        self.network.feature_scale.copy_(scaler.scale_F)
+        self.network.initialize(features_SF)
         self._collectives = CollectiveModel(config.devices, config.bytes_per_ms)
         self._generator = torch.Generator().manual_seed(config.seed)
         self._optimizer = torch.optim.Adam(self.network.parameters(), lr=config.learning_rate)
@@ -272,7 +283,7 @@ def placement_labels(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward, backward and communication per device [B, D], and overall [B], by the one formula."""
     cost_BD2 = train.labels_ms_X2[index_BD]
-    collective_ms = collectives.all_to_all_ms(bytes_X[index_BD])
+    all_to_all_ms_B = collectives.all_to_all_ms(bytes_X[index_BD])
     sent_BD = bytes_X[index_BD] * (collectives.world_size - 1) / collectives.bytes_per_ms
-    overall_B = overall_ms(cost_BD2.sum(-1).amax(-1), collective_ms)
+    overall_B = overall_ms(cost_BD2.sum(-1).amax(-1), (all_to_all_ms_B, all_to_all_ms_B))
     return cost_BD2[..., 0], cost_BD2[..., 1], sent_BD.float(), overall_B.float()

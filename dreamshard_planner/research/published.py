@@ -20,32 +20,9 @@ from dreamshard_planner.research.paper_network import (
     PaperCostConfig,
     PaperCostNetwork,
     PaperFitConfig,
+    PublishedTables,
     fit_paper_network,
 )
-from dreamshard_planner.workload.features import PAPER_FEATURES, Scaler, columns
-
-
-class PublishedTables(AnyPolicy):
-    """What DreamShard's and AutoShard's policies share: tables represented by an MLP of the 21 published features."""
-
-    feature_mean: Tensor
-    feature_scale: Tensor
-
-    def __init__(self, hidden: int, representation: int) -> None:
-        super().__init__()
-        self.table = nn.Sequential(nn.Linear(len(PAPER_FEATURES), hidden), nn.ReLU(), nn.Linear(hidden, representation))
-        self.register_buffer("feature_mean", torch.zeros(len(PAPER_FEATURES)))
-        self.register_buffer("feature_scale", torch.ones(len(PAPER_FEATURES)))
-
-    def initialize(self, features_SF: Tensor) -> None:
-        """Fit the feature scaler to the shards of the training tables, [S, F]."""
-        scaler = Scaler.fit(features_SF[:, columns(PAPER_FEATURES)])
-        self.feature_mean.copy_(scaler.mean_F)
-        self.feature_scale.copy_(scaler.scale_F)
-
-    def represent(self, features_XF: Tensor) -> Tensor:
-        """Representations of shards, [..., R]."""
-        return self.table((features_XF[..., columns(PAPER_FEATURES)] - self.feature_mean) / self.feature_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +34,7 @@ class PaperPolicyConfig:
     cost_hidden: int = 32
 
 
-class PaperPolicy(PublishedTables):
+class PaperPolicy(PublishedTables, AnyPolicy):
     """The DreamShard paper's policy network (section 3.3), for ablation.
 
     A device is the sum of its tables' representations (MLP 21-128-32) beside an MLP 3-64-32 of its predicted
@@ -97,7 +74,7 @@ class RecurrentPolicyConfig:
     core_layers: int = 2
 
 
-class RecurrentPolicy(PublishedTables):
+class RecurrentPolicy(PublishedTables, AnyPolicy):
     """AutoShard's policy (Zha et al., KDD 2022, arXiv 2208.06399), a rival for comparison: an LSTM remembers the tables
     placed so far; a device is scored from that, from its own tables, and from both.
 

@@ -266,7 +266,7 @@ def _exchange_after(
 
 def _slowest(model: CollectiveModel, exchanges: list[Exchange]) -> Tensor:
     """Milliseconds of the slowest of several exchanges side by side, [B, ...]."""
-    each_BX = [model.bounded_all_to_all_ms(*exchange)[0] for exchange in exchanges]
+    each_BX = [model.bounded_all_to_all_ms(*exchange) for exchange in exchanges]
     return each_BX[0] if len(each_BX) == 1 else torch.stack(each_BX).amax(0)
 
 

@@ -101,25 +101,15 @@ def validate_policy(
     """
     tasks = priced_tasks(compute, tables, config.validation_tasks, config.tasks, config.seed + 7, config.device)
     costs = [task.cost for task in tasks]
-    policy_ms: list[float] = []
-    rule_ms: dict[str, list[float]] = {rule: [] for rule in HEURISTICS}
     with torch.no_grad():
-        for cost in costs:
-            policy_ms.append(rated_ms(cost, greedy_plan(policy, cost)))
-            for rule in HEURISTICS:
-                rule_ms[rule].append(rated_ms(cost, place_by_heuristic(cost.problem, rule)))
-    ours = torch.tensor(policy_ms)
-    ratios = {}
-    for rule, values in rule_ms.items():
-        theirs = torch.tensor(values)
-        both = ours.isfinite() & theirs.isfinite()
-        ratios[rule] = round(float((ours[both] / theirs[both]).log().mean().exp()), 4)
-    infeasible = {rule: int(torch.tensor(values).isinf().sum()) for rule, values in rule_ms.items()}
-    return {
-        "policy_over_rule": ratios,
-        "infeasible": {"policy": int(ours.isinf().sum()), **infeasible},
-        "tasks": config.validation_tasks,
-    }
+        ours = torch.tensor([rated_ms(cost, greedy_plan(policy, cost)) for cost in costs])
+        infeasible, ratios = {"policy": int(ours.isinf().sum())}, {}
+        for rule in HEURISTICS:
+            theirs = torch.tensor([rated_ms(cost, place_by_heuristic(cost.problem, rule)) for cost in costs])
+            both = ours.isfinite() & theirs.isfinite()
+            ratios[rule] = round(float((ours[both] / theirs[both]).log().mean().exp()), 4)
+            infeasible[rule] = int(theirs.isinf().sum())
+    return {"policy_over_rule": ratios, "infeasible": infeasible, "tasks": config.validation_tasks}
 
 
 def rated_ms(cost: Cost, assignment_S: Tensor | None) -> float:

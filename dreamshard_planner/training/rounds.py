@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -57,23 +56,17 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
             learned = learn(config, CostDataset.concatenate(datasets), test, progress)
 
     def saved() -> Checkpoint:
-        checkpoint, _ = learned
-        return _saved(checkpoint, out, CostDataset.concatenate(datasets), test, journals)
+        made, _ = learned
+        made.save(out)  # first, since the journals still have all of the datasets
+        CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
+        test.save(out.with_suffix(".test.npz"))
+        for journal in journals:
+            finished_mark(journal).unlink(missing_ok=True)
+        return Checkpoint.load(out)
 
     checkpoint = ranks.from_first(saved)
     remove_journals(journals, ranks)  # all they hold is in the datasets
     return checkpoint
-
-
-def _saved(
-    checkpoint: Checkpoint, out: Path, measured: CostDataset, test: CostDataset, journals: Sequence[Path]
-) -> Checkpoint:
-    checkpoint.save(out)  # first, since the journals still have all of the datasets
-    measured.save(out.with_suffix(".dataset.npz"))
-    test.save(out.with_suffix(".test.npz"))
-    for journal in journals:
-        finished_mark(journal).unlink(missing_ok=True)
-    return Checkpoint.load(out)
 
 
 def learn(

@@ -52,14 +52,11 @@ WORK = (
 PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
 
-MEMORY_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched")
+LATER_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched", "adagrad", "served")
 """One where the weights live outside the device's own memory; the share of a batch's distinct rows that the cache does
-not hold; and one where they are fetched while the batch before is computed. No network reads these, so that a
-checkpoint made before some of them were known is as good as ever."""
-
-LATER_FEATURES = (*MEMORY_FEATURES, "adagrad", "served")
-"""``adagrad``: one where every weight has an optimizer state of its own; corrections of networks tell it apart.
-``served``: one for quantized tables, which have no backward."""
+not hold; one where they are fetched while the batch before is computed; one where every weight has an optimizer state
+of its own, which corrections of networks tell apart; and one for quantized tables, which have no backward. No network
+reads these, so that a checkpoint made before some of them were known is as good as ever."""
 
 FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *LATER_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}

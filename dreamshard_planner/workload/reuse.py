@@ -324,9 +324,7 @@ def _hits(rows_TQ: Tensor, rate_Q: Tensor, cached_T: Tensor) -> Tensor:
     return ((rows_TQ * held_TQ) @ read_Q / (rows_TQ @ read_Q).clamp_min(1e-300)).clamp(0, 1)
 
 
-def merge_reuse(
-    histograms: Sequence[Sequence[float] | None], distinct: Sequence[float]
-) -> tuple[tuple[float, ...], float]:
+def merge_reuse(histograms: Sequence[Sequence[float]], distinct: Sequence[float]) -> tuple[tuple[float, ...], float]:
     """Histogram and distinct rows of a shared table from those of its features: the kernel sees a row once per
     feature that reads it. All zero where nothing is looked up."""
     total = float(sum(distinct))
@@ -334,7 +332,7 @@ def merge_reuse(
         return (0.0,) * NUM_REUSE_BINS, 0.0
     merged = [0.0] * NUM_REUSE_BINS
     for histogram, count in zip(histograms, distinct, strict=True):
-        for k, share in enumerate(histogram or ()):
+        for k, share in enumerate(histogram):
             merged[k] += share * count / total
     return tuple(merged), total
 

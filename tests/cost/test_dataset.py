@@ -38,12 +38,9 @@ def dataset(**changes) -> CostDataset:
 def test_workloads_come_back_as_they_were() -> None:
     data = dataset()
     assert len(data) == 3 and data.repeats == 3
-    assert [data.workloads(i) for i in range(3)] == SETS and data.workloads(-1) == SETS[-1]
-    assert data.all_workloads() == [w for group in SETS for w in group]
+    assert data.sets == SETS
     assert data.set_offsets.tolist() == [0, 2, 3, 6]
-    assert isinstance(data.workloads(0)[0].rows, int) and data.workloads(1)[0].pooled is False
-    with pytest.raises(IndexError, match="set 3 of a dataset of 3"):
-        data.workloads(3)
+    assert isinstance(data.sets[0][0].rows, int) and data.sets[1][0].pooled is False
 
 
 def test_medians_with_and_without_reference() -> None:
@@ -66,7 +63,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     data = dataset(seed=7)
     data.save(tmp_path / "costs.npz")
     loaded = CostDataset.load(tmp_path / "costs.npz")
-    assert [loaded.workloads(i) for i in range(3)] == SETS
+    assert loaded.sets == SETS
     assert np.array_equal(loaded.samples_ms, data.samples_ms) and np.array_equal(loaded.reference_ms, data.reference_ms)
     assert (loaded.hardware, loaded.seed, loaded.created) == (HARDWARE, 7, data.created)
     assert loaded.digest == data.digest and len(data.digest) == 64
@@ -86,7 +83,7 @@ def test_select_and_concatenate() -> None:
     data = dataset()
     parts = [data.select([2]), data.select([0, 1])]
     joined = CostDataset.concatenate(parts)
-    assert [joined.workloads(i) for i in range(3)] == [SETS[2], SETS[0], SETS[1]]
+    assert joined.sets == [SETS[2], SETS[0], SETS[1]]
     assert joined.samples_ms.tolist() == [SAMPLES_NR2[2], SAMPLES_NR2[0], SAMPLES_NR2[1]]
     other = CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE | {"name": "slide rule"}, REFERENCE_NR2)
     with pytest.raises(DatasetError, match="abacus.*slide rule"):
@@ -169,7 +166,7 @@ def test_journal_becomes_the_dataset(tmp_path: Path) -> None:
         assert journal.sets == SETS and len(journal) == 3
         assert journal.to_dataset().digest == data.digest
         assert journal.to_dataset().created == journal.created
-    assert [data.workloads(i) for i in range(3)] == SETS and data.seed == 7
+    assert data.sets == SETS and data.seed == 7
     np.testing.assert_allclose(data.samples_ms, SAMPLES_NR2, rtol=1e-6)
 
 

@@ -104,10 +104,10 @@ def test_mix_decides_the_attributes() -> None:
 
 def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
     data = run(SMALL_SETS[:5], tmp_path / "journal")
-    assert [data.workloads(i) for i in range(5)] == SMALL_SETS[:5]
+    assert data.sets == SMALL_SETS[:5]
     assert data.samples_ms.shape == data.reference_ms.shape == (5, 2, 2)
     more = run(SMALL_SETS, tmp_path / "journal")
-    assert [more.workloads(i) for i in range(12)] == SMALL_SETS
+    assert more.sets == SMALL_SETS
     assert np.array_equal(more.samples_ms[:5], data.samples_ms)
     assert run(SMALL_SETS, tmp_path / "journal").digest == more.digest
 
@@ -152,4 +152,4 @@ def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Pat
             held = len(journal)
         assert held > 0
     data = run(MANY_SETS, path)
-    assert [data.workloads(i) for i in range(len(data))] == MANY_SETS
+    assert data.sets == MANY_SETS

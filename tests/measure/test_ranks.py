@@ -69,7 +69,7 @@ def test_ranks_share_the_sets_and_agree_on_the_result(tmp_path: Path) -> None:
     assert _on_two_ranks(_together, path) == [0, 0]
     first, second = (CostDataset.load(tmp_path / f"sets.{rank}.npz") for rank in range(2))
     assert first.digest == second.digest
-    assert [first.workloads(i) for i in range(len(first))] == SETS
+    assert first.sets == SETS
     assert [_held(p) for p in (path, tmp_path / "sets.rank1.journal")] == [12, 11]
     alone = _measure(path)  # one process finds everything measured
     assert np.array_equal(alone.samples_ms[2:21], first.samples_ms[2:21])  # equal sets may have changed places
@@ -90,7 +90,7 @@ def test_a_rank_that_dies_takes_nothing_with_it_that_was_recorded(tmp_path: Path
     assert _on_two_ranks(_until_one_dies, path) == [0, -signal.SIGKILL]
     assert [_held(p) for p in (path, tmp_path / "sets.rank1.journal")] == [12, 2]
     data = _measure(path)  # goes on alone with what both have recorded
-    assert [data.workloads(i) for i in range(len(data))] == SETS
+    assert data.sets == SETS
     assert _held(path) == 21
 
 

@@ -272,14 +272,14 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     fits = made.metadata["collectives"]["fits"]
     prior, learned = (links_of(topology(2), one) for one in (resolve("roofline", "cpu"), made))
     sent_D = torch.tensor([1e6, 2e6], dtype=torch.float64)
-    assert float(learned.all_to_all.all_to_all_ms(sent_D)[0]) == pytest.approx(5.02, rel=1e-3)
+    assert float(learned.all_to_all.all_to_all_ms(sent_D)) == pytest.approx(5.02, rel=1e-3)
     # What all ranks send passes one memory, before and after; all-reduces, not seen, are as much slower.
     for operation in ("all_to_all", "all_reduce"):
         before, after = getattr(prior, operation), getattr(learned, operation)
         times = before.shared_bytes_per_ms / after.shared_bytes_per_ms
         assert times == pytest.approx(before.bytes_per_ms / after.bytes_per_ms)
         assert before.latency_ms == after.latency_ms
-        assert times == pytest.approx(5 / float(prior.all_to_all.all_to_all_ms(sent_D)[0] - 0.02), rel=1e-3)
+        assert times == pytest.approx(5 / float(prior.all_to_all.all_to_all_ms(sent_D) - 0.02), rel=1e-3)
     assert fits["lookups"] is fits["bucketing"] is None and learned.lookups == prior.lookups  # not seen: still counted
     assert learned.all_to_all.is_measured and not learned.all_reduce.is_measured
     assert "taken to be as much slower" in learned.all_reduce.source
@@ -337,7 +337,7 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
             moved_D = torch.tensor(
                 [rank.kernels[0].lookup_bytes(rank.median("kernel 0 lookups")) / WORLD_SIZE for rank in run.ranks]
             )
-            assert float(links.lookups.all_to_all_ms(moved_D)[0]) == pytest.approx(run.lookups_ms, rel=1e-3)
+            assert float(links.lookups.all_to_all_ms(moved_D)) == pytest.approx(run.lookups_ms, rel=1e-3)
         # All else costs what it did, and nobody knows what sorting takes.
         assert replace(links.all_to_all, source="") == replace(before.all_to_all, source="") and links.bucketing is None
         assert links.all_to_all.is_measured == (name == "measured")
@@ -371,7 +371,7 @@ def test_lookups_are_learned_from_what_tells_them_alone() -> None:
     runs = []
     for run in both:
         read = [rank.median("kernel 0 lookups") * 8 / WORLD_SIZE for rank in with_lookups(run).ranks]
-        more_ms = float(sorting_ms.all_to_all_ms(torch.tensor(read, dtype=torch.float64))[0])
+        more_ms = float(sorting_ms.all_to_all_ms(torch.tensor(read, dtype=torch.float64)))
         runs.append(with_lookups(run, "row_wise", more_ms))
     assert (alone := learned_lookups(list(map(with_lookups, both)), shipped)[0]["fits"])["bucketing"] is not None
     assert learned_lookups(runs, shipped)[0]["fits"]["lookups"] == pytest.approx(alone["lookups"], rel=1e-4)

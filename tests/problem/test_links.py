@@ -48,7 +48,7 @@ def test_what_passes_between_hosts_is_what_takes_long() -> None:
     alone, rings = 10e6 * NCCL.all_to_all, 80e6 * NCCL.rings
 
     def ms(link: CollectiveModel) -> float:
-        return float(link.all_to_all_ms(torch.full((link.world_size,), 1e6))[0])
+        return float(link.all_to_all_ms(torch.full((link.world_size,), 1e6)))
 
     assert ms(links.all_to_all) == pytest.approx(8e6 / alone + NCCL.between_ms)
     assert ms(links.across) == pytest.approx(1e6 / alone + NCCL.between_ms)
@@ -64,7 +64,7 @@ def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
     sent = torch.tensor([[1e6, 1e6, 1e6, 1e6], [4e6, 0, 0, 0]])
     # The slowest rank sends four times as much, all together the same.
     both = (links.all_to_all, links.all_reduce)
-    all_to_all, all_reduce = (link.all_to_all_ms(sent)[0] - link.latency_ms for link in both)
+    all_to_all, all_reduce = (link.all_to_all_ms(sent) - link.latency_ms for link in both)
     assert all_to_all.tolist() == pytest.approx([3e6 / 400e6 + 12e6 / 50e6, 12e6 / 400e6 + 12e6 / 50e6])
     assert all_reduce.tolist() == pytest.approx((2 * all_to_all).tolist())
     assert "topology's 50 GB/s" in links.all_to_all.source and not links.all_to_all.is_measured
@@ -73,9 +73,9 @@ def test_what_cpu_ranks_of_a_host_exchange_passes_its_memory() -> None:
         Topology(8, "cpu", local_world_size=4, inter_host_bw=10e9, ddr_mem_bw=50e6), resolve("roofline", "cpu")
     )
     alike = torch.full((8,), 1e6)
-    assert (two.reduce_scatter.all_to_all_ms(alike)[0] - 0.02).item() == pytest.approx(56e6 / 100e6, rel=0.1)
+    assert (two.reduce_scatter.all_to_all_ms(alike) - 0.02).item() == pytest.approx(56e6 / 100e6, rel=0.1)
     inside, across = (
-        link.all_to_all_ms(alike[: link.world_size])[0] - 0.02 for link in (two.host_reduce_scatter, two.across)
+        link.all_to_all_ms(alike[: link.world_size]) - 0.02 for link in (two.host_reduce_scatter, two.across)
     )
     assert inside.item() == pytest.approx(12e6 / 50e6, rel=0.1) and across.item() == pytest.approx(2e6 / 25e6, rel=0.1)
 
@@ -97,7 +97,7 @@ def test_lookups_are_exchanged_as_measured_and_else_like_other_all_to_alls() -> 
     # A rank sorts its own ids, whatever others do.
     id_bytes = torch.full((4,), 1e6)
     alone = CollectiveFit(**checkpoint.metadata["collectives"]["fits"]["bucketing"])
-    assert float(measured.bucketing.all_to_all_ms(id_bytes / 4)[0]) == pytest.approx(
+    assert float(measured.bucketing.all_to_all_ms(id_bytes / 4)) == pytest.approx(
         1e6 / alone.shared_bytes_per_ms, rel=1e-6
     )
     # Splits, lengths and ids.

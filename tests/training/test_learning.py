@@ -39,7 +39,7 @@ CONFIG = TrainingConfig(seed=0)
 def measured() -> tuple[LabelledSets, LabelledSets]:
     """Sets measured on a CPU; the tables of the second part are in no set of the first."""
     train, test = CostDataset.load(DATA / "cpu-train.npz"), CostDataset.load(DATA / "cpu-test.npz")
-    names = [{workload.name for workload in dataset.all_workloads()} for dataset in (train, test)]
+    names = [{workload.name for group in dataset.sets for workload in group} for dataset in (train, test)]
     assert not names[0] & names[1]
     return LabelledSets.of_dataset(train), LabelledSets.of_dataset(test)
 

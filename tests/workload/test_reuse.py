@@ -81,9 +81,9 @@ def test_default_reuse_is_bounded_and_near_the_published_average() -> None:
 
 
 def test_shared_tables_merge_their_features() -> None:
-    merged, distinct = merge_reuse([bins(b0=1.0), None, bins(b4=1.0)], [30.0, 0.0, 10.0])
+    merged, distinct = merge_reuse([bins(b0=1.0), bins(), bins(b4=1.0)], [30.0, 0.0, 10.0])
     assert merged == bins(b0=0.75, b4=0.25) and distinct == 40
-    assert merge_reuse([None], [0.0]) == (bins(), 0.0)
+    assert merge_reuse([bins()], [0.0]) == (bins(), 0.0)
     shared = Table("t", 1000, 16, (FeatureStatistics(2.0), FeatureStatistics(3.0)))
     alone = [Table(f"t{i}", 1000, 16, (feature,)) for i, feature in enumerate(shared.features)]
     workload, *parts = workloads_of([shared, *alone], 64)
