@@ -254,8 +254,10 @@ def load_dlrm_dataset(path: str | Path, dims: Sequence[int] = META_DIMS) -> list
     except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zlib.error) as error:
         raise TaskError(f"{path}: not a file of tensors, or a truncated one ({str(error)[:200]})") from error
     is_triple = isinstance(content, (tuple, list)) and len(content) == 3 and all(map(torch.is_tensor, content))
-    if not is_triple or content[2].ndim != 2:
-        raise TaskError(f"{path}: must hold indices [N], offsets [T * B + 1] and lengths [T, B]")
+    if not is_triple or [part.ndim for part in content] != [1, 1, 2] or any(map(torch.is_floating_point, content)):
+        raise TaskError(f"{path}: must hold whole numbers: indices [N], offsets [T * B + 1] and lengths [T, B]")
+    if not content[2].numel():
+        raise TaskError(f"{path}: holds no batch: its lengths are {list(content[2].shape)}")
     indices_N, offsets, lengths_TB = content
     num_tables, batch_size = lengths_TB.shape
     counted = torch.nn.functional.pad(lengths_TB.flatten().long().cumsum(0), (1, 0))

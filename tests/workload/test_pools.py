@@ -169,7 +169,10 @@ class NotTensors:
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (dlrm_dataset()[:2], "must hold indices"),
+        (dlrm_dataset()[:2], "indices"),
+        ((dlrm_dataset()[0].double(), *dlrm_dataset()[1:]), "whole numbers"),
+        ((dlrm_dataset()[0][:, None], *dlrm_dataset()[1:]), "indices"),
+        ((torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(2, 0).long()), "no batch"),
         ((dlrm_dataset()[0][:-1], *dlrm_dataset()[1:]), "contradict"),
         ((-dlrm_dataset()[0], *dlrm_dataset()[1:]), "contradict"),
         (NotTensors(), "not a file of tensors"),
