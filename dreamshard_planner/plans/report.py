@@ -246,12 +246,13 @@ class Report:
             lines += [_line(entry, self.measured.total_ms) for entry in (self.measured, self.measured_before)]
         reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
         lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
+        lines += [f"Note: {note}." for note in self.notes if note.code == "search"]
         lines.append(f"Tables: {', '.join(f'{count} {name}' for name, count in self.sharding_types.items())}.")
         lines += [_memory_line(entry) for entry in self.memory]
         if len(self.collectives) > 1:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
-        lines += [f"Note: {note}." for note in self.notes if note.code != "assumption"]
+        lines += [f"Note: {note}." for note in self.notes if note.code not in ("assumption", "search")]
         return "\n".join(lines)
 
 
