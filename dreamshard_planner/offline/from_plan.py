@@ -105,7 +105,7 @@ def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
         replace(inputs, statistics=None, settings={name: inputs.settings.get(name) for name in TOLD})
         for inputs in (saved.inputs, now)
     )
-    return [difference.text for difference in differences(one, other)]
+    return differences(one, other)
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:

@@ -137,7 +137,7 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
 def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
     """On a plan of a file."""
     rated, now = session.rated(plan), libraries()
-    changed = [difference.text for difference in differences(saved.inputs, session.inputs)]
+    changed = differences(saved.inputs, session.inputs)
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
