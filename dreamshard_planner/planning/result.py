@@ -110,7 +110,7 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         outcome.cost,
         outcome.sharding,
         outcome.placement,
-        (found.rivals or None) if found is not None else None,
+        rivals=() if found is None else found.rivals,
         candidates=found.result.candidates if found is not None and found.result else 0,
         reshards=found.result.reshards if found is not None and found.result else 0,
         notes=() if found is None else found.notes(),

@@ -140,7 +140,7 @@ class Report:
         cost: Cost,
         sharding: Sharding,
         placement: Placement,
-        rivals: Sequence[Contender] | None = None,
+        rivals: Sequence[Contender] = (),
         candidates: int = 0,
         reshards: int = 0,
         notes: Sequence[Note] = (),
@@ -151,28 +151,23 @@ class Report:
             cost: of shardings.
             sharding: the chosen one.
             placement: how its units of span 1 were placed.
-            rivals: what the sharding was compared with; the placement's own by default.
+            rivals: what the sharding was compared with; the placement's own where there are none.
             candidates: moves and swaps tried before that placement.
             reshards: tried before that placement.
             notes: beside those of cost and placement.
         """
-
-        def entry(contender: Contender) -> ReportEntry:
-            return ReportEntry.of(contender.name, contender.costs)
-
         cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
         notes = (
             *noted("cost", cost.notes(sharding)),
-            *noted("skew", tuple(skews(cost, sharding).values())),
+            *noted("skew", skews(cost, sharding).values()),
             *noted("measurement", placement.notes),
             *notes,
             *noted("search", [cut_short] if placement.cut_short else []),
         )
-        if rivals is None:
-            rivals = placement.rivals
+        compared = [ReportEntry.of(rival.name, rival.costs) for rival in rivals or placement.rivals]
         report = cls(
             chosen=ReportEntry.of("dreamshard", placement.chosen.costs),
-            rivals=tuple(sorted((entry(rival) for rival in rivals), key=lambda rival: rival.total_ms)),
+            rivals=tuple(sorted(compared, key=lambda rival: rival.total_ms)),
             cost_source=str(cost.compute.source),
             collectives_source=cost.problem.collectives.world.source,
             candidates=placement.candidates + candidates,
