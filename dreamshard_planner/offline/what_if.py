@@ -354,8 +354,7 @@ def worst_table(planned: PlannedJob, step: Step = lambda what: None) -> WorstTab
     tables, now = planned.report.tables, planned.report.chosen
     if len(tables) < 2:
         return None
-    slowest = now.rank_ms.index(max(now.rank_ms))
-    by_cost = sorted(tables, key=lambda entry: (-entry.on_rank_ms(slowest), -entry.most_ms))
+    by_cost = sorted(tables, key=lambda entry: (-entry.on_rank_ms(now.slowest), -entry.most_ms))
     rated = ((planned.planner.without_ms(entry.name), entry) for entry in by_cost[:CANDIDATES])
     least_ms, entry = min(rated, key=lambda pair: pair[0])
     hurts = least_ms < now.total_ms * (1 - HURTS)

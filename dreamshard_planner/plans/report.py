@@ -53,6 +53,17 @@ class ReportEntry:
             collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
         )
 
+    @property
+    def slowest(self) -> int:
+        """Rank."""
+        return self.rank_ms.index(max(self.rank_ms))
+
+    @property
+    def waiting_ms(self) -> tuple[float, ...]:
+        """Of each rank, until the slowest one is done."""
+        last_ms = max(self.rank_ms)
+        return tuple(last_ms - own_ms for own_ms in self.rank_ms)
+
 
 @dataclass(frozen=True)
 class TableEntry:

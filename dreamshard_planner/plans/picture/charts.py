@@ -27,6 +27,12 @@ MAX_NAME = 36
 ROW_INCHES = 0.3
 PALETTE = (drawing.BLUE, drawing.ORANGE, drawing.VERMILION, drawing.GREEN, drawing.SKY, drawing.PURPLE, drawing.INK)
 """Of sharding types, in their order."""
+PARTS = {
+    "forward of the slowest rank": drawing.BLUE,
+    "backward of the slowest rank": drawing.ORANGE,
+    "collectives": drawing.GREEN,
+}
+"""Of a plan's total."""
 
 
 def curve(replan: Replan) -> Figure:
@@ -56,7 +62,7 @@ def ranks(content: Content) -> Figure:
     stacked = {
         "forward": (chosen.forward_ms, drawing.BLUE),
         "backward": (chosen.backward_ms, drawing.ORANGE),
-        "waiting for the slowest rank": (content.waiting_ms, drawing.GREY),
+        "waiting for the slowest rank": (chosen.waiting_ms, drawing.GREY),
         "collectives": ([chosen.collectives_ms] * content.world_size, drawing.GREEN),
     }
     base = [0.0] * content.world_size
@@ -86,10 +92,9 @@ def plans(content: Content) -> Figure:
         if not entry.feasible:
             _beside(axes, 0, row, "does not fit", color=drawing.SOFT)
             continue
-        slowest = max(range(len(entry.rank_ms)), key=entry.rank_ms.__getitem__)
-        parts = (entry.forward_ms[slowest], entry.backward_ms[slowest], entry.collectives_ms)
+        parts_ms = (entry.forward_ms[entry.slowest], entry.backward_ms[entry.slowest], entry.collectives_ms)
         left = 0.0
-        for value, colour in zip(parts, (drawing.BLUE, drawing.ORANGE, drawing.GREEN), strict=True):
+        for value, colour in zip(parts_ms, PARTS.values(), strict=True):
             axes.barh(row, value, left=left, color=colour, height=0.68)
             left += value
         label = ms(entry.total_ms) + (f", \N{MULTIPLICATION SIGN} {ratio(entry, content.chosen)}" if row else "")
@@ -99,9 +104,7 @@ def plans(content: Content) -> Figure:
     _rows(axes, [_short(entry.name) for entry in content.plans])
     axes.get_yticklabels()[0].set_fontweight("bold")
     axes.set_xlabel("ms per training step")
-    labels = {"forward": drawing.BLUE, "backward": drawing.ORANGE, "collectives": drawing.GREEN}
-    _legend(axes, [Patch(color=colour, label=f"{name} of the slowest rank" if name != "collectives" else name)
-                   for name, colour in labels.items()])  # fmt: skip
+    _legend(axes, [Patch(color=colour, label=part) for part, colour in PARTS.items()])
     return figure
 
 
@@ -160,7 +163,7 @@ def measured(content: Content, timed: ReportEntry) -> Figure:
             linestyle="-" if many else "none",
             label=label,
         )
-    longest_ms = max(max(entry.rank_ms, default=0.0) for entry, *_ in entries.values())
+    longest_ms = max(max(entry.rank_ms) for entry, *_ in entries.values())
     axes.set_ylim(0, longest_ms * 1.1 or 1.0)
     _legend(axes)
     return figure

@@ -90,16 +90,6 @@ class Content:
         return len(self.chosen.rank_ms)
 
     @cached_property
-    def slowest(self) -> int:
-        """Rank."""
-        return max(range(self.world_size), key=self.chosen.rank_ms.__getitem__)
-
-    @cached_property
-    def waiting_ms(self) -> tuple[float, ...]:
-        """Of each rank, for the slowest one."""
-        return waiting(self.chosen)
-
-    @cached_property
     def torchrec(self) -> ReportEntry | None:
         """TorchRec's own plan, if it was searched and fits."""
         return next((entry for entry in self.report.rivals if entry.name == "torchrec" and entry.feasible), None)
@@ -128,9 +118,7 @@ class Content:
         found = [("total", ms(chosen.total_ms), "slowest rank's compute and all collectives")]
         if self.torchrec is not None and chosen.total_ms > 0:
             found.append(("TorchRec's own plan", f"{ratio(self.torchrec, chosen)}x", ms(self.torchrec.total_ms)))
-        found.append(
-            ("slowest rank", ms(max(chosen.rank_ms, default=0.0)), f"rank {self.slowest}: forward and backward")
-        )
+        found.append(("slowest rank", ms(max(chosen.rank_ms)), f"rank {chosen.slowest}: forward and backward"))
         share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
         found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
         for entry in self.report.memory:
@@ -149,12 +137,6 @@ def _heaviest_first(tables: list[tuple[float, TableEntry]]) -> tuple[tuple[float
 def printable(text: str) -> str:
     """Without what XML and lines of text cannot hold."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-def waiting(entry: ReportEntry) -> tuple[float, ...]:
-    """Milliseconds of each rank until the slowest one is done."""
-    last_ms = max(entry.rank_ms, default=0.0)
-    return tuple(last_ms - own_ms for own_ms in entry.rank_ms)
 
 
 def ms(value: float) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from dreamshard_planner.plans.picture import charts
-from dreamshard_planner.plans.picture.content import Content, ms, ratio, waiting
+from dreamshard_planner.plans.picture.content import Content, ms, ratio
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.plans.verdict import LEVEL
@@ -72,16 +72,17 @@ def _curve(replan: Replan) -> Section:
 
 
 def _ranks(content: Content) -> Section:
-    chosen, last, most_ms = content.chosen, content.slowest, max(content.waiting_ms)
+    chosen, waiting_ms = content.chosen, content.chosen.waiting_ms
+    last, most_ms = chosen.slowest, max(waiting_ms)
     longest = f"Rank {last} computes longest, {ms(chosen.rank_ms[last])}"
     if most_ms > LEVEL * chosen.rank_ms[last]:
-        longest += f"; rank {content.waiting_ms.index(most_ms)} waits longest, {ms(most_ms)}"
+        longest += f"; rank {waiting_ms.index(most_ms)} waits longest, {ms(most_ms)}"
     elif content.world_size > 1:
         longest = f"Ranks are level: each computes {ms(chosen.rank_ms[last])}, or up to {ms(most_ms)} less"
     rows = [
         (f"{rank}", *(f"{value:.3f}" for value in values), f"{chosen.collectives_ms:.3f}")
         for rank, values in enumerate(
-            zip(chosen.forward_ms, chosen.backward_ms, chosen.rank_ms, content.waiting_ms, strict=True)
+            zip(chosen.forward_ms, chosen.backward_ms, chosen.rank_ms, waiting_ms, strict=True)
         )
     ]
     grids = [Grid("Each rank", ("rank", "forward", "backward", "compute", "waiting", "collectives"), rows)]
@@ -128,14 +129,13 @@ PLAN_COLUMNS = ("plan", "total ms", "vs chosen", "slowest rank", "its compute ms
 def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
     if not entry.feasible:
         return (entry.name, "does not fit", "", "", "", "", "")
-    compute_ms, waiting_ms = max(entry.rank_ms, default=0.0), waiting(entry)
     return (
         entry.name,
         f"{entry.total_ms:.3f}",
         ratio(entry, chosen),
-        f"{entry.rank_ms.index(compute_ms)}" if entry.rank_ms else "",
-        f"{compute_ms:.3f}",
-        f"{sum(waiting_ms) / max(1, len(waiting_ms)):.3f}",
+        f"{entry.slowest}",
+        f"{max(entry.rank_ms):.3f}",
+        f"{sum(entry.waiting_ms) / len(entry.rank_ms):.3f}",
         f"{entry.collectives_ms:.3f}",
     )
 
