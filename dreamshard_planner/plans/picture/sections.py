@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The parts of the picture of a report: a figure, what it says in words, and its numbers."""
+"""The HTML page of a report, one file without scripts and with nothing to fetch; its parts: a figure, what it says in
+words, and its numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from dreamshard_planner import __version__
 from dreamshard_planner.plans.picture import charts
 from dreamshard_planner.plans.picture.content import Content, ms, ratio
+from dreamshard_planner.plans.picture.drawing import COLOURS, svg
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.plans.verdict import LEVEL
@@ -39,6 +43,23 @@ class Section:
     """What it comes to; with the title, what a screen reader says of it."""
     draw: Callable[[], Figure]
     grids: tuple[Grid, ...]
+
+
+def page(content: Content, sections: Sequence[Section]) -> str:
+    """The HTML of a report; names are escaped wherever they come from."""
+    environment = Environment(
+        loader=PackageLoader("dreamshard_planner", "plans/picture"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    figures = {
+        section.name: svg(section.draw, section.name, f"{section.title}. {section.finding}") for section in sections
+    }
+    return environment.get_template("page.html").render(
+        content=content, sections=sections, figures=figures, colours=COLOURS, version=__version__
+    )
 
 
 def sections(content: Content) -> tuple[Section, ...]:
