@@ -13,6 +13,7 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.support.formatting import ranges
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
@@ -149,11 +150,9 @@ def _document(planned: PlannedJob) -> dict[str, Any]:
 
 def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
-    from dreamshard_planner.support.formatting import ranges
-
-    by_cost = sorted(((table.most_ms, table) for table in report.tables), key=lambda pair: -pair[0])
+    by_cost = sorted(report.tables, key=lambda table: -table.most_ms)
     shown = by_cost[:limit]
-    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), rank_ms) for rank_ms, table in shown]
+    rows = [(table.name, table.label, ranges(table.ranks), table.most_ms) for table in shown]
     more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
     return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")
 

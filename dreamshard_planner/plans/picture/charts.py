@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,6 +17,7 @@ from dreamshard_planner.plans.picture.content import Content, ms, ratio
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import runs
 
 MAX_BARS = 64
 """Ranks up to which each has a bar of its own; more become areas."""
@@ -117,7 +117,8 @@ def tables(content: Content) -> Figure:
         colour = _colour(table)
         weights.barh(row, weight, color=colour, height=0.68)
         _beside(weights, weight, row, f"{weight:,.3f}", fontsize=9)
-        where.broken_barh(_runs(table.ranks), (row - 0.34, 0.68), color=colour, linewidth=0)
+        bars = [(first - 0.5, last - first + 1) for first, last in runs(table.ranks)]
+        where.broken_barh(bars, (row - 0.34, 0.68), color=colour, linewidth=0)
         for rank, count in _several(table.ranks):
             where.text(rank, row, f"{count}", ha="center", va="center", fontsize=8, color=drawing.PAPER)
     weights.set_xlim(0, (shown[0][0] or 1.0) * 1.3)
@@ -228,14 +229,6 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 def _beside(axes: Axes, x: float, row: int, text: str, **looks: Any) -> None:
     """At the end of a row's bar."""
     axes.annotate(text, (x, row), xytext=(5, 0), textcoords="offset points", va="center", **looks)
-
-
-def _runs(ranks_of_shards: Sequence[int]) -> list[tuple[float, float]]:
-    """Start and length of runs of ranks, as ``broken_barh`` has them."""
-    ordered = sorted(set(ranks_of_shards))
-    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    members = [[rank for _, rank in run] for _, run in runs]
-    return [(run[0] - 0.5, len(run)) for run in members]
 
 
 def _several(ranks_of_shards: Sequence[int]) -> list[tuple[int, int]]:

@@ -172,7 +172,7 @@ def _tables(content: Content) -> Section:
         what = "costliest"
         by = "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
     rows = [
-        (table.name, table.label, f"{len(table.ranks):,}", ranges(sorted(set(table.ranks))), f"{weight:,.3f}")
+        (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{weight:,.3f}")
         for weight, table in content.tables
     ]
     columns = ("table", "sharding", "shards", "ranks", content.weighed_by)
