@@ -32,6 +32,7 @@ from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 
 def convert(
@@ -125,7 +126,8 @@ class _Content(DefaultSavePlanner):
 
     def add_table(self, weight: str, sharding: TableSharding, fresh: bool) -> None:
         table = self.saved[weight]
-        shards = sharding.shards[:1] if sharding.sharding_type == "data_parallel" else sharding.shards
+        spec = SHARDING_TYPES.get(sharding.sharding_type)
+        shards = sharding.shards[:1] if spec and spec.is_replicated else sharding.shards
         slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards})
         self._declare(table.key, self._where[table.key], table.entry, table.entry.size)
         parts = [
