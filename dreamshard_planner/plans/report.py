@@ -53,6 +53,10 @@ class ReportEntry:
             collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
         )
 
+    def times(self, base: ReportEntry) -> float:
+        """Its total over another one's."""
+        return self.total_ms / base.total_ms if base.total_ms > 0 else 1.0
+
     @property
     def slowest(self) -> int:
         """Rank."""
@@ -246,10 +250,10 @@ class Report:
             f"Collectives: {self.collectives_source}.",
             f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
         ]
-        lines += [_line(entry, self.chosen.total_ms) for entry in (self.chosen, *self.rivals)]
+        lines += [_line(entry, self.chosen) for entry in (self.chosen, *self.rivals)]
         if self.measured is not None and self.measured_before is not None:
             lines.append("Measured on this machine instead of predicted:")
-            lines += [_line(entry, self.measured.total_ms) for entry in (self.measured, self.measured_before)]
+            lines += [_line(entry, self.measured) for entry in (self.measured, self.measured_before)]
         reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
         lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
         lines.append(f"Tables: {', '.join(f'{count} {name}' for name, count in self.sharding_types.items())}.")
@@ -325,11 +329,10 @@ def _memory_line(entry: MemoryEntry) -> str:
     )
 
 
-def _line(entry: ReportEntry, chosen_ms: float) -> str:
+def _line(entry: ReportEntry, chosen: ReportEntry) -> str:
     if not entry.feasible:
         return f"{entry.name:<20}{'infeasible':>10}"
     shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
     if len(entry.rank_ms) > MAX_RANKS_SHOWN:
         shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
-    ratio = entry.total_ms / chosen_ms if chosen_ms > 0 else 1.0
-    return f"{entry.name:<20}{entry.total_ms:>10.3f}{ratio:>11.3f}{entry.collectives_ms:>13.3f}   {shown}"
+    return f"{entry.name:<20}{entry.total_ms:>10.3f}{entry.times(chosen):>11.3f}{entry.collectives_ms:>13.3f}   {shown}"

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dreamshard_planner.plans.picture import drawing
-from dreamshard_planner.plans.picture.content import Content, ms, ratio
+from dreamshard_planner.plans.picture.content import Content, ms
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -97,7 +97,7 @@ def plans(content: Content) -> Figure:
         for value, colour in zip(parts_ms, PARTS.values(), strict=True):
             axes.barh(row, value, left=left, color=colour, height=0.68)
             left += value
-        label = ms(entry.total_ms) + (f", \N{MULTIPLICATION SIGN} {ratio(entry, content.chosen)}" if row else "")
+        label = ms(entry.total_ms) + (f", \N{MULTIPLICATION SIGN} {entry.times(content.chosen):.3f}" if row else "")
         _beside(axes, left, row, label, fontweight="normal" if row else "bold")
     longest_ms = max((entry.total_ms for entry in content.plans if entry.feasible), default=0.0)
     axes.set_xlim(0, longest_ms * 1.22 or 1.0)

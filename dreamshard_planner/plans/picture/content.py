@@ -108,7 +108,7 @@ class Content:
         text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
         if self.torchrec is not None and chosen.total_ms > 0:
             text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, "
-            text += f"{ratio(self.torchrec, chosen)} times as long"
+            text += f"{self.torchrec.times(chosen):.3f} times as long"
         return f"{self.report.verdict}. {text}."
 
     @cached_property
@@ -117,7 +117,7 @@ class Content:
         chosen = self.chosen
         found = [("total", ms(chosen.total_ms), "slowest rank's compute and all collectives")]
         if self.torchrec is not None and chosen.total_ms > 0:
-            found.append(("TorchRec's own plan", f"{ratio(self.torchrec, chosen)}x", ms(self.torchrec.total_ms)))
+            found.append(("TorchRec's own plan", f"{self.torchrec.times(chosen):.3f}x", ms(self.torchrec.total_ms)))
         found.append(("slowest rank", ms(max(chosen.rank_ms)), f"rank {chosen.slowest}: forward and backward"))
         share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
         found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
@@ -142,8 +142,3 @@ def printable(text: str) -> str:
 def ms(value: float) -> str:
     """As the text of a report has it."""
     return f"{value:,.3f} ms"
-
-
-def ratio(entry: ReportEntry, base: ReportEntry) -> str:
-    """Of totals."""
-    return f"{entry.total_ms / base.total_ms:.3f}" if base.total_ms > 0 else "1.000"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from dreamshard_planner import __version__
 from dreamshard_planner.plans.picture import charts
-from dreamshard_planner.plans.picture.content import Content, ms, ratio
+from dreamshard_planner.plans.picture.content import Content, ms
 from dreamshard_planner.plans.picture.drawing import COLOURS, svg
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import ReportEntry
@@ -153,7 +153,7 @@ def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
     return (
         entry.name,
         f"{entry.total_ms:.3f}",
-        ratio(entry, chosen),
+        f"{entry.times(chosen):.3f}",
         f"{entry.slowest}",
         f"{max(entry.rank_ms):.3f}",
         f"{sum(entry.waiting_ms) / len(entry.rank_ms):.3f}",
