@@ -158,20 +158,19 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
 
 
 def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
-    predicted, topology = saved.predicted, saved.inputs.topology
-    memory = {entry.kind: entry for entry in predicted.memory}
+    predicted, report = saved.predicted, saved.report()
     per_rank = [
-        (rank, forward, backward, *(_filled(entry, rank) for entry in memory.values()))
+        (rank, forward, backward, *(_filled(entry, rank) for entry in predicted.memory))
         for rank, (forward, backward) in enumerate(zip(predicted.forward_ms, predicted.backward_ms, strict=True))
     ]
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     return [
-        f"{saved.name}: {len(saved.inputs.tables)} tables on {topology}, "
+        f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
         f"{saved.inputs.batch_size:,} samples each; {libraries}.",
-        str(saved.report()),
+        str(report),
         "",
-        grid(("rank", "forward ms", "backward ms", *(f"{kind} GiB" for kind in memory)), per_rank),
-        _costliest(saved.report(), None),
+        grid(("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in predicted.memory)), per_rank),
+        _costliest(report, None),
     ]
 
 
