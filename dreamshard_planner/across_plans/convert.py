@@ -32,6 +32,7 @@ from dreamshard_planner.across_plans.rules import JOINS, Join
 from dreamshard_planner.across_plans.saving import WholeWriter
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.plans.plan_file import SavedPlan, TableSharding
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
 
 def convert(
@@ -125,7 +126,8 @@ class _Content(DefaultSavePlanner):
 
     def add_table(self, weight: str, sharding: TableSharding, fresh: bool) -> None:
         table = self.saved[weight]
-        shards = sharding.shards[:1] if sharding.sharding_type == "data_parallel" else sharding.shards
+        spec = SHARDING_TYPES.get(sharding.sharding_type)
+        shards = sharding.shards[:1] if spec and spec.is_replicated else sharding.shards
         slices = sorted({(shard.offset[1], shard.size[1]) for shard in shards})
         self._declare(table.key, self._where[table.key], table.entry, table.entry.size)
         parts = [
@@ -142,22 +144,20 @@ class _Content(DefaultSavePlanner):
             path = (*(self._fused or self._where[saved_key])[:-2], weight, f"{weight.split('.')[-2]}.{name}")
             key, found = ".".join(map(str, path)), []
             size = entry.size if entry.size == table.entry.size else (table.entry.size[0] * len(slices),)
-            for _, part in parts:
-                down = slices.index((part.offsets[1], part.sizes[1])) * table.entry.size[0]
-                per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
-                place = per_row if len(size) == 1 else part
-                index = MetadataIndex(key, place.offsets)
-                try:
-                    made_of = reads.state_reads(table, name, index, tuple(place.sizes), part)
-                except reads.RefusedError as problem:
-                    if fresh:
-                        break
-                    raise reads.RefusedError(f"state {name}: {problem}; or name the table as fresh") from problem
-                found.append((index, place, made_of))
-            else:
-                self._declare(key, path, entry, size)
-                for of_part, state in zip(states, found, strict=True):
-                    of_part.append(state)
+            try:
+                for _, part in parts:
+                    down = slices.index((part.offsets[1], part.sizes[1])) * table.entry.size[0]
+                    per_row = reads.rectangle((down + part.offsets[0],), (part.sizes[0],))
+                    place = per_row if len(size) == 1 else part
+                    index = MetadataIndex(key, place.offsets)
+                    found.append((index, place, reads.state_reads(table, name, index, tuple(place.sizes), part)))
+            except reads.RefusedError as problem:
+                if fresh:
+                    continue
+                raise reads.RefusedError(f"state {name}: {problem}; or name the table as fresh") from problem
+            self._declare(key, path, entry, size)
+            for of_part, state in zip(states, found, strict=True):
+                of_part.append(state)
         for (shard, part), of_part in zip(parts, states, strict=True):
             index = MetadataIndex(table.key, part.offsets)
             self._add(shard.rank, index, part, reads.overlaps(table.key, table.entry, part, index))

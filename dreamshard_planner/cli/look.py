@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,8 +18,8 @@ from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
 from dreamshard_planner.support.formatting import size_in_words
 
-UNLIMITED = 1e15
-"""Bytes per millisecond of a link that no measurement has filled."""
+if TYPE_CHECKING:
+    from dreamshard_planner.cost.collectives import CollectiveFit
 
 
 @command("dreamshard doctor")
@@ -77,10 +77,10 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     }
     over = validation.get("policy_over_rule") or {}
     told |= {f"policy against {rule}": f"{share:.2f} of its cost" for rule, share in over.items()}
-    from dreamshard_planner.cost.collectives import fits_of
+    if collectives := checkpoint.get("collectives"):
+        from dreamshard_planner.cost.collectives import fits_of
 
-    collectives = checkpoint.get("collectives")
-    told |= {name: _collective(asdict(fit)) for name, fit in (fits_of(collectives) if collectives else {}).items()}
+        told |= {name: _collective(fit) for name, fit in fits_of(collectives).items()}
     return {name: text for name, text in told.items() if text}
 
 
@@ -147,12 +147,12 @@ def _error(shares: Sequence[float] | None) -> str | None:
     return f"{forward:.0%} forward, {backward:.0%} backward, on held-out sets of all kinds"
 
 
-def _collective(fit: dict[str, float]) -> str:
-    """A link without a limit that the measurements showed has 10^15 bytes per millisecond."""
-    rates = [(f"{fit[name] / 1e6:,.1f} GB/s {of}", fit[name]) for name, of in
-             (("bytes_per_ms", "of a rank"), ("shared_bytes_per_ms", "of all ranks")) if name in fit]  # fmt: skip
-    limits = ", ".join(text for text, rate in rates if rate < UNLIMITED)
-    return f"{fit['latency_ms']:.2f} ms and {limits or 'no limit'}; error {fit['relative_error']:.0%}"
+def _collective(fit: CollectiveFit) -> str:
+    from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS
+
+    rates = {"of a rank": fit.bytes_per_ms, "of all ranks": fit.shared_bytes_per_ms}
+    limits = [f"{rate / 1e6:,.1f} GB/s {of}" for of, rate in rates.items() if rate < MAX_BYTES_PER_MS]
+    return f"{fit.latency_ms:.2f} ms and {', '.join(limits) or 'no limit'}; error {fit.relative_error:.0%}"
 
 
 def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, Any]]:

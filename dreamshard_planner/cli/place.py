@@ -13,6 +13,7 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
+from dreamshard_planner.support.formatting import ranges
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
@@ -149,30 +150,27 @@ def _document(planned: PlannedJob) -> dict[str, Any]:
 
 def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
-    from dreamshard_planner.support.formatting import ranges
-
-    by_cost = sorted(((table.most_ms, table) for table in report.tables), key=lambda pair: -pair[0])
+    by_cost = sorted(report.tables, key=lambda table: -table.most_ms)
     shown = by_cost[:limit]
-    rows = [(table.name, table.label, ranges(sorted(set(table.ranks))), rank_ms) for rank_ms, table in shown]
+    rows = [(table.name, table.label, ranges(table.ranks), table.most_ms) for table in shown]
     more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
     return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")
 
 
 def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
-    predicted, topology = saved.predicted, saved.inputs.topology
-    memory = {entry.kind: entry for entry in predicted.memory}
+    predicted, report = saved.predicted, saved.report()
     per_rank = [
-        (rank, forward, backward, *(_filled(entry, rank) for entry in memory.values()))
+        (rank, forward, backward, *(_filled(entry, rank) for entry in predicted.memory))
         for rank, (forward, backward) in enumerate(zip(predicted.forward_ms, predicted.backward_ms, strict=True))
     ]
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     return [
-        f"{saved.name}: {len(saved.inputs.tables)} tables on {topology}, "
+        f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
         f"{saved.inputs.batch_size:,} samples each; {libraries}.",
-        str(saved.report()),
+        str(report),
         "",
-        grid(("rank", "forward ms", "backward ms", *(f"{kind} GiB" for kind in memory)), per_rank),
-        _costliest(saved.report(), None),
+        grid(("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in predicted.memory)), per_rank),
+        _costliest(report, None),
     ]
 
 

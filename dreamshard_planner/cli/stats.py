@@ -174,7 +174,7 @@ def diff(
         from dreamshard_planner.offline.what_if import replanning
 
         size = options.batch_size or max(feature.samples for feature in other.values())
-        gain = replanning(replace(options, batch_size=size, statistics=None).job(), one, other)
+        gain = replanning(replace(options, batch_size=size).job(), one, other)
         told.append(
             f"Keeping the plan of {before.name}: {gain.keep_ms:.3f} ms; planning again: {gain.again_ms:.3f} ms, "
             f"{gain.gain:.1%} less."
@@ -199,7 +199,7 @@ def _document(counted: TableStatistics) -> dict[str, Any]:
             "batch_size": feature.batch_size,
             "batches": feature.batches,
             "distinct_rows": feature.distinct_rows,
-            "mean_reuse": _reuse(feature),
+            "mean_reuse": feature.lookups / feature.distinct_rows if feature.distinct_rows else None,
             "largest_id": None if feature.ids is None else feature.ids.end - 1,
         }
         for name, feature in counted.items()
@@ -209,12 +209,6 @@ def _document(counted: TableStatistics) -> dict[str, Any]:
 def _table(counted: TableStatistics, title: str) -> Table:
     columns = ("feature", "lookups per sample", "batch size", "batches", "distinct rows", "reads of each", "largest id")
     return grid(columns, [(name, *values.values()) for name, values in _document(counted).items()], title)
-
-
-def _reuse(feature: Any) -> float | None:
-    if not feature.distinct_rows:
-        return None
-    return feature.pooling_factor * feature.batch_size / feature.distinct_rows
 
 
 def _share(value: float | None) -> str:

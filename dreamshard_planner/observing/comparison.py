@@ -49,23 +49,21 @@ class Comparison:
 def compare(run: ObservedRun) -> Comparison:
     """Of a run; the predicted side is that of the plan, where it was kept, of the ranks that were observed."""
     title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
-    predicted = None if run.plan is None else run.plan.predicted
-    kinds = tuple(_kinds(run, predicted))
-    if run.plan is None or predicted is None:
+    plan = run.plan
+    kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
+    if plan is None:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return Comparison(title, kinds, (), verdict, None)
-    ratios = _kernel_ratios(run, predicted)
-    exchange = _observed_ms(run, "outputs")
-    meaning = (*_of_statistics(run, run.plan), *_of_kernels(run, ratios), *_of_exchange(run, predicted, exchange))
-    verdict, trusted = _verdict(ratios, predicted, exchange)
+    ratios, exchange = _kernel_ratios(run, plan.predicted), _observed_ms(run, "outputs")
+    meaning = (*_of_statistics(run, plan), *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted, exchange))
+    verdict, trusted = _verdict(ratios, plan.predicted, exchange)
     return Comparison(title, kinds, meaning, verdict, trusted)
 
 
 def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     ranks = [rank.rank for rank in run.ranks]
     for way in ("forward", "backward"):
-        every = None if predicted is None else getattr(predicted, f"{way}_ms")
-        expected = None if every is None else tuple(every[rank] for rank in ranks)
+        expected = None if predicted is None else tuple(getattr(predicted, f"{way}_ms")[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
     outputs = {name: one for name, one in run.collectives.items() if name.startswith("outputs")}
     # How long lookups are on their way while other batches compute is nothing that was predicted.

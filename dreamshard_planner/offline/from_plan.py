@@ -105,7 +105,7 @@ def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
         replace(inputs, statistics=None, settings={name: inputs.settings.get(name) for name in TOLD})
         for inputs in (saved.inputs, now)
     )
-    return [difference.text for difference in differences(one, other)]
+    return differences(one, other)
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
@@ -134,13 +134,14 @@ def _machine(saved: SavedPlan) -> Machine:
     """All ranks, in 2D parallelism those of all sharding groups."""
     topology: TopologyInputs = saved.inputs.topology
     of_group = min(topology.local_world_size, topology.world_size)
-    per_host, rate = topology.groups.host_ranks if topology.groups else of_group, _rates(topology)
+    per_host = topology.groups.host_ranks if topology.groups else of_group
     if topology.all_ranks % per_host:
         raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {per_host}")
     on_cpu = topology.compute_device == "cpu"
     memory = min(topology.memory_bytes["DDR" if on_cpu else "HBM"])
-    speed = rate["DDR" if on_cpu else "HBM"]
-    known = (memory, speed, rate["HBM to DDR"])
+    rate = {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
+    speed, to_host = rate["DDR" if on_cpu else "HBM"], rate["HBM to DDR"]
+    known = (memory, speed, to_host)
     gpu = next((name for name, one in GPUS.items()
                 if (one.memory_bytes, one.memory_bytes_per_s, one.host_bytes_per_s) == known), None)  # fmt: skip
     own = GPUS.get(gpu or "")
@@ -152,15 +153,10 @@ def _machine(saved: SavedPlan) -> Machine:
         memory_bytes=None if own else memory,
         memory_bytes_per_s=None if own else speed,
         host_memory_bytes=None if on_cpu else min(topology.memory_bytes["DDR"]),
-        host_bytes_per_s=None if own and own.host_bytes_per_s == rate["HBM to DDR"] else rate["HBM to DDR"],
+        host_bytes_per_s=None if own else to_host,
         intra_bytes_per_s=None if own and own.link_bytes_per_s == rate["within hosts"] else rate["within hosts"],
         inter_bytes_per_s=None if own and own.network_bytes_per_s == rate["between hosts"] else rate["between hosts"],
     )
-
-
-def _rates(topology: TopologyInputs) -> dict[str, float]:
-    """Bandwidths in bytes per second."""
-    return {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
 
 
 def _reserve(saved: SavedPlan) -> float | None:

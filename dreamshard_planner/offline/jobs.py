@@ -27,11 +27,10 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import Adagrad
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import InputWarning, TaskError
-from dreamshard_planner.offline.table_list import TableSpec, read_table_list
+from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec, read_table_list
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.search_space.constraints import doubtful_inputs
@@ -40,13 +39,6 @@ from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
-
-_OPTIMIZERS = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adam": torch.optim.Adam,
-}
 
 
 @dataclass(frozen=True)
@@ -300,7 +292,7 @@ def _made(kind: str, specs: Sequence[TableSpec]) -> nn.Module:
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that TorchRec estimates memory by, and arguments, of an optimizer by its name in lists or FBGEMM's."""
-    kind = _OPTIMIZERS.get(name.removeprefix("exact_"))
+    kind = OPTIMIZERS.get(name.removeprefix("exact_"))
     if kind is not None:
         return kind, {}
     # One state for every weight, as TorchRec counts of all others; the argument decides what FBGEMM runs.

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.types import CacheParams
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS
@@ -23,7 +25,12 @@ from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR, FeatureStatistics, Table, costed_optimizer
 
 SCHEMA = "dreamshard_planner.table_list/1"
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+}
 WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
 """Of a pool's tables, by their bytes."""
 MAX_WEIGHTS = 2**53

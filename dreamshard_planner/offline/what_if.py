@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from operator import sub
 from pathlib import Path
 from typing import Any
@@ -85,27 +86,24 @@ class Point:
         return self.total_ms * 1e3 / (self.ranks * self.batch_size)
 
     @classmethod
-    def of(cls, axis: str, value: float | str, job: Job, report: Report | None, reason: str = "") -> Point:
-        """From a report, None where nothing fits."""
-        chosen = None if report is None else report.chosen
+    def of(cls, axis: str, value: float | str, job: Job, found: Report | str) -> Point:
+        """From a report, or from why nothing fits."""
+        of_job = partial(cls, axis, value, job.machine.title, job.machine.ranks, job.batch_size)
+        if isinstance(found, str):
+            return of_job(math.inf, math.inf, math.inf, fullest=0.0, reason=found)
+        chosen = found.chosen
         filled = [
             used / limit
-            for entry in (report.memory if report else ())
+            for entry in found.memory
             for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
             if limit > 0
         ]
-        return cls(
-            axis=axis,
-            value=value,
-            machine=job.machine.title,
-            ranks=job.machine.ranks,
-            batch_size=job.batch_size,
-            total_ms=chosen.total_ms if chosen else math.inf,
-            compute_ms=max(chosen.rank_ms) if chosen else math.inf,
-            collectives_ms=chosen.collectives_ms if chosen else math.inf,
+        return of_job(
+            chosen.total_ms,
+            max(chosen.rank_ms),
+            chosen.collectives_ms,
             fullest=max(filled, default=0.0),
-            outside=sum(not KERNELS[entry.kernel].on_device for entry in (report.tables if report else ())),
-            reason=reason,
+            outside=sum(not KERNELS[entry.kernel].on_device for entry in found.tables),
         )
 
 
@@ -171,7 +169,7 @@ class Replanning:
 
 
 class Plans:
-    """The report of each job's best plan, which is made once.
+    """The report of each job's best plan, which is made once; or why there is none.
 
     Args:
         step: told of every plan that is made.
@@ -180,43 +178,29 @@ class Plans:
 
     def __init__(self, step: Step = lambda what: None, present: PlannedJob | None = None) -> None:
         self._step, self._present = step, present
-        self._made: list[tuple[Job, Report | Exception]] = []
+        self._made: list[tuple[Job, Report | str]] = []
         if present is not None:
             self._made.append((present.job, present.report))
 
-    def report(self, what: str, job: Job) -> Report:
-        """PlannerError where nothing fits, DreamShardError where there is no such machine.
-
-        Args:
-            what: the plan is of, for people.
-            job: whose model is as it was when it was planned before.
-        """
-        report: Report | Exception | None = next((made for known, made in self._made if known == job), None)
-        if report is None:
-            self._step(what)
-            try:
-                report = self._cheaper(job.plan())
-            except (PlannerError, DreamShardError) as error:
-                report = error
-            self._made.append((job, report))
-        if isinstance(report, Exception):
-            raise report
-        return report
-
     def point(self, axis: str, value: float | str, job: Job) -> Point:
-        """What a job costs, or why it does not fit."""
-        try:
-            report = self.report(f"{axis} {value if isinstance(value, str) else format(value, ',')}", job)
-        except (PlannerError, DreamShardError) as error:
-            return Point.of(axis, value, job, None, " ".join(str(error).split()))
-        return Point.of(axis, value, job, report)
+        """What a job costs, or why it does not fit; its model is as it was when it was planned before."""
+        found = next((made for known, made in self._made if known == job), None)
+        if found is None:
+            self._step(f"{axis} {value if isinstance(value, str) else format(value, ',')}")
+            try:
+                found = self._cheaper(job.plan())
+            except (PlannerError, DreamShardError) as error:
+                found = " ".join(str(error).split())
+            self._made.append((job, found))
+        return Point.of(axis, value, job, found)
 
     def varied(self, axis: str, value: Any, job: Job) -> Point:
-        """The same of a job with another value of an axis."""
+        """The same of a job with another value of an axis, where there is such a machine."""
         try:
-            return self.point(axis, value, AXES[axis](job, value))
+            changed = AXES[axis](job, value)
         except DreamShardError as error:
-            return Point.of(axis, value, job, None, str(error))
+            return Point.of(axis, value, job, str(error))
+        return self.point(axis, value, changed)
 
     def _cheaper(self, planned: PlannedJob) -> Report:
         """Of the plan, or of the present one, which a search may miss."""
@@ -354,8 +338,7 @@ def worst_table(planned: PlannedJob, step: Step = lambda what: None) -> WorstTab
     tables, now = planned.report.tables, planned.report.chosen
     if len(tables) < 2:
         return None
-    slowest = now.rank_ms.index(max(now.rank_ms))
-    by_cost = sorted(tables, key=lambda entry: (-entry.on_rank_ms(slowest), -entry.most_ms))
+    by_cost = sorted(tables, key=lambda entry: (-entry.on_rank_ms(now.slowest), -entry.most_ms))
     rated = ((planned.planner.without_ms(entry.name), entry) for entry in by_cost[:CANDIDATES])
     least_ms, entry = min(rated, key=lambda pair: pair[0])
     hurts = least_ms < now.total_ms * (1 - HURTS)

@@ -110,7 +110,7 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         outcome.cost,
         outcome.sharding,
         outcome.placement,
-        (found.rivals or None) if found is not None else None,
+        rivals=() if found is None else found.rivals,
         candidates=found.result.candidates if found is not None and found.result else 0,
         reshards=found.result.reshards if found is not None and found.result else 0,
         notes=() if found is None else found.notes(),
@@ -137,7 +137,7 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
 def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:
     """On a plan of a file."""
     rated, now = session.rated(plan), libraries()
-    changed = [difference.text for difference in differences(saved.inputs, session.inputs)]
+    changed = differences(saved.inputs, session.inputs)
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(

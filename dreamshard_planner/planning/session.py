@@ -39,7 +39,7 @@ from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
@@ -197,8 +197,7 @@ class PlanningSession:
         Raises:
             PlannerError: it was made for something else, which is named; it does not fit; or it breaks a rule.
         """
-        stale = [difference.text for difference in differences(saved.inputs, self.inputs) if difference.stale]
-        if stale:
+        if stale := list(stale_differences(saved.inputs, self.inputs)):
             raise PlannerError(
                 f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Plan without "
                 "plan_loader, and save again.",

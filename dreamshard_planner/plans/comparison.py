@@ -182,9 +182,7 @@ def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Co
         cost_before=before.predicted,
         cost_after=after.predicted,
         machine=tuple(machine := machine_differences(before.inputs.topology, after.inputs.topology)),
-        inputs=tuple(
-            difference.text for difference in differences(before.inputs, after.inputs) if difference.text not in machine
-        ),
+        inputs=tuple(text for text in differences(before.inputs, after.inputs) if text not in machine),
         names=names,
         bytes_as_named=sum(_changes(before, as_named, alike)[1]),
         samples=(_samples(before), _samples(after)),

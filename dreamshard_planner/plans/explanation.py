@@ -116,7 +116,7 @@ class Explanation:
             f"mean {mean_ms:.3f}, fastest {min(self.rank_ms):.3f}), {self.waiting_ms:.3f} ms of waiting; collectives "
             f"{self.collectives_ms:.3f} ms, in all {self.total_ms:.3f}.",
         ]
-        wide = max(20, *(len(group.label) for group in self.groups)) if self.groups else 20
+        wide = max([20, *(len(group.label) for group in self.groups)])
         lines.append(
             f"{'fused kernels, in ms':<{wide}}{'tables':>8}{'forward':>9}{'backward':>10}"
             f"{'if each table had its own':>27}"

@@ -7,31 +7,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-CODES = (
-    "assumption",
-    "cost",
-    "skew",
-    "measurement",
-    "search",
-    "source",
-    "optimizer",
-    "table",
-    "placement_rule",
-    "beyond_exact_training",
-    "training",
-    "unused",
-    "callbacks",
-    "loaded",
-    "stale",
-    "saved",
-)
-"""``assumption``: taken for granted since nobody said, and moves the figures; ``cost``: the tables are beyond what the
-costs were learned from; ``skew``: a block of rows is read more than the others; ``measurement``: what refinement
-measured; ``search``: cut short; ``source``: where costs come from; ``optimizer``: costed as another one; ``table``: of
-which rows nobody knows how they are read; ``placement_rule``: where it put tables; ``beyond_exact_training``: what
-exact training leaves out; ``training``: trains differently; ``unused``: named, and not in the model; ``callbacks``:
-changed the plan; ``loaded``, ``stale``: of a plan from a file, and what has changed since; ``saved``: in a file that
-kept no codes."""
+CODES = {
+    "assumption": "taken for granted since nobody said, and moves the figures",
+    "cost": "the tables are beyond what the costs were learned from",
+    "skew": "a block of rows is read more than the others",
+    "measurement": "what refinement measured",
+    "search": "cut short",
+    "source": "where costs come from",
+    "optimizer": "costed as another one",
+    "table": "of which rows nobody knows how they are read",
+    "placement_rule": "where it put tables",
+    "beyond_exact_training": "what exact training leaves out",
+    "training": "trains differently",
+    "unused": "named, and not in the model",
+    "callbacks": "changed the plan",
+    "loaded": "of a plan from a file",
+    "stale": "what has changed since that was made",
+    "saved": "in a file that kept no codes",
+}
+"""And what notes with them tell."""
 
 
 @dataclass(frozen=True)

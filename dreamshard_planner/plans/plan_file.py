@@ -62,13 +62,12 @@ class ShardPlace:
 
     def common(self, other: ShardPlace) -> int:
         """Elements that both hold."""
-        sides = (
+        rows, columns = (
             max(0, min(start + length, other_start + other_length) - max(start, other_start))
             for start, length, other_start, other_length in zip(
                 self.offset, self.size, other.offset, other.size, strict=True
             )
         )
-        rows, columns = sides
         return rows * columns
 
 

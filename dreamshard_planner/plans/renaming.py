@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """A plan with its ranks named as another plan has them: what merely trades places between like ranks need not move.
 
-Shapes: N shards before, P shards after, D ranks, H hosts.
+Shapes: N shards before, P shards after, D ranks, H hosts, L ranks of a host.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def names_that_keep_most_of(held: Mapping[str, Sequence[ShardPlace]], after: Sav
     rank_DD, host_HH = _bytes_that_stay(held, after, per_host)
     memory_D = list(zip(*(sizes for _, sizes in sorted(other.memory_bytes.items())), strict=True))
     rank_DD[np.array([[mine != its for its in memory_D] for mine in memory_D])] = FORBIDDEN
-    hosts = ranks // per_host
-    pairs = [[_assigned(rank_DD[_of(mine, per_host), _of(its, per_host)]) for its in range(hosts)]
-             for mine in range(hosts)]  # fmt: skip
+    blocks_HHLL = rank_DD.reshape(len(host_HH), per_host, len(host_HH), per_host).swapaxes(1, 2)
+    pairs = [[_assigned(block_LL) for block_LL in row_HLL] for row_HLL in blocks_HHLL]
     host_HH += [[kept for _, kept in row] for row in pairs]
     host_names, _ = _assigned(host_HH)
     return tuple(name * per_host + place for host, name in enumerate(host_names) for place in pairs[host][name][0])
@@ -118,10 +117,6 @@ def _assigned(kept: np.ndarray) -> tuple[list[int], float]:
     """The column of each row for the most in all, and that."""
     rows, columns = linear_sum_assignment(kept, maximize=True)
     return columns.tolist(), float(kept[rows, columns].sum())
-
-
-def _of(host: int, per_host: int) -> slice:
-    return slice(host * per_host, (host + 1) * per_host)
 
 
 def _span(table: TableSharding) -> str:

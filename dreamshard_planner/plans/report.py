@@ -53,6 +53,21 @@ class ReportEntry:
             collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
         )
 
+    def times(self, base: ReportEntry) -> float:
+        """Its total over another one's."""
+        return self.total_ms / base.total_ms if base.total_ms > 0 else 1.0
+
+    @property
+    def slowest(self) -> int:
+        """Rank."""
+        return self.rank_ms.index(max(self.rank_ms))
+
+    @property
+    def waiting_ms(self) -> tuple[float, ...]:
+        """Of each rank, until the slowest one is done."""
+        last_ms = max(self.rank_ms)
+        return tuple(last_ms - own_ms for own_ms in self.rank_ms)
+
 
 @dataclass(frozen=True)
 class TableEntry:
@@ -140,7 +155,7 @@ class Report:
         cost: Cost,
         sharding: Sharding,
         placement: Placement,
-        rivals: Sequence[Contender] | None = None,
+        rivals: Sequence[Contender] = (),
         candidates: int = 0,
         reshards: int = 0,
         notes: Sequence[Note] = (),
@@ -151,28 +166,23 @@ class Report:
             cost: of shardings.
             sharding: the chosen one.
             placement: how its units of span 1 were placed.
-            rivals: what the sharding was compared with; the placement's own by default.
+            rivals: what the sharding was compared with; the placement's own where there are none.
             candidates: moves and swaps tried before that placement.
             reshards: tried before that placement.
             notes: beside those of cost and placement.
         """
-
-        def entry(contender: Contender) -> ReportEntry:
-            return ReportEntry.of(contender.name, contender.costs)
-
         cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
         notes = (
             *noted("cost", cost.notes(sharding)),
-            *noted("skew", tuple(skews(cost, sharding).values())),
+            *noted("skew", skews(cost, sharding).values()),
             *noted("measurement", placement.notes),
             *notes,
             *noted("search", [cut_short] if placement.cut_short else []),
         )
-        if rivals is None:
-            rivals = placement.rivals
+        compared = [ReportEntry.of(rival.name, rival.costs) for rival in rivals or placement.rivals]
         report = cls(
             chosen=ReportEntry.of("dreamshard", placement.chosen.costs),
-            rivals=tuple(sorted((entry(rival) for rival in rivals), key=lambda rival: rival.total_ms)),
+            rivals=tuple(sorted(compared, key=lambda rival: rival.total_ms)),
             cost_source=str(cost.compute.source),
             collectives_source=cost.problem.collectives.world.source,
             candidates=placement.candidates + candidates,
@@ -240,10 +250,10 @@ class Report:
             f"Collectives: {self.collectives_source}.",
             f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
         ]
-        lines += [_line(entry, self.chosen.total_ms) for entry in (self.chosen, *self.rivals)]
+        lines += [_line(entry, self.chosen) for entry in (self.chosen, *self.rivals)]
         if self.measured is not None and self.measured_before is not None:
             lines.append("Measured on this machine instead of predicted:")
-            lines += [_line(entry, self.measured.total_ms) for entry in (self.measured, self.measured_before)]
+            lines += [_line(entry, self.measured) for entry in (self.measured, self.measured_before)]
         reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
         lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
         lines += [f"Note: {note}." for note in self.notes if note.code == "search"]
@@ -320,11 +330,10 @@ def _memory_line(entry: MemoryEntry) -> str:
     )
 
 
-def _line(entry: ReportEntry, chosen_ms: float) -> str:
+def _line(entry: ReportEntry, chosen: ReportEntry) -> str:
     if not entry.feasible:
         return f"{entry.name:<20}{'infeasible':>10}"
     shown = " ".join(f"{value:.3f}" for value in entry.rank_ms[:MAX_RANKS_SHOWN])
     if len(entry.rank_ms) > MAX_RANKS_SHOWN:
         shown += f" ... max {max(entry.rank_ms):.3f} min {min(entry.rank_ms):.3f} of {len(entry.rank_ms)} ranks"
-    ratio = entry.total_ms / chosen_ms if chosen_ms > 0 else 1.0
-    return f"{entry.name:<20}{entry.total_ms:>10.3f}{ratio:>11.3f}{entry.collectives_ms:>13.3f}   {shown}"
+    return f"{entry.name:<20}{entry.total_ms:>10.3f}{entry.times(chosen):>11.3f}{entry.collectives_ms:>13.3f}   {shown}"

@@ -9,7 +9,7 @@ and is told beside its cost.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from dreamshard_planner.plans.plan_file import PlanInputs, TableInputs, TopologyInputs
@@ -21,20 +21,10 @@ NAMED = 5
 """Tables, and ranks, named in one difference."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Between what a plan was made from and something else."""
-
-    text: str
-    """What was, ``->``, what is."""
-    stale: bool
-    """Whether the plan must not be used then."""
-
-
-def differences(made_from: PlanInputs, now: PlanInputs) -> list[Difference]:
-    """All of them, those that make a plan stale first."""
-    found = [Difference(text, True) for text in _stale(made_from, now)]
-    return found + [Difference(text, False) for text in _chosen_by(made_from, now)]
+def differences(made_from: PlanInputs, now: PlanInputs) -> list[str]:
+    """Between what a plan was made from and what there is now, each as what was, ``->``, what is; those that make it
+    stale first."""
+    return [*stale_differences(made_from, now), *_chosen_by(made_from, now)]
 
 
 def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]:
@@ -42,7 +32,8 @@ def machine_differences(one: TopologyInputs, other: TopologyInputs) -> list[str]
     return [*_ranks(one, other), *_surroundings(one, other)]
 
 
-def _stale(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
+def stale_differences(made_from: PlanInputs, now: PlanInputs) -> Iterator[str]:
+    """Those with which a plan must not be used."""
     yield from _ranks(made_from.topology, now.topology)
     if made_from.batch_size != now.batch_size:
         yield f"batch size {made_from.batch_size} -> {now.batch_size}"

@@ -31,7 +31,6 @@ def verdict(
         collectives: milliseconds of each, both passes together.
         averaging_ms: of the compute, what averaging replicas of other sharding groups takes.
     """
-    compute_ms = max(chosen.rank_ms, default=0.0)
     if not chosen.total_ms > 0:
         return "Nothing to compute"
     if averaging_ms > COLLECTIVES_DOMINATE * chosen.total_ms:
@@ -46,7 +45,8 @@ def verdict(
             f" ({name}: {ms:.3f} ms). Fewer hosts, faster links, smaller outputs (dims, 16-bit collectives) or a "
             "smaller batch would help; moving tables would not"
         )
-    rank, mean_ms = chosen.rank_ms.index(compute_ms), sum(chosen.rank_ms) / len(chosen.rank_ms)
+    rank, mean_ms = chosen.slowest, sum(chosen.rank_ms) / len(chosen.rank_ms)
+    compute_ms = chosen.rank_ms[rank]
     table = _heaviest(tables, rank)
     if len(chosen.rank_ms) > 1 and table is not None:
         alone_ms = table.on_rank_ms(rank)

@@ -28,21 +28,26 @@ def seconds_in_words(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, such as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """First and last of those that follow on each other."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
         else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            found.append([number, number])
+    return found
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Such as ``0-2, 5``."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Such as ``rank 3`` or ``ranks 0-2, 5``."""
-    ordered = sorted(set(ranks))
-    return f"rank{'s' * (len(ordered) > 1)} {ranges(ordered)}"
+    named = set(ranks)
+    return f"rank{'s' * (len(named) > 1)} {ranges(named)}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

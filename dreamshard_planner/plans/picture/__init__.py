@@ -31,11 +31,8 @@ def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str
         DreamShardError: matplotlib or jinja2 is not installed.
         FileError: the file can't be written.
     """
-    from dreamshard_planner.plans.picture.content import Content
-
-    content = Content.of(subject, title)
-    sections = _sections(content)
-    from dreamshard_planner.plans.picture.page import page
+    content, sections = _shown(subject, title)
+    from dreamshard_planner.plans.picture.sections import page
 
     write_whole(path, page(content, sections))
 
@@ -54,12 +51,10 @@ def save_png(subject: Report | SavedPlan | Replan, folder: str | Path, title: st
     Raises:
         DreamShardError, FileError: as :func:`save_html`.
     """
-    from dreamshard_planner.plans.picture.content import Content
-
-    content, folder = Content.of(subject, title), Path(folder)
-    sections = _sections(content)
+    content, sections = _shown(subject, title)
     from dreamshard_planner.plans.picture.drawing import png
 
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for section in sections:
@@ -85,8 +80,11 @@ def _installed(name: str) -> bool:
         return False
 
 
-def _sections(content: Content) -> tuple[Section, ...]:
+def _shown(subject: Report | SavedPlan | Replan, title: str | None) -> tuple[Content, tuple[Section, ...]]:
+    from dreamshard_planner.plans.picture.content import Content
+
+    content = Content.of(subject, title)
     check_libraries()
     from dreamshard_planner.plans.picture.sections import sections
 
-    return sections(content)
+    return content, sections(content)

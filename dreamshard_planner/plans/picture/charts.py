@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,10 +13,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dreamshard_planner.plans.picture import drawing
-from dreamshard_planner.plans.picture.content import Content, ms, ratio
+from dreamshard_planner.plans.picture.content import Content, ms
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import runs
 
 MAX_BARS = 64
 """Ranks up to which each has a bar of its own; more become areas."""
@@ -27,6 +27,12 @@ MAX_NAME = 36
 ROW_INCHES = 0.3
 PALETTE = (drawing.BLUE, drawing.ORANGE, drawing.VERMILION, drawing.GREEN, drawing.SKY, drawing.PURPLE, drawing.INK)
 """Of sharding types, in their order."""
+PARTS = {
+    "forward of the slowest rank": drawing.BLUE,
+    "backward of the slowest rank": drawing.ORANGE,
+    "collectives": drawing.GREEN,
+}
+"""Of a plan's total."""
 
 
 def curve(replan: Replan) -> Figure:
@@ -56,7 +62,7 @@ def ranks(content: Content) -> Figure:
     stacked = {
         "forward": (chosen.forward_ms, drawing.BLUE),
         "backward": (chosen.backward_ms, drawing.ORANGE),
-        "waiting for the slowest rank": (content.waiting_ms, drawing.GREY),
+        "waiting for the slowest rank": (chosen.waiting_ms, drawing.GREY),
         "collectives": ([chosen.collectives_ms] * content.world_size, drawing.GREEN),
     }
     base = [0.0] * content.world_size
@@ -86,22 +92,19 @@ def plans(content: Content) -> Figure:
         if not entry.feasible:
             _beside(axes, 0, row, "does not fit", color=drawing.SOFT)
             continue
-        slowest = max(range(len(entry.rank_ms)), key=entry.rank_ms.__getitem__)
-        parts = (entry.forward_ms[slowest], entry.backward_ms[slowest], entry.collectives_ms)
+        parts_ms = (entry.forward_ms[entry.slowest], entry.backward_ms[entry.slowest], entry.collectives_ms)
         left = 0.0
-        for value, colour in zip(parts, (drawing.BLUE, drawing.ORANGE, drawing.GREEN), strict=True):
+        for value, colour in zip(parts_ms, PARTS.values(), strict=True):
             axes.barh(row, value, left=left, color=colour, height=0.68)
             left += value
-        label = ms(entry.total_ms) + (f", \N{MULTIPLICATION SIGN} {ratio(entry, content.chosen)}" if row else "")
+        label = ms(entry.total_ms) + (f", \N{MULTIPLICATION SIGN} {entry.times(content.chosen):.3f}" if row else "")
         _beside(axes, left, row, label, fontweight="normal" if row else "bold")
     longest_ms = max((entry.total_ms for entry in content.plans if entry.feasible), default=0.0)
     axes.set_xlim(0, longest_ms * 1.22 or 1.0)
     _rows(axes, [_short(entry.name) for entry in content.plans])
     axes.get_yticklabels()[0].set_fontweight("bold")
     axes.set_xlabel("ms per training step")
-    labels = {"forward": drawing.BLUE, "backward": drawing.ORANGE, "collectives": drawing.GREEN}
-    _legend(axes, [Patch(color=colour, label=f"{name} of the slowest rank" if name != "collectives" else name)
-                   for name, colour in labels.items()])  # fmt: skip
+    _legend(axes, [Patch(color=colour, label=part) for part, colour in PARTS.items()])
     return figure
 
 
@@ -114,7 +117,8 @@ def tables(content: Content) -> Figure:
         colour = _colour(table)
         weights.barh(row, weight, color=colour, height=0.68)
         _beside(weights, weight, row, f"{weight:,.3f}", fontsize=9)
-        where.broken_barh(_runs(table.ranks), (row - 0.34, 0.68), color=colour, linewidth=0)
+        bars = [(first - 0.5, last - first + 1) for first, last in runs(table.ranks)]
+        where.broken_barh(bars, (row - 0.34, 0.68), color=colour, linewidth=0)
         for rank, count in _several(table.ranks):
             where.text(rank, row, f"{count}", ha="center", va="center", fontsize=8, color=drawing.PAPER)
     weights.set_xlim(0, (shown[0][0] or 1.0) * 1.3)
@@ -160,7 +164,7 @@ def measured(content: Content, timed: ReportEntry) -> Figure:
             linestyle="-" if many else "none",
             label=label,
         )
-    longest_ms = max(max(entry.rank_ms, default=0.0) for entry, *_ in entries.values())
+    longest_ms = max(max(entry.rank_ms) for entry, *_ in entries.values())
     axes.set_ylim(0, longest_ms * 1.1 or 1.0)
     _legend(axes)
     return figure
@@ -225,14 +229,6 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 def _beside(axes: Axes, x: float, row: int, text: str, **looks: Any) -> None:
     """At the end of a row's bar."""
     axes.annotate(text, (x, row), xytext=(5, 0), textcoords="offset points", va="center", **looks)
-
-
-def _runs(ranks_of_shards: Sequence[int]) -> list[tuple[float, float]]:
-    """Start and length of runs of ranks, as ``broken_barh`` has them."""
-    ordered = sorted(set(ranks_of_shards))
-    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    members = [[rank for _, rank in run] for _, run in runs]
-    return [(run[0] - 0.5, len(run)) for run in members]
 
 
 def _several(ranks_of_shards: Sequence[int]) -> list[tuple[int, int]]:

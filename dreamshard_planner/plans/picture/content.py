@@ -90,16 +90,6 @@ class Content:
         return len(self.chosen.rank_ms)
 
     @cached_property
-    def slowest(self) -> int:
-        """Rank."""
-        return max(range(self.world_size), key=self.chosen.rank_ms.__getitem__)
-
-    @cached_property
-    def waiting_ms(self) -> tuple[float, ...]:
-        """Of each rank, for the slowest one."""
-        return waiting(self.chosen)
-
-    @cached_property
     def torchrec(self) -> ReportEntry | None:
         """TorchRec's own plan, if it was searched and fits."""
         return next((entry for entry in self.report.rivals if entry.name == "torchrec" and entry.feasible), None)
@@ -118,7 +108,7 @@ class Content:
         text = f"The plan is predicted to take {ms(chosen.total_ms)} of embedding work per training step"
         if self.torchrec is not None and chosen.total_ms > 0:
             text += f"; TorchRec's own would take {ms(self.torchrec.total_ms)}, "
-            text += f"{ratio(self.torchrec, chosen)} times as long"
+            text += f"{self.torchrec.times(chosen):.3f} times as long"
         return f"{self.report.verdict}. {text}."
 
     @cached_property
@@ -127,10 +117,8 @@ class Content:
         chosen = self.chosen
         found = [("total", ms(chosen.total_ms), "slowest rank's compute and all collectives")]
         if self.torchrec is not None and chosen.total_ms > 0:
-            found.append(("TorchRec's own plan", f"{ratio(self.torchrec, chosen)}x", ms(self.torchrec.total_ms)))
-        found.append(
-            ("slowest rank", ms(max(chosen.rank_ms, default=0.0)), f"rank {self.slowest}: forward and backward")
-        )
+            found.append(("TorchRec's own plan", f"{self.torchrec.times(chosen):.3f}x", ms(self.torchrec.total_ms)))
+        found.append(("slowest rank", ms(max(chosen.rank_ms)), f"rank {chosen.slowest}: forward and backward"))
         share = chosen.collectives_ms / chosen.total_ms if chosen.total_ms > 0 else 0.0
         found.append(("collectives", ms(chosen.collectives_ms), f"{share:.0%} of the total"))
         for entry in self.report.memory:
@@ -151,17 +139,6 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def waiting(entry: ReportEntry) -> tuple[float, ...]:
-    """Milliseconds of each rank until the slowest one is done."""
-    last_ms = max(entry.rank_ms, default=0.0)
-    return tuple(last_ms - own_ms for own_ms in entry.rank_ms)
-
-
 def ms(value: float) -> str:
     """As the text of a report has it."""
     return f"{value:,.3f} ms"
-
-
-def ratio(entry: ReportEntry, base: ReportEntry) -> str:
-    """Of totals."""
-    return f"{entry.total_ms / base.total_ms:.3f}" if base.total_ms > 0 else "1.000"

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The parts of the picture of a report: a figure, what it says in words, and its numbers."""
+"""The HTML page of a report, one file without scripts and with nothing to fetch; its parts: a figure, what it says in
+words, and its numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from dreamshard_planner import __version__
 from dreamshard_planner.plans.picture import charts
-from dreamshard_planner.plans.picture.content import Content, ms, ratio, waiting
+from dreamshard_planner.plans.picture.content import Content, ms
+from dreamshard_planner.plans.picture.drawing import COLOURS, svg
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.plans.verdict import LEVEL
@@ -39,6 +43,23 @@ class Section:
     """What it comes to; with the title, what a screen reader says of it."""
     draw: Callable[[], Figure]
     grids: tuple[Grid, ...]
+
+
+def page(content: Content, sections: Sequence[Section]) -> str:
+    """The HTML of a report; names are escaped wherever they come from."""
+    environment = Environment(
+        loader=PackageLoader("dreamshard_planner", "plans/picture"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    figures = {
+        section.name: svg(section.draw, section.name, f"{section.title}. {section.finding}") for section in sections
+    }
+    return environment.get_template("page.html").render(
+        content=content, sections=sections, figures=figures, colours=COLOURS, version=__version__
+    )
 
 
 def sections(content: Content) -> tuple[Section, ...]:
@@ -72,16 +93,17 @@ def _curve(replan: Replan) -> Section:
 
 
 def _ranks(content: Content) -> Section:
-    chosen, last, most_ms = content.chosen, content.slowest, max(content.waiting_ms)
+    chosen, waiting_ms = content.chosen, content.chosen.waiting_ms
+    last, most_ms = chosen.slowest, max(waiting_ms)
     longest = f"Rank {last} computes longest, {ms(chosen.rank_ms[last])}"
     if most_ms > LEVEL * chosen.rank_ms[last]:
-        longest += f"; rank {content.waiting_ms.index(most_ms)} waits longest, {ms(most_ms)}"
+        longest += f"; rank {waiting_ms.index(most_ms)} waits longest, {ms(most_ms)}"
     elif content.world_size > 1:
         longest = f"Ranks are level: each computes {ms(chosen.rank_ms[last])}, or up to {ms(most_ms)} less"
     rows = [
         (f"{rank}", *(f"{value:.3f}" for value in values), f"{chosen.collectives_ms:.3f}")
         for rank, values in enumerate(
-            zip(chosen.forward_ms, chosen.backward_ms, chosen.rank_ms, content.waiting_ms, strict=True)
+            zip(chosen.forward_ms, chosen.backward_ms, chosen.rank_ms, waiting_ms, strict=True)
         )
     ]
     grids = [Grid("Each rank", ("rank", "forward", "backward", "compute", "waiting", "collectives"), rows)]
@@ -128,14 +150,13 @@ PLAN_COLUMNS = ("plan", "total ms", "vs chosen", "slowest rank", "its compute ms
 def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
     if not entry.feasible:
         return (entry.name, "does not fit", "", "", "", "", "")
-    compute_ms, waiting_ms = max(entry.rank_ms, default=0.0), waiting(entry)
     return (
         entry.name,
         f"{entry.total_ms:.3f}",
-        ratio(entry, chosen),
-        f"{entry.rank_ms.index(compute_ms)}" if entry.rank_ms else "",
-        f"{compute_ms:.3f}",
-        f"{sum(waiting_ms) / max(1, len(waiting_ms)):.3f}",
+        f"{entry.times(chosen):.3f}",
+        f"{entry.slowest}",
+        f"{max(entry.rank_ms):.3f}",
+        f"{sum(entry.waiting_ms) / len(entry.rank_ms):.3f}",
         f"{entry.collectives_ms:.3f}",
     )
 
@@ -151,7 +172,7 @@ def _tables(content: Content) -> Section:
         what = "costliest"
         by = "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
     rows = [
-        (table.name, table.label, f"{len(table.ranks):,}", ranges(sorted(set(table.ranks))), f"{weight:,.3f}")
+        (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{weight:,.3f}")
         for weight, table in content.tables
     ]
     columns = ("table", "sharding", "shards", "ranks", content.weighed_by)
