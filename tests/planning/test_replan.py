@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from typer.testing import CliRunner
 
 from dreamshard_planner import (
+    DreamShardPlanner,
     FeatureStatistics,
     JsonPlanLoader,
     PlacementRules,
@@ -29,6 +31,7 @@ from dreamshard_planner import (
 from dreamshard_planner.cli import app
 from dreamshard_planner.planning.replanning import Held, _Ways
 from dreamshard_planner.plans.replan import Move, Moving, best
+from dreamshard_planner.search import few_moves
 from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search_space.modules import without_weights
 
@@ -57,6 +60,24 @@ def planned(order: str = "abcdefgh", module: nn.Module | None = None, **argument
     return made
 
 
+@cache
+def then() -> DreamShardPlanner:
+    """With the plan that runs; several tests ask it, and none changes it."""
+    return planned()
+
+
+@cache
+def today() -> DreamShardPlanner:
+    """The same tables, read otherwise."""
+    return planned("hgfedcba")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what replanning is asked for, not of how well it searches."""
+    monkeypatch.setattr(few_moves, "PATIENCE", 0)
+
+
 def check(found, current: SavedPlan) -> None:
     """What holds of every result: the curve falls, and the plan costs and moves what it says."""
     costs, moved = [move.step_ms for move in found.curve], [move.bytes_moved for move in found.curve]
@@ -74,8 +95,9 @@ def check(found, current: SavedPlan) -> None:
     assert (sum(received), max(received)) == (found.chosen.bytes_moved, found.chosen.bytes_to_one_rank)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_plan_of_the_same_data_stays() -> None:
-    made = planned()
+    made = then()
     found = made.replan(made.saved_plan(), steps=10**9, statistics=statistics())
     assert found.stays and found.chosen == found.now and found.chosen.bytes_moved == found.chosen.moving_seconds == 0
     assert found.plan.sharding == made.saved_plan().sharding
@@ -96,10 +118,11 @@ def test_drift_moves_few_tables_and_the_curve_ends_no_dearer_than_planning_afres
     assert compare(current, found.plan).total_bytes <= found.chosen.bytes_moved
 
 
+@pytest.mark.usefixtures("impatient")
 def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
-    made = planned()
+    made = then()
     saved = made.saved_plan()
-    found, again = (one.replan(saved, steps=10**9) for one in (made, planned("hgfedcba")))
+    found, again = (one.replan(saved, steps=10**9) for one in (made, today()))
     with_statistics = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
     assert found.stays and not again.stays
     assert with_statistics.plan.sharding == again.plan.sharding and with_statistics.curve == again.curve
@@ -108,11 +131,12 @@ def test_statistics_of_today_are_planned_with_beside_the_planner() -> None:
 
 @pytest.mark.parametrize("lost", [[7], [-1], [0, 9]])
 def test_lost_ranks_have_to_be_there(lost: list[int]) -> None:
-    made = planned()
+    made = then()
     with pytest.raises(ValueError, match=f"no rank {[rank for rank in lost if rank][-1]} "):
         made.replan(made.saved_plan(), steps=10, lost=lost)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     made, module = planner(topology=topology(2), statistics=statistics("abcdefgh"), **ROOMY), model()
     made.plan(module, SHARDERS)
@@ -126,8 +150,9 @@ def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_plan_that_was_loaded_is_replanned_like_one_that_was_made(tmp_path: Path) -> None:
-    made = planned()
+    made = then()
     made.save_plan(tmp_path / "plan.json")
     loaded = planned(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
     arguments = {"steps": 10**9, "statistics": statistics("hgfedcba")}
@@ -138,8 +163,9 @@ def test_a_plan_that_was_loaded_is_replanned_like_one_that_was_made(tmp_path: Pa
     assert again.saved_plan().sharding == one.plan.sharding
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -> None:
-    saved, after = planned().saved_plan(), planned("hgfedcba")
+    saved, after = then().saved_plan(), today()
     long, slow = (after.replan(saved, steps=steps, bytes_per_s=rate) for steps, rate in ((10**9, 1e12), (10**6, 1.0)))
     short = long.over(10)
     assert not long.stays and short.stays and slow.stays
@@ -149,8 +175,9 @@ def test_what_pays_depends_on_the_steps_that_remain_and_on_what_moving_takes() -
     assert after.replan(saved, steps=1, restart_seconds=0.0, bytes_per_s=1e15).saved_seconds > 0
 
 
+@pytest.mark.usefixtures("impatient")
 def test_no_more_bytes_move_than_may() -> None:
-    saved, after = planned().saved_plan(), planned("hgfedcba")
+    saved, after = then().saved_plan(), today()
     whole = after.replan(saved, steps=10**9)
     most = whole.chosen.bytes_moved
     some = after.replan(saved, steps=10**9, max_bytes_moved=most // 2)
@@ -160,9 +187,10 @@ def test_no_more_bytes_move_than_may() -> None:
     assert found.chosen.bytes_moved > 0
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_curve_answers_for_other_steps_and_bytes_without_a_search() -> None:
-    saved, after = planned().saved_plan(), planned("hgfedcba")
-    found = after.replan(saved, steps=10**9)
+    saved = then().saved_plan()
+    found = today().replan(saved, steps=10**9)
     assert found.over(0).stays and found.over(0).plan.sharding == saved.sharding
     assert found.over(0).over(10**9) == found
     for move, plan in zip(found.curve, found.plans, strict=True):
@@ -216,6 +244,7 @@ def test_trials_cost_what_the_plans_after_them_do() -> None:
             assert moved == sum(walk._bytes_of(change) - walk._bytes_of(walk._now(change[0])) for change in trial)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_rules_and_memory_are_kept() -> None:
     rules = PlacementRules(together=[["a", "b"]], apart=[["c", "d"]], on_ranks={"e": [1]})
     arguments = {"placement_rules": rules, "topology": topology(2, memory=2**26)}
@@ -231,6 +260,7 @@ def test_rules_and_memory_are_kept() -> None:
         assert all(used <= limit for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_plan_that_breaks_a_new_rule_cannot_stay() -> None:
     current = planned(sharding_types=["table_wise"]).saved_plan()
     apart = next(names for names in itertools.combinations("abcdefgh", 2)
@@ -302,6 +332,7 @@ def test_what_is_cut_for_other_ranks_is_cut_anew_and_blocks_that_stay_are_no_byt
     assert "2 -> 4 ranks" in found.forced and found.forced[1].startswith("may not be sharded as they are: 'sparse.a'")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_plans_of_torchrec_are_replanned_too() -> None:
     made = planned()
     plan = made.plan(model(), SHARDERS)
@@ -312,7 +343,7 @@ def test_plans_of_torchrec_are_replanned_too() -> None:
 
 
 def test_bad_input_names_itself() -> None:
-    made = planned()
+    made = then()
     saved = made.saved_plan()
     for arguments, words in (
         ({"steps": -1}, "steps are a whole number from 0, got -1"),
@@ -336,9 +367,10 @@ def test_the_best_move_is_the_one_with_least_seconds_in_all() -> None:
     assert best(curve, 10**6, 899) == 1 and best(curve, 10**6, 99) == 0
 
 
+@pytest.mark.usefixtures("impatient")
 def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in ("plan.json", "today.json", "new.json", "page.html")}
-    made = planned()
+    made = then()
     made.save_plan(files["plan.json"])
     statistics("hgfedcba").to_json(files["today.json"])
 
@@ -351,7 +383,7 @@ def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: 
     document = json.loads(told.stdout)
     new = SavedPlan.load(files["new.json"])
     assert document["chosen"]["step_ms"] == pytest.approx(new.predicted.total_ms, rel=1e-5)
-    assert new.sharding == made.replan(files["plan.json"], steps=10**9, statistics=statistics("hgfedcba")).plan.sharding
+    assert new.sharding == today().replan(files["plan.json"], steps=10**9).plan.sharding
     page = Path(files["page.html"]).read_text()
     assert "Cost against bytes moved" in page and document["sentence"].partition(":")[0] in page
     kept = replan("--steps", "1e9")
