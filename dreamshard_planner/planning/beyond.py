@@ -16,7 +16,7 @@ from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.alike_shards import is_torchrecs
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
-from dreamshard_planner.search_space.usable_options import certain_options, usable_options
+from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
 QUICK = JointConfig(starts=2, reshards=6_000, candidates=3_000)
@@ -99,7 +99,7 @@ class WiderSpace:
         """
         context, topology = self.context, self.topology
         with single_thread():
-            options = usable_options(self.search_space, context.topology.compute_device)
+            options = context.usable_options(self.search_space)
             if not any(map(context.reader.is_guess, exact)):
                 options = certain_options(options, context.reader.is_guess)
             read = context.read([*options, *_others(exact, options)], topology)

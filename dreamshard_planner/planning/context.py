@@ -54,6 +54,8 @@ class PlanningContext:
     """Of averaging the replicas of other sharding groups, where there are such."""
     all_ranks: Topology | None = None
     """Of all sharding groups, where there are such."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Modules, and sharding types that their tables do not get, since ranks would send outputs of different types."""
 
     @classmethod
     @neutral()
@@ -117,8 +119,13 @@ class PlanningContext:
         """The options of a model that planning searches; errors as of
         :func:`~dreamshard_planner.search_space.usable_options.as_constrained` and
         :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""
-        usable = usable_options(as_constrained(search_space, self.constraints or {}), self.topology.compute_device)
+        usable = self.usable_options(as_constrained(search_space, self.constraints or {}))
         return without_idle_halves(usable, self.topology.world_size)
+
+    def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Those of :func:`~dreamshard_planner.search_space.usable_options.usable_options` that are not left out."""
+        options = usable_options(search_space, self.topology.compute_device)
+        return [option for option in options if (option.path, option.sharding_type) not in self.left_out]
 
     def _prepare(self, option: ShardingOption) -> None:
         option.input_lengths = self.reader.pooling_factors(option)

@@ -30,7 +30,6 @@ from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import NarrowSlices, narrower_slices
-from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5
@@ -246,7 +245,7 @@ def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: st
     splitting it otherwise gains; empty where it leaves out none."""
     if wider is None:
         return ""
-    usable = usable_options(wider.search_space, wider.context.topology.compute_device)
+    usable = wider.context.usable_options(wider.search_space)
     others = _alternatives(wider.context, rated.options, usable, {table})
     changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
     best = changes.of(table)["splitting"]

@@ -59,12 +59,9 @@ class JointPlan:
     """None where nothing fits."""
     torchrec: TorchRecPlan | None
     """TorchRec's plan over the same options; None where it found none."""
-    left_out: tuple[tuple[str, str], ...] = ()
-    """Modules, and sharding types of their tables that were not searched, since ranks would have sent outputs of
-    different types."""
 
     def notes(self) -> tuple[Note, ...]:
-        """For the report: what was cut short, or left out."""
+        """For the report: what was cut short."""
         notes = []
         if self.result is not None and self.result.cut_short:
             notes.append(
@@ -72,9 +69,6 @@ class JointPlan:
             )
         if self.torchrec is not None and not self.torchrec.finished:
             notes.append(f"TorchRec's plan is the best of its first {self.torchrec.proposals} proposals")
-        if self.left_out:
-            types = ", ".join(f"{kind} of module {path!r}" for path, kind in self.left_out)
-            notes.append(f"left out, since ranks would have sent outputs of different types: {types}")
         return noted("search", notes)
 
 

@@ -56,6 +56,12 @@ class KeptPlan:
         if self.least_gain is None:
             text = "TorchRec's plan is kept: ranks would exchange outputs of different types under the searched one"
             return Note("search", text, {"gain": self.gain})
+        if not self.least_gain:
+            text = (
+                "TorchRec's plan is kept: without the sharding types that are left out, the searched one is predicted "
+                f"to take {-100 * self.gain:.2f} % more"
+            )
+            return Note("search", text, {"gain": self.gain})
         text = (
             f"TorchRec's plan is kept: the searched one is predicted to gain {max(0.0, 100 * self.gain):.2f} %, less "
             f"than the {100 * self.least_gain:.3g} % of least_gain"

@@ -56,7 +56,8 @@ def replanned(
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
-        found = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved)
+        walked = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved)
+        found = [point for point in walked if ways.runs(point.sharding)] or [ways.waypoint(ways.fresh)]
         now, afresh = (
             ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh)
         )
@@ -171,6 +172,11 @@ class _Ways:
         mixed = _sharding(changes | {change[0]: change for change in self.kept})
         self.starts = [mixed] if bool(self.cost.problem.fits(mixed)) else []
         self._received: dict[tuple[int, int], np.ndarray] = {}
+        self._model, self._may_mix = model, model.may_mix(options)
+
+    def runs(self, sharding: Sharding) -> bool:
+        """Whether ranks could exchange what its tables put out."""
+        return not self._may_mix or not self._model.mixed_exchanges(self.read.assign(sharding))
 
     @property
     def forced(self) -> tuple[str, ...]:

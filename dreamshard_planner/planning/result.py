@@ -106,6 +106,8 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
     if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest
         alike = [one for one in placed if one.has_options_of(plan)]
         outcome = min(alike or placed, key=lambda one: one.placement.chosen.total_ms)
+    types = ", ".join(f"{kind} of module {path!r}" for path, kind in session.context.left_out)
+    left_out = [f"left out, since ranks would have sent outputs of different types: {types}"] if types else []
     report = Report.of(
         outcome.cost,
         outcome.sharding,
@@ -113,7 +115,7 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         rivals=() if found is None else found.rivals,
         candidates=found.result.candidates if found is not None and found.result else 0,
         reshards=found.result.reshards if found is not None and found.result else 0,
-        notes=() if found is None else found.notes(),
+        notes=(*(() if found is None else found.notes()), *noted("search", left_out)),
     )
     ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
     beyond = noted("beyond_exact_training", () if session.wider is None else (session.wider.note(),))

@@ -52,9 +52,8 @@ from dreamshard_planner.search_space.constraints import (
 from dreamshard_planner.search_space.input_checks import check_topology
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import fqn_of, refused
-from dreamshard_planner.search_space.output_types import MixedExchange, mixed_exchanges
+from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -211,7 +210,7 @@ class PlanningSession:
 
     def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
         """Why a rank of a plan, the slowest by default, takes as long as it does."""
-        usable, rated = usable_options(self.search_space, self.context.topology.compute_device), self.rated(plan)
+        usable, rated = self.context.usable_options(self.search_space), self.rated(plan)
         found = explain(self.context, self._given, rated, usable, self.wider, rank)
         notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
         return replace(found, assumptions=tuple(note.text for note in notes if note.code == "assumption"))
@@ -230,7 +229,7 @@ class PlanningSession:
             guessed = not known and not otherwise
             least = LEAST_GAIN if guessed else 0.0
         mixed = bool(self.mixed_exchanges(plan))
-        narrowed = found is not None and found.left_out  # of types that TorchRec's plan may have
+        narrowed = bool(self.context.left_out)  # of types that TorchRec's plan may have
         theirs = baseline_of(self.context, plan, found, placed) if least or mixed or narrowed else None
         if theirs is None or self.mixed_exchanges(theirs):
             return None
@@ -242,6 +241,10 @@ class PlanningSession:
     def mixed_exchanges(self, plan: Sequence[ShardingOption]) -> list[MixedExchange]:
         """Where ranks would exchange outputs of different types."""
         return mixed_exchanges(plan, self.context.sharders or (), self.request.topology.world_size)
+
+    def may_mix(self, options: Sequence[ShardingOption]) -> bool:
+        """Whether they could, wherever these tables lie."""
+        return may_mix(options, self.context.sharders or ())
 
     def assumptions(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
         """What a plan's figures rest on that nobody said."""

@@ -4,7 +4,7 @@ one: a rank sends the common type of its tables, float32 where it has none, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,22 +55,34 @@ def mixed_exchanges(
         sharders: of its modules; what they quantize before it is sent is of one type.
         world_size: ranks of the plan.
     """
-    sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     exchanged: dict[tuple[str, str], list[tuple[ShardingOption, torch.dtype]]] = {}
-    for option in plan:
-        sharder = sharder_of.get(sharder_name(type(option.module[1])))
-        quantizes = bool(getattr(sharder, "qcomm_codecs_registry", None))
-        # Towers exchange within their host.
-        if type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency or quantizes:
-            continue
-        asked = fused_params(option.module[1], sharder, option.output_dtype).get("output_dtype")
-        output = torch.float32 if asked is None else asked.as_dtype()
+    for option, output in _outputs(plan, sharders):
         exchanged.setdefault((option.path, option.sharding_type), []).append((option, output))
     return [
         MixedExchange(path, kind, tuple((fqn_of(option), output) for option, output in tables), sent)
         for (path, kind), tables in exchanged.items()
         if len(sent := _sent(tables, world_size)) > 1
     ]
+
+
+def may_mix(options: Iterable[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]]) -> bool:
+    """Whether ranks could exchange outputs of different types at all, wherever these tables lie."""
+    return any(output != torch.float32 for _, output in _outputs(options, sharders))
+
+
+def _outputs(
+    options: Iterable[ShardingOption], sharders: Sequence[ModuleSharder[nn.Module]]
+) -> Iterator[tuple[ShardingOption, torch.dtype]]:
+    """The type of what each table puts out, where ranks exchange that as it is."""
+    sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    for option in options:
+        sharder = sharder_of.get(sharder_name(type(option.module[1])))
+        quantizes = bool(getattr(sharder, "qcomm_codecs_registry", None))
+        # Towers exchange within their host.
+        if type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency or quantizes:
+            continue
+        asked = fused_params(option.module[1], sharder, option.output_dtype).get("output_dtype")
+        yield option, torch.float32 if asked is None else asked.as_dtype()
 
 
 def _sent(tables: Sequence[tuple[ShardingOption, torch.dtype]], world_size: int) -> dict[torch.dtype, list[int]]:

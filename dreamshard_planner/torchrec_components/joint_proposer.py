@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
@@ -20,8 +20,9 @@ from dreamshard_planner.planning.joint_plan import (
 )
 from dreamshard_planner.planning.placing import Countdown, stage_seconds
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search_space.alike_shards import set_ranks
 from dreamshard_planner.search_space.cache_sizes import uses_host_memory
-from dreamshard_planner.search_space.options import by_table
+from dreamshard_planner.search_space.options import by_table, refused
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
@@ -104,24 +105,28 @@ class JointProposer(Proposer):
         if self.found is None and storage_constraint is not None:
             self._pending = self._searched(storage_constraint)
 
-    def without(self, left_out: Collection[tuple[str, str]], topology: Topology) -> list[ShardingOption] | None:
-        """The proposal of another search, without sharding types that ranks could not run.
+    def propose_again(self, topology: Topology, seconds: float | None) -> list[ShardingOption]:
+        """The proposal of another search, without what the context leaves out by now; rivals are those of the first.
 
         Args:
-            left_out: modules, and types that their tables are not to have.
             topology: what the storage reservation leaves.
+            seconds: cap on the search; None for none.
 
-        Returns:
-            None where a table would have no option, or nothing fits.
+        Raises:
+            PlannerError: a table has no option left, or nothing fits.
         """
-        options = [option for option in self._options if (option.path, option.sharding_type) not in left_out]
-        if self.found is None or by_table(options).keys() != by_table(self._options).keys():
-            return None
-        before, self._options = self.found, options
+        before, everything, left_out = self.found, by_table(self._options), self._context.left_out
+        self._options = [option for option in self._options if (option.path, option.sharding_type) not in left_out]
+        if before is None or by_table(self._options).keys() != everything.keys():
+            raise refused("a table has no other sharding type")
+        for option in self._options:
+            set_ranks(option, None)
+        self._stage_seconds = stage_seconds(seconds)
         proposal = self._searched(topology)
-        left_out = (*before.left_out, *left_out)
-        self.found = replace(self.found, rivals=before.rivals, torchrec=before.torchrec, left_out=left_out)
-        return None if self.found.result is None else proposal
+        if self.found is None or self.found.result is None:
+            raise refused("nothing fits without what is left out")
+        self.found = replace(self.found, rivals=before.rivals, torchrec=before.torchrec)
+        return proposal
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""

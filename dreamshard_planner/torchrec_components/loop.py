@@ -22,7 +22,7 @@ from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
-from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.placing import Countdown, Outcome
 from dreamshard_planner.planning.result import CameTo, PlanResult
 from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.notes import noted
@@ -72,6 +72,8 @@ class SearchLoop:
         settings, seconds = request.settings, request.seconds
         self._session, self._given, self._keeps = session, given, keeps
         self._kept: KeptPlan | None = None
+        self._clock = Countdown(seconds)
+        self._clock.left()  # it runs from now on
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
@@ -141,6 +143,9 @@ class SearchLoop:
         made_by = "loaded by plan_loader"
         if proposals and self._ours is None:
             made_by = f"placed by the {type(self.partitioner).__name__} that was given"
+        unmeasured = []
+        if self._session.context.left_out and self._session.request.settings.measuring_seconds:
+            unmeasured.append("not measured: time for that went to a plan whose outputs ranks could not exchange")
         rated = []
         if self._given.perf_model is not None and proposals:
             rated.append(
@@ -154,7 +159,7 @@ class SearchLoop:
             placed=self._placed(),
             kept=self._kept,
             loaded=None if self._loader is None else self._loader.loaded,
-            notes=noted("search", rated),
+            notes=(*noted("measurement", unmeasured), *noted("search", rated)),
         )
         return PlanResult.of(self.session, came_to)
 
@@ -170,18 +175,27 @@ class SearchLoop:
 
     def _exchangeable(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The plan, searched for again without types whose outputs ranks would send in different types, for as long as
-        there are any; as it was, where no other plan is left."""
-        again = plan
-        while (mixed := self.session.mixed_exchanges(again)) and self._joint is not None:
-            left_out = [(exchange.path, exchange.sharding_type) for exchange in mixed]
-            proposal = self._joint.without(left_out, self._session.left)
-            if proposal is None:
-                return plan
+        there are any, within what time is left; as it was, where no other plan is found."""
+        again, before = plan, self._found
+        while (mixed := self.session.mixed_exchanges(again)) and self._joint is not None and self._ours is not None:
+            self._leave_out([(exchange.path, exchange.sharding_type) for exchange in mixed])
             try:
-                again = copy.deepcopy(self.partitioner.partition(proposal, self._session.left))
+                proposal = self._joint.propose_again(self._session.left, self._clock.left())
+                placed = self._ours.partition_thoroughly(proposal, self._session.left, self._clock.left())
             except PlannerError:
+                self._leave_out(())
+                self._joint.found = before
                 return plan
+            again = copy.deepcopy(placed)
         return again
+
+    def _leave_out(self, more: Sequence[tuple[str, str]]) -> None:
+        """Sharding types, by module, in all that is searched or told of the problem from now on; none to take all
+        back."""
+        left_out = (*self._session.context.left_out, *more) if more else ()
+        self._session.context.left_out = left_out
+        if self._session.wider is not None:
+            self._session.wider.context.left_out = left_out
 
     def _searched_on(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
         """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the
@@ -190,7 +204,7 @@ class SearchLoop:
         for option in again:
             set_ranks(option, None)
         try:
-            partitioner.partition_thoroughly(again, self._session.left)
+            partitioner.partition_thoroughly(again, self._session.left, self._session.request.seconds)
         except PlannerError:  # no room is found without the ranks that it came with
             return plan
         measured = self._session.request.settings.measuring_seconds and self._given.perf_model is None

@@ -79,20 +79,22 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: where the tables do not fit, naming table and missing bytes.
         """
-        outcome = self._place(proposal, storage_constraint, self._quickly)
+        outcome = self._place(proposal, storage_constraint, self._quickly, self._seconds)
         self.placed.append(outcome)
         return proposal
 
     @neutral()
     def partition_thoroughly(
-        self, proposal: list[ShardingOption], storage_constraint: Topology
+        self, proposal: list[ShardingOption], storage_constraint: Topology, seconds: float | None
     ) -> list[ShardingOption]:
-        """:meth:`partition` with all of the search, whatever ``quickly`` says."""
-        outcome = self._place(proposal, storage_constraint, quickly=False)
+        """:meth:`partition` with all of the search, whatever ``quickly`` says, within other ``seconds``."""
+        outcome = self._place(proposal, storage_constraint, False, seconds)
         self.placed.insert(0, outcome)
         return proposal
 
-    def _place(self, proposal: list[ShardingOption], storage_constraint: Topology, quickly: bool) -> Outcome:
+    def _place(
+        self, proposal: list[ShardingOption], storage_constraint: Topology, quickly: bool, seconds: float | None
+    ) -> Outcome:
         context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
         threads = torch.get_num_threads()
         with single_thread():
@@ -102,7 +104,7 @@ class DreamShardPartitioner(Partitioner):
                 storage_constraint,
                 self._search,
                 seed=self._seed,
-                seconds=None if quickly else self._seconds,
+                seconds=None if quickly else seconds,
                 quickly=quickly,
             )
             if self._refinement is not None and not quickly:

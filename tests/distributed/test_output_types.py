@@ -124,6 +124,21 @@ def test_types_are_left_out_whose_outputs_ranks_could_not_exchange() -> None:
     assert run_on_ranks(_trained, world_size=2) == [True, True]
 
 
+def test_what_is_left_out_is_not_recommended_either() -> None:
+    made = planner(topology=topology(2), exact_training=False)
+    made.plan(collection(LARGE), HALVES)
+    found = made.replan(made.saved_plan(), steps=10**9)
+    assert found.stays and all("table_wise" not in str(plan.sharding) for plan in found.plans)
+    assert not any(change and "table_wise" in change.how for table in made.explain().tables
+                   for change in (table.leaving, table.splitting, table.caching))  # fmt: skip
+
+
+def test_what_the_search_of_other_types_takes_is_within_the_same_time() -> None:
+    made = planner(topology=topology(2), exact_training=False, search_seconds=0.001)
+    made.plan(collection(LARGE), HALVES)
+    assert any("cut short" in str(note) for note in made.report().notes)
+
+
 def test_a_refusal_says_what_would_allow_more_types() -> None:
     with pytest.raises(PlannerError, match="would allow more sharding types"):
         planner(topology=topology(2)).plan(collection(LARGE), HALVES)
