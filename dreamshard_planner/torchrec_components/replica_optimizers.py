@@ -29,6 +29,7 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
+from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -167,7 +168,7 @@ class ReplicaOptimizer(FusedOptimizer):
         """One step of all tables.
 
         Args:
-            gradient: of the flat weights, averaged over the ranks.
+            gradient: of the flat weights, averaged over the ranks; summed with ``set_gradient_division(False)``.
         """
         gradients = gradient.split([stack_RC.numel() for stack_RC in self._stacks])
         for stack_RC, part, state in zip(self._stacks, gradients, self._states, strict=True):
@@ -178,7 +179,7 @@ class ReplicaOptimizer(FusedOptimizer):
         gradient, replicas = self.weights.grad, self._ddp()
         if not self.ddp_averages and gradient is not None and replicas is not None:
             dist.all_reduce(gradient, group=replicas.process_group)
-            self.update(gradient.div_(replicas.process_group.size()))
+            self.update(gradient.div_(replicas.process_group.size()) if get_gradient_division() else gradient)
             self.weights.grad = None
 
     def step(self, closure: Any = None) -> None:
@@ -198,12 +199,14 @@ def _update_again(optimizer: weakref.ref[ReplicaOptimizer], _: Tensor) -> None:
 def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types
     """DDP's hook: average a bucket of gradients over the ranks, then update the replicas in it."""
     process_group, by_weights = state
+    # TorchRec's exchanges divide the gradients of sharded tables by the ranks, unless a script wants their sum.
+    times = 1 if get_gradient_division() else process_group.size()
     gradients = [(by_weights.get(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
 
     def update(averaged: torch.futures.Future[Tensor]) -> Tensor:
         for optimizer, gradient in gradients:
             if optimizer is not None:
-                optimizer.update(gradient)
+                optimizer.update(gradient if times == 1 else times * gradient)
         return averaged.value()
 
     # DDP sets the gradients by a callback that it queues after this hook: a callback of a callback comes later.

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from mixed import local_shards, untrained
 from ranks import Rank
 from torch import Tensor, nn
+from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecsDistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -50,6 +51,8 @@ class Training:
     optimizer: type[torch.optim.Optimizer]
     arguments: dict[str, Any] = field(default_factory=lambda: {"lr": 0.2})
     way: str = "combined"
+    divides: bool = True
+    """Whether gradients are averaged over ranks, not summed."""
     torchrecs_class: bool = False
     """With TorchRec's ``DistributedModelParallel`` and ``attach_optimizers``."""
 
@@ -246,6 +249,7 @@ def train_each(rank: Rank, trainings: dict[str, Training]) -> dict[str, dict[str
         for kind in (TW, DP):
             model = sharded(training, kind, rank)
             given = map(without_rows, batches(rank)) if training.way == "ids without rows" else batches(rank)
+            set_gradient_division(training.divides)
             results.setdefault(name, {})[kind] = seen(model, train_steps(training.way, model, given))
     return results
 

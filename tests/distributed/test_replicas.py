@@ -46,6 +46,8 @@ WAYS = (
 TRAININGS = {
     **{name: Training(*rule) for name, rule in RULES.items()},
     **{f"way: {way}": Training(*RULES["row-wise adagrad"], way) for way in WAYS},
+    "summed gradients": Training(*RULES["sgd"], divides=False),
+    "summed gradients, twice": Training(*RULES["sgd"], "twice", divides=False),
     "torchrec's class": Training(*RULES["row-wise adagrad"], torchrecs_class=True),
 }
 
