@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from dreamshard_planner.observing.observation import ObservedRun
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
+from dreamshard_planner.search_space.kernels import DENSE
+from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.counting import SAME_BATCH
 
 NEAR, NEAR_EXCHANGE = 0.2, 0.5
@@ -54,10 +56,23 @@ def compare(run: ObservedRun) -> Comparison:
     if plan is None:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return Comparison(title, kinds, (), verdict, None)
+    if replicas := _replicas(run):
+        inseparable = (
+            f"data-parallel tables ({first_of(replicas, SHOWN)}) are predicted with their optimizer and the all-reduce "
+            "of their gradients, which run outside of what is observed as kernels and exchanges of outputs"
+        )
+        verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
+        return Comparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
     ratios, exchange = _kernel_ratios(run, plan.predicted), _observed_ms(run, "outputs")
     meaning = (*_of_statistics(run, plan), *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted, exchange))
     verdict, trusted = _verdict(ratios, plan.predicted, exchange)
     return Comparison(title, kinds, meaning, verdict, trusted)
+
+
+def _replicas(run: ObservedRun) -> list[str]:
+    """Names of data-parallel tables."""
+    kernels = [kernel for rank in run.ranks for kernel in rank.kernels if kernel.kernel == DENSE]
+    return sorted({table.name for kernel in kernels for table in kernel.tables})
 
 
 def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:

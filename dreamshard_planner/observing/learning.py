@@ -20,7 +20,7 @@ from dreamshard_planner.errors import CalibrationRefused, ObservationError
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.observing.exchanges import learn_exchanges
 from dreamshard_planner.observing.observation import Observation, ObservedKernel, ObservedRun, RankSteps
-from dreamshard_planner.search_space.kernels import FUSED
+from dreamshard_planner.search_space.kernels import DENSE, FUSED
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.tables import Workload
@@ -77,6 +77,8 @@ def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel
     """What a kernel was asked for; or why nobody can tell."""
     name = f"{kernel.sharding_type} of {kernel.tables[0].name}"
     if kernel.kernel != FUSED:
+        if kernel.kernel == DENSE:
+            return [], f"{name}: replicas are updated outside their kernels; observe a plan whose tables are sharded"
         return [], f"{kernel.kernel} kernels take more than their own time"
     if not all(rank.median(f"kernel {index} {way}") > 0 for way in ("lookups", "forward", "backward")):
         return [], f"{name}: the kernel looked nothing up, or was not trained"

@@ -99,10 +99,12 @@ class GivenPlans:
             known = self.known(fqn, sharding)
             if known is None:
                 ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
+                constraints = self._context.constraints
+                why = None if constraints is None else constraints.left_out.get(fqn, {}).get(sharding.sharding_type)
                 raise PlannerError(
                     f"table {fqn!r} is sharded {sharding.label} by compute kernel {sharding.kernel!r} in "
                     f"{len(sharding.shards)} shard(s) in {plan.name}, which is none of the ways that it may be sharded "
-                    f"here ({', '.join(ways)})",
+                    f"here ({', '.join(ways)})" + (f"; {sharding.sharding_type} is left out: {why}" if why else ""),
                     PlannerErrorType.PLAN_LOADING_FAILED,
                 )
             chosen[known.storage_hash()] = self.as_option(fqn, sharding)

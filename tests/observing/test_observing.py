@@ -434,6 +434,13 @@ def test_a_difference_has_a_meaning_and_a_verdict(
     assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
 
 
+def test_replicas_are_not_judged() -> None:
+    run = planned_run(3.0, 4.0)
+    dense = [replace(rank, kernels=tuple(replace(one, kernel="dense") for one in rank.kernels)) for rank in run.ranks]
+    found = compare(replace(run, ranks=tuple(dense)))
+    assert not found.trusted and "data-parallel" in found.verdict and "all-reduce" in found.meaning[-1]
+
+
 def test_another_batch_size_than_the_planned_one_is_said() -> None:
     (said,) = (text for text in compare(of_size(planned_run(1.0, 1.0), 2)).meaning if "batch" in text)
     assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
