@@ -45,6 +45,11 @@ class HowToSearch:
     clock: Countdown
     """Of the joint searches, which share as much."""
 
+    @property
+    def has_time(self) -> bool:
+        """Whether any is left for starts that no cap ends: TorchRec's plan, and roll-outs."""
+        return self.stage_seconds != 0.0
+
 
 @dataclass(frozen=True)
 class JointPlan:
@@ -94,7 +99,8 @@ def joint_plan(
     with single_thread():
         if known is None:
             plans, rivals = _whole_tables(context, options, topology, how)
-            theirs = torchrec_plan([o for o in options if is_torchrecs(o)], topology, context.estimate_as_torchrec)
+            offered = [option for option in options if is_torchrecs(option)]
+            theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec) if how.has_time else None
             if theirs is not None:
                 plans["torchrec"] = theirs.options
         else:
@@ -111,7 +117,7 @@ def joint_plan(
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:
                 rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
-            further = _rolled_out if known is None else None
+            further = _rolled_out if known is None and how.has_time else None
             result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left(), further)
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
