@@ -159,7 +159,10 @@ def diff(
             )
         if after is None and found.only_after:
             named = first_of(found.only_after, 3)
-            told.append(f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}.")
+            told.append(
+                f"{saved.name} holds no statistics of {len(found.only_after)} feature(s): {named}; give those that "
+                f"it was made with before {newer.name} to see what drifted."
+            )
         gain = replanning(options.job_of(saved, other), saved, other)
         least = WORTH if worth is None else worth
         worthwhile = gain.gain >= least

@@ -133,7 +133,10 @@ class BatchCounts:
             self._features = {key: FeatureCounts(key) for key in wanted}
         elif set(batch.keys()) != self._given:
             changed = sorted(set(batch.keys()) ^ self._given)
-            raise StatisticsError(f"batch {self.batches} has other keys than the first one: {changed}")
+            raise StatisticsError(
+                f"batch {self.batches} has other keys than the first one: {changed}; count batches of several modules "
+                "apart, and put them together with TableStatistics.merge"
+            )
         for key, count in self._features.items():
             jagged = batch[key]
             count.add(jagged.values(), jagged.lengths().numel())

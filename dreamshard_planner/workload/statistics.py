@@ -226,7 +226,8 @@ def _sparse_features(element: Any, position: int) -> KeyedJaggedTensor:
     batch = getattr(element, "sparse_features", element)
     if not isinstance(batch, KeyedJaggedTensor):
         raise StatisticsError(
-            f"batch {position} must be a KeyedJaggedTensor or hold one in sparse_features, got {type(element).__name__}"
+            f"batch {position} must be a KeyedJaggedTensor or hold one in sparse_features, got "
+            f"{type(element).__name__}: give what holds one, such as (features for features, label in batches)"
         )
     if batch.values().is_meta or isinstance(batch.values(), FakeTensor):
         raise StatisticsError(
