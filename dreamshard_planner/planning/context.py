@@ -124,7 +124,10 @@ class PlanningContext:
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Those of :func:`~dreamshard_planner.search_space.usable_options.usable_options` that are not left out."""
-        options = usable_options(search_space, self.topology.compute_device)
+        return self.without_left_out(usable_options(search_space, self.topology.compute_device))
+
+    def without_left_out(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """The options whose sharding types are not left out of their modules."""
         return [option for option in options if (option.path, option.sharding_type) not in self.left_out]
 
     def _prepare(self, option: ShardingOption) -> None:

@@ -115,8 +115,8 @@ class JointProposer(Proposer):
         Raises:
             PlannerError: a table has no option left, or nothing fits.
         """
-        before, everything, left_out = self.found, by_table(self._options), self._context.left_out
-        self._options = [option for option in self._options if (option.path, option.sharding_type) not in left_out]
+        before, everything = self.found, by_table(self._options)
+        self._options = self._context.without_left_out(self._options)
         if before is None or by_table(self._options).keys() != everything.keys():
             raise refused("a table has no other sharding type")
         for option in self._options:
