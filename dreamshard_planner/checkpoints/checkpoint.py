@@ -119,11 +119,14 @@ class Checkpoint:
             if description.get("cost") is not None:
                 cost = network_of(path, "cost", recipe.cost, recipe.cost_config, description["cost"], file)
         check_sense(path, policy, cost)
+        metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
+        checkpoint = cls(policy, cost, metadata, path.name)
         if cost is not None:
             cost.requires_grad_(False)
-            cost.source = CostSource("network", f"{path.name}, measured on {description.get('hardware_name', '?')}")
-        metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
-        return cls(policy, cost, metadata, path.name)
+            # What was learned says itself where it was.
+            hardware = checkpoint.measured_on if "learned" in metadata else metadata.get("hardware_name", "?")
+            cost.source = CostSource("network", f"{path.name}, measured on {hardware}")
+        return checkpoint
 
 
 def resolve(
