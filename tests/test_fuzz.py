@@ -49,7 +49,7 @@ from dreamshard_planner.checkpoints.checkpoint import FORMAT, SHIPPED, VERSION
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.journal import Journal
-from dreamshard_planner.measure.collectives import Collectives
+from dreamshard_planner.measure.collectives import MeasuredCollectives
 from dreamshard_planner.workload.pools import load_tables, named_pool, save_tables
 from dreamshard_planner.workload.sketch import IdSketch
 from tests.ambient_states import STATES
@@ -137,7 +137,7 @@ STATISTICS = TableStatistics(
         "t1_f0": FeatureStatistics(0.0),
     }
 )
-COLLECTIVES = Collectives(
+COLLECTIVES = MeasuredCollectives(
     "gloo",
     2,
     {"device": "cpu", "name": "abacus"},
@@ -166,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 JSON_FILES: dict[str, tuple[type[DreamShardError], Callable[[Path], Any]]] = {
     "statistics": (StatisticsError, TableStatistics.from_json),
     "tables": (TaskError, load_tables),
-    "collectives": (DreamShardError, Collectives.load),
+    "collectives": (DreamShardError, MeasuredCollectives.load),
     "plan": (PlanError, SavedPlan.load),
 }
 

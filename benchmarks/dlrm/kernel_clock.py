@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
-from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
+from dreamshard_planner.observing.recorder import DeviceClock, Step, StepRecorder
 
 KERNELS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
 """The second of data-parallel tables."""
@@ -27,7 +27,7 @@ class KernelClock:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, processor_time: bool = False) -> None:
-        self._recorder, self._computed = StepRecorder(Clock(device)), processor_time
+        self._recorder, self._computed = StepRecorder(DeviceClock(device)), processor_time
         hooks = Hooks(self._recorder)
         for kernel in (kernel for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup)):
             if isinstance(kernel.emb_module, KERNELS):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dreamshard_planner.cli.options import COUNT, RATE, SIZE, CostSource, Device, listed, ranks_of
+from dreamshard_planner.cli.options import COUNT, RATE, SIZE, CostSourceName, Device, listed, ranks_of
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PlanningOptions:
     ] = None
     statistics: Annotated[Path | None, typer.Option(help="How features read their tables, of dreamshard stats.")] = None
     checkpoint: Annotated[str, typer.Option(help="auto: your own for this machine, else what ships.")] = "auto"
-    cost_source: Annotated[CostSource, typer.Option(help="Whose costs.")] = CostSource.auto
+    cost_source: Annotated[CostSourceName, typer.Option(help="Whose costs.")] = CostSourceName.auto
     sharding_types: Annotated[
         str | None, typer.Option(help="TorchRec's names of the types to use, separated by commas; default: all.")
     ] = None

@@ -299,9 +299,9 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    from dreamshard_planner.measure.collectives import Collectives
+    from dreamshard_planner.measure.collectives import MeasuredCollectives
 
-    return Collectives.load(path).metadata()
+    return MeasuredCollectives.load(path).metadata()
 
 
 def _config(recipe: Recipe, quick: bool, updates: int | None, collectives: Path | None, seed: int) -> TrainingConfig:

@@ -19,7 +19,7 @@ from dreamshard_planner.errors import StatisticsError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from dreamshard_planner.observing.comparison import Compared, Comparison
+    from dreamshard_planner.observing.comparison import Compared, RunComparison
     from dreamshard_planner.observing.trace import Trace
 
 FilesArgument = Annotated[
@@ -58,7 +58,7 @@ def observed(
     show([asdict(one) for one in found], format, *told)
 
 
-def _tables(found: Comparison, ranks: list[int]) -> list[RenderableType]:
+def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
     columns = ("milliseconds of a step", *(f"rank {rank}" for rank in ranks))
     rows = [(one.what, *(_cell(one, at) for at in range(len(ranks)))) for one in found.kinds]
     said = [f"{sentence}." for sentence in (*found.meaning, found.verdict)]

@@ -131,7 +131,7 @@ def ranks_of(text: str) -> list[int]:
     return found
 
 
-class CostSource(StrEnum):
+class CostSourceName(StrEnum):
     """Of :data:`dreamshard_planner.planning.context.COST_SOURCES`."""
 
     auto = "auto"

@@ -102,7 +102,7 @@ PAYLOADS = tuple(
 
 
 @dataclass(frozen=True)
-class Collectives:
+class MeasuredCollectives:
     """What was measured on one process group."""
 
     backend: str
@@ -121,7 +121,7 @@ class Collectives:
         return {key: value for key, value in asdict(self).items() if key != "samples_ms"}
 
     @classmethod
-    def load(cls, path: Path) -> Collectives:
+    def load(cls, path: Path) -> MeasuredCollectives:
         """From the file that the command wrote; raises ``DreamShardError`` with its name where it is something else."""
         document = read_json(path, DreamShardError)
         try:
@@ -133,7 +133,7 @@ class Collectives:
 
 def measure(
     device: torch.device, repeats: int = 31, local_world_size: int | None = None, seconds: float = math.inf
-) -> Collectives:
+) -> MeasuredCollectives:
     """Time all payloads on the initialised process group, interleaved, and fit; on every rank the same result.
 
     Args:
@@ -169,7 +169,7 @@ def measure(
         fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, time_P[chosen])
     # What does not grow with the ids is the barrier's.
     fits["bucketing"] = replace(fits["bucketing"], latency_ms=0.0)
-    result = Collectives(
+    result = MeasuredCollectives(
         backend=dist.get_backend(),
         world_size=world_size,
         hardware=describe_hardware(device, torch.get_num_threads()),

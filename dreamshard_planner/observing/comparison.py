@@ -36,7 +36,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """One run."""
 
     title: str
@@ -48,25 +48,25 @@ class Comparison:
     """None where no prediction was kept."""
 
 
-def compare(run: ObservedRun) -> Comparison:
+def compare(run: ObservedRun) -> RunComparison:
     """Of a run; the predicted side is that of the plan, where it was kept, of the ranks that were observed."""
     title = f"{run.steps:,} steps from {run.started}, {len(run.ranks)} of {run.world_size} ranks"
     plan = run.plan
     kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
     if plan is None:
         verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
-        return Comparison(title, kinds, (), verdict, None)
+        return RunComparison(title, kinds, (), verdict, None)
     if replicas := _replicas(run):
         inseparable = (
             f"data-parallel tables ({first_of(replicas, SHOWN)}) are predicted with their optimizer and the all-reduce "
             "of their gradients, which run outside of what is observed as kernels and exchanges of outputs"
         )
         verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
-        return Comparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
+        return RunComparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
     ratios, exchange = _kernel_ratios(run, plan.predicted), _observed_ms(run, "outputs")
     meaning = (*_of_statistics(run, plan), *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted, exchange))
     verdict, trusted = _verdict(ratios, plan.predicted, exchange)
-    return Comparison(title, kinds, meaning, verdict, trusted)
+    return RunComparison(title, kinds, meaning, verdict, trusted)
 
 
 def _replicas(run: ObservedRun) -> list[str]:

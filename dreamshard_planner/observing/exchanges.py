@@ -39,7 +39,7 @@ OTHER_SIZE = 1.5
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ObservedExchange:
     """All calls of one operation in one pass of a run's steps; all of a run's exchanges of lookups."""
 
     operation: str
@@ -76,7 +76,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     first = whole[0]
     alike = [run for run in whole if _ranks(run) == _ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
-    seen: dict[str, list[Exchange]] = defaultdict(list)
+    seen: dict[str, list[ObservedExchange]] = defaultdict(list)
     for run in alike:
         for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing)):
             seen[one.operation].append(one)
@@ -150,7 +150,7 @@ def _completed(
     return fits, assumed
 
 
-def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
+def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
     """Between all ranks."""
     for name, one in run.collectives.items():
         carried, operation, *_ = name.split()
@@ -158,10 +158,10 @@ def _of_outputs(run: ObservedRun) -> Iterator[Exchange]:
             continue
         total = sum(one.bytes)
         received = [(total - sent) / (run.world_size - 1) for sent in one.bytes]
-        yield Exchange(operation, one.calls, max(*one.bytes, *received), total, one.ms)
+        yield ObservedExchange(operation, one.calls, max(*one.bytes, *received), total, one.ms)
 
 
-def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator[Exchange]:
+def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator[ObservedExchange]:
     """Between all ranks, with the bytes that the cost counts for the run's plan. Sorting into blocks of rows is taken
     off as it is predicted; where it is not, runs that sort tell nothing."""
     sent: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(run.world_size, 2, dtype=torch.float64))
@@ -183,10 +183,10 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator
     calls_X = torch.tensor([lookup_exchanges(weighted[key]) for key in sent], dtype=torch.float64)
     calls, slowest, total = float(calls_X[slowest_X > 0].sum()), float(slowest_X.sum()), float(bytes_XD.sum())
     if calls and run.lookups_ms > sorting_ms:
-        yield Exchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
+        yield ObservedExchange("lookups", calls, slowest, total * (run.world_size - 1), run.lookups_ms - sorting_ms)
 
 
-def _learned(points: Sequence[Exchange], links: Links) -> tuple[Learned | None, float, float]:
+def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Learned | None, float, float]:
     """What is better on points that are held out; and errors before and after. What is not counted is all off; it is
     taken to pass links as outputs do."""
     prior: CollectiveModel | None = getattr(links, points[0].operation)
@@ -201,7 +201,7 @@ def _learned(points: Sequence[Exchange], links: Links) -> tuple[Learned | None, 
     return (_fit(points, like, prior is like) if after < before - LEAST_GAIN else None), before, after
 
 
-def _fit(points: Sequence[Exchange], like: CollectiveModel, is_known: bool) -> Learned:
+def _fit(points: Sequence[ObservedExchange], like: CollectiveModel, is_known: bool) -> Learned:
     """A latency, at most what was observed, and the rest by bytes."""
     latency_ms = min(_latency_ms(points, like, is_known), *(0.9 * one.ms / one.calls for one in points))
     times = float(np.median([(one.ms - one.calls * latency_ms) / one.by_bytes_ms(like) for one in points]))
@@ -209,7 +209,7 @@ def _fit(points: Sequence[Exchange], like: CollectiveModel, is_known: bool) -> L
     return replace(fit, relative_error=float(np.median([abs(one.off(fit.of(like))) for one in points])))
 
 
-def _latency_ms(points: Sequence[Exchange], like: CollectiveModel, is_known: bool) -> float:
+def _latency_ms(points: Sequence[ObservedExchange], like: CollectiveModel, is_known: bool) -> float:
     """As it was. Of lookups, which were not measured: of a line through the points, where some are larger."""
     sizes_ms = [one.by_bytes_ms(like) / one.calls for one in points]
     if (

@@ -166,7 +166,7 @@ class ObservedRun:
         return TableStatistics.merge(TableStatistics(rank.statistics) for rank in self.ranks)
 
     @cached_property
-    def collectives(self) -> dict[str, Collective]:
+    def collectives(self) -> dict[str, ObservedCollective]:
         """Each by name, as ``outputs all_to_all forward``."""
         names = {name.removesuffix(" span") for rank in self.ranks for name in rank.columns if name.endswith(" span")}
         return {name: self._collective(name) for name in sorted(names)}
@@ -194,8 +194,8 @@ class ObservedRun:
         span_RX = np.array([[span[index] for index in late] for span in spans]).reshape(len(spans), -1)
         return float(np.median(span_RX.min(0) if len(late) else np.zeros(1)))
 
-    def _collective(self, name: str) -> Collective:
-        return Collective(
+    def _collective(self, name: str) -> ObservedCollective:
+        return ObservedCollective(
             ms=self._last_ms(f"{name} span", f"{name} kernels"),
             span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
             waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
@@ -205,7 +205,7 @@ class ObservedRun:
 
 
 @dataclass(frozen=True)
-class Collective:
+class ObservedCollective:
     """One kind of collective of a step; several of a kind are added."""
 
     ms: float

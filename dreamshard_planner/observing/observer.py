@@ -33,7 +33,7 @@ from dreamshard_planner.observing.observation import (
     RankSteps,
     rank_file,
 )
-from dreamshard_planner.observing.recorder import Clock, Step, StepRecorder
+from dreamshard_planner.observing.recorder import DeviceClock, Step, StepRecorder
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.kernels import memory_of
@@ -60,7 +60,7 @@ class Observer:
         if not lookups:
             raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-        self._recorder = StepRecorder(Clock(self._device))
+        self._recorder = StepRecorder(DeviceClock(self._device))
         modules = dict.fromkeys(module for _, module, _, _ in lookups)
         self._samplers = [BatchSampler(every) for _ in modules]
         self._hooks = Hooks(self._recorder)

@@ -20,7 +20,7 @@ Mark = Any
 """A moment: on a GPU an event of its stream; on a CPU nanoseconds of the host's clock, and of this thread's own."""
 
 
-class Clock:
+class DeviceClock:
     """Moments on a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Step:
     backward_runs: bool = False
 
     def add(self, name: str, start: Mark, end: Mark, computed: bool = False) -> None:
-        """An interval, see :meth:`Clock.elapsed_ms`; those of one name add up."""
+        """An interval, see :meth:`DeviceClock.elapsed_ms`; those of one name add up."""
         self.intervals.append((name, start, end, computed))
 
     def count(self, name: str, amount: float) -> None:
@@ -74,7 +74,7 @@ class Step:
 class StepRecorder:
     """What each kept step took, by name. A step lasts from one forward pass of the model to the next."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
         self.steps = 0
         """That have ended, timed or not."""

@@ -149,7 +149,7 @@ def _cache(table: Table) -> CacheParams | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableEntry(_Declared):
+class ListedTable(_Declared):
     """One table as a list has it."""
 
     feature_names: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
@@ -205,13 +205,13 @@ def read_table_list(path: str | Path) -> list[TableSpec]:
             f'{path}: no list of tables: it must be an object with "schema": "{SCHEMA}" (dreamshard info tells more)'
         )
     content = parsed(_TableList, document, path, TaskError)
-    general = {entry.name for entry in fields(TableEntry)} - {"name", "feature_names"}
+    general = {entry.name for entry in fields(ListedTable)} - {"name", "feature_names"}
     if odd := sorted(content.defaults.keys() - general):
         raise TaskError(f"{path}: defaults: unknown key {brief(odd[0])}{nearest(odd[0], general)}")
     specs: dict[str, TableSpec] = {}
     for index, given in enumerate(content.tables):
         where = f"{path}: tables[{index}] {brief(given.get('name'))}"
-        entry = parsed(TableEntry, {**content.defaults, **given}, where, TaskError)
+        entry = parsed(ListedTable, {**content.defaults, **given}, where, TaskError)
         if entry.name in specs:
             raise TaskError(f"{where}: has the name of tables[{list(specs).index(entry.name)}]")
         try:

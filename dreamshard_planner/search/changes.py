@@ -233,13 +233,13 @@ def _collectives_after(
     return forward_BX, backward_BX
 
 
-Exchange = tuple[Tensor, Tensor, Tensor]
+ExchangedBytes = tuple[Tensor, Tensor, Tensor]
 """Largest and smallest bytes that one of its ranks sends to each peer, and the sum over its ranks, each [B, ...]."""
 
 
 def _exchange_after(
     bytes_BD: Tensor, here_B1: Tensor, device_BX: Tensor, gained_BX: Tensor, member_D: Tensor
-) -> Exchange:
+) -> ExchangedBytes:
     """An exchange between some ranks after the bottleneck has given so many bytes to the other rank."""
     own = (slice(None), *[None] * (device_BX.dim() - 1))
     here_bytes_BX = bytes_BD.gather(1, here_B1)[:, 0][own] - gained_BX
@@ -264,7 +264,7 @@ def _exchange_after(
     return largest_BX, -negated_BX, total_BX.expand_as(largest_BX)
 
 
-def _slowest(model: CollectiveModel, exchanges: list[Exchange]) -> Tensor:
+def _slowest(model: CollectiveModel, exchanges: list[ExchangedBytes]) -> Tensor:
     """Milliseconds of the slowest of several exchanges side by side, [B, ...]."""
     each_BX = [model.bounded_all_to_all_ms(*exchange) for exchange in exchanges]
     return each_BX[0] if len(each_BX) == 1 else torch.stack(each_BX).amax(0)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
-from dreamshard_planner.cli.options import CostSource, bytes_per_s, size_bytes, whole
+from dreamshard_planner.cli.options import CostSourceName, bytes_per_s, size_bytes, whole
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.workload.sketch import IdSketch
 
@@ -82,7 +82,7 @@ def test_help_and_version_load_no_torch_and_every_other_import_is_late() -> None
 
 
 def test_choices_that_the_help_lists_are_those_of_the_library() -> None:
-    assert tuple(source.value for source in CostSource) == tuple(COST_SOURCES)
+    assert tuple(source.value for source in CostSourceName) == tuple(COST_SOURCES)
 
 
 @pytest.mark.parametrize("info", list(commands()), ids=lambda info: info.name or info.callback.__name__)

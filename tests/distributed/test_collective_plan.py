@@ -32,7 +32,7 @@ from dreamshard_planner.cost.collectives import (
     CollectiveFit,
     fits_of,
 )
-from dreamshard_planner.measure.collectives import PAYLOADS, Collectives
+from dreamshard_planner.measure.collectives import PAYLOADS, MeasuredCollectives
 from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure, check_patience
 from dreamshard_planner.research import refinement
 from dreamshard_planner.research.refine import RefineConfig
@@ -336,7 +336,7 @@ def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]]
     assert len(set(results)) == 1  # the slowest rank's time, on every rank
     path = tmp_path / "collectives.json"
     path.write_text(results[0])
-    measured = Collectives.load(path)
+    measured = MeasuredCollectives.load(path)
     assert set(measured.fits) == {*OPERATIONS, *LOOKUPS} and measured.world_size == len(results)
     times_ms = [sample[-1] for sample in measured.samples_ms]
     assert len(times_ms) == len(PAYLOADS) and min(times_ms) > 0
@@ -370,6 +370,6 @@ def test_damaged_measurements_are_refused(damage: Callable[[str], str], reason: 
     fit = CollectiveFit(latency_ms=1.0, bytes_per_ms=2.0, shared_bytes_per_ms=3.0, relative_error=0.1)
     path = tmp_path / "collectives.json"
     hardware, fits = {"device": "cpu", "name": "abacus"}, dict.fromkeys((*OPERATIONS, *LOOKUPS), fit)
-    path.write_text(damage(json.dumps(asdict(Collectives("gloo", 2, hardware, fits, ())))))
+    path.write_text(damage(json.dumps(asdict(MeasuredCollectives("gloo", 2, hardware, fits, ())))))
     with pytest.raises(DreamShardError, match=f"collectives.json: .*{reason}"):
-        Collectives.load(path)
+        MeasuredCollectives.load(path)

@@ -26,7 +26,7 @@ from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.exchanges import learn_exchanges
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps, rank_file
-from dreamshard_planner.observing.recorder import MOST_STEPS, Clock, StepRecorder
+from dreamshard_planner.observing.recorder import MOST_STEPS, DeviceClock, StepRecorder
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.workload.tables import FeatureStatistics
 from tests.planning.test_context import model
@@ -81,7 +81,7 @@ def observation(runs: int = 3, **hardware: str | int) -> Observation:
 
 
 def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
-    recorders = [StepRecorder(Clock(torch.device("cpu"))) for _ in range(2)]
+    recorders = [StepRecorder(DeviceClock(torch.device("cpu"))) for _ in range(2)]
     for recorder in recorders:
         for _ in range(3 * MOST_STEPS):
             recorder.next_step()
@@ -97,7 +97,7 @@ def test_long_trainings_keep_few_steps_the_same_on_every_rank() -> None:
 
 
 def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
-    recorder = StepRecorder(Clock(torch.device("cpu")))
+    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
     for _ in range(3):
         recorder.next_step()
         recorder.current.add("forward", recorder.clock.mark(), recorder.clock.mark())
