@@ -36,7 +36,13 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
-from dreamshard_planner.planning.collective import Together, check_patience, group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.planning.collective import (
+    Together,
+    check_patience,
+    check_ranks,
+    group_timeout_seconds,
+    plan_on_rank_0,
+)
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
@@ -312,9 +318,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         def make(together: Together) -> ShardingPlan:
             refines = bool(self._request.settings.measuring_seconds)
-            check_patience(
-                self._topology.world_size, ranks, patience_seconds, self._request.settings.search_seconds, refines
-            )
+            check_ranks(self._topology.world_size, self._request.all_ranks, ranks)
+            check_patience(ranks, patience_seconds, self._request.settings.search_seconds, refines)
             self._together = together
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 

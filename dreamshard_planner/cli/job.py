@@ -64,7 +64,7 @@ class PlanningOptions:
     apart: Annotated[
         list[str] | None,
         typer.Option(
-            help="Tables of which no rank may hold two; may be given several times.", metavar="TABLE,TABLE,..."
+            help="Tables of which no rank may hold two shards; may be given several times.", metavar="TABLE,TABLE,..."
         ),
     ] = None
     on_ranks: Annotated[

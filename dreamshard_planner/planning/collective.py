@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import errors
@@ -162,13 +162,33 @@ def group_timeout_seconds(pg: dist.ProcessGroup) -> float | None:
         return None
 
 
-def check_patience(
-    sharding_group: int, ranks: int, patience_seconds: float | None, search_seconds: float | None, refines: bool
-) -> None:
-    """Whether a plan serves a process group, and is made while the group waits.
+def check_ranks(planned: int, all_ranks: Topology | None, ranks: int) -> None:
+    """Whether a plan serves a process group.
 
     Args:
-        sharding_group: ranks that the plan is for.
+        planned: ranks that the plan is for.
+        all_ranks: of all sharding groups; None where nobody spoke of any.
+        ranks: of the process group.
+
+    Raises:
+        DreamShardError: where not; says what would help.
+    """
+    if all_ranks is not None and ranks not in (all_ranks.world_size, planned):
+        raise DreamShardError(
+            f"the process group has {ranks} ranks, and the planner's topology {all_ranks.world_size} in sharding "
+            f"groups of {planned}: give the topology of all ranks"
+        )
+    if ranks % planned:
+        raise DreamShardError(
+            f"the process group has {ranks} ranks, which are no whole number of sharding groups of the {planned} ranks "
+            "that the planner's topology has"
+        )
+
+
+def check_patience(ranks: int, patience_seconds: float | None, search_seconds: float | None, refines: bool) -> None:
+    """Whether a plan is made while a process group waits.
+
+    Args:
         ranks: of the process group.
         patience_seconds: for which ranks wait for one another; None where that is unknown.
         search_seconds: that rank 0 may search alone.
@@ -177,11 +197,6 @@ def check_patience(
     Raises:
         DreamShardError: where not; says what would help.
     """
-    if ranks % sharding_group:
-        raise DreamShardError(
-            f"the process group has {ranks} ranks, which are no whole number of sharding groups of the "
-            f"{sharding_group} ranks that the planner's topology has"
-        )
     if ranks == 1 or patience_seconds is None:
         return
     seconds, most = search_seconds or 0.0, MAX_SHARE_OF_TIMEOUT * patience_seconds

@@ -93,7 +93,22 @@ def _total_shortages(problem: Problem, need_XM: torch.Tensor) -> str:
         if need > room
     ]
     largest = problem.names[int(need_XM.double().sum(-1).argmax())]
-    return "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
+    told = "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
+    return told or _crowded_rules(problem)
+
+
+def _crowded_rules(problem: Problem) -> str:
+    """Tables that are to be apart and have more shards than ranks; empty where none have."""
+    rules = slice(len(MEMORY_KINDS), None)
+    need_PR, room_R = problem.needs_PM[:, rules], problem.limits_DM[:, rules].sum(0)
+    for need_P, room in zip(need_PR.T, room_R.tolist(), strict=True):
+        if (shards := int(need_P.sum())) > room:
+            named = ", ".join(dict.fromkeys(problem.names[part] for part in need_P.nonzero()[:, 0].tolist()))
+            return (
+                f"of {named}, which are apart, a rank may have one shard, and they have {shards} for {room} ranks: "
+                "table_wise, or a larger min_partition, leaves fewer"
+            )
+    return ""
 
 
 def _packing_reason(problem: Problem, proven: bool) -> str:
@@ -106,7 +121,8 @@ def _packing_reason(problem: Problem, proven: bool) -> str:
         for room, used, name, need in zip(_total_room(problem), used_M, MEMORY_KINDS, need_M, strict=False)  # rules
         if need > 0
     ]
-    how = "No placement of whole tables fits (proven)" if proven else "No placement of whole tables was found"
+    kept = " that keeps placement_rules" if problem.num_rules else ""
+    how = f"No placement of their shards{kept} {'fits (proven)' if proven else 'was found'}"
     return (
         f"{how}, although {' and '.join(kinds)}; the largest table, {problem.names[largest]!r}, needs "
         f"{memory_in_words(int(need_M.sum()))} on one rank"

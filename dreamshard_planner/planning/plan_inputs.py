@@ -63,6 +63,11 @@ class PlanRequest:
         return min(filter(None, caps), default=None)
 
     @property
+    def in_groups(self) -> bool:
+        """Whether the ranks form several sharding groups (2D parallelism)."""
+        return self._groups is not None
+
+    @property
     def _groups(self) -> GroupsInputs | None:
         groups = self.settings.sharding_groups
         if groups is None or self.all_ranks is None or (count := groups.replicas(self.all_ranks)) == 1:

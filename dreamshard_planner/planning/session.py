@@ -115,7 +115,9 @@ class PlanningSession:
         legal = _legal_ranks(request, module, sharders)
         constraints = _constraints(request, module, sharders, legal)
         settings = request.settings
-        reader = OptionReader(constraints, settings.statistics, sharders, legal, settings.optimizers_attached)
+        reader = OptionReader(
+            constraints, settings.statistics, sharders, legal, settings.optimizers_attached, request.in_groups
+        )
         context = PlanningContext(
             request.topology,
             reader,
@@ -295,6 +297,7 @@ def _constraints(
         sharding_types=settings.allowed_types,
         exact_training=settings.exact_training,
         optimizers_attached=settings.optimizers_attached,
+        in_groups=request.in_groups,
         has_ssd=any(device.storage.ssd > 0 for device in topology.devices),
         legal=legal,
         impossible=impossible_types(topology),

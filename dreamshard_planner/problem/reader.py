@@ -74,6 +74,7 @@ class OptionReader:
         sharders: consulted for a fused optimizer that is set through ``fused_params``, and for quantized communication.
         legal: where tables may lie; anywhere by default.
         optimizers_attached: to the replicas of data-parallel tables.
+        in_groups: whether the ranks form several sharding groups.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class OptionReader:
         sharders: Iterable[ModuleSharder[nn.Module]] = (),
         legal: LegalRanks | None = None,
         optimizers_attached: bool = False,
+        in_groups: bool = False,
     ) -> None:
         self._constraints = constraints or {}
         self._statistics: Mapping[str, FeatureStatistics] = statistics or {}
-        self._optimizers_attached = optimizers_attached
+        self._optimizers_attached, self._in_groups = optimizers_attached, in_groups
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
@@ -214,6 +216,7 @@ class OptionReader:
             self._optimizers_attached,
             replicas_follow(option.tensor, self._fused_params(option), option.module[1]),
             Quantized.of(option.module[1], self._sharder(option), option.tensor, self._config(option)),
+            in_groups=self._in_groups,
         )
 
     def in_backward(self, option: ShardingOption) -> bool:

@@ -35,6 +35,8 @@ class AllowedTypes:
     sharder nor its constraint's kernels leave another."""
     optimizers_attached: bool = False
     """To the replicas of data-parallel tables, some of which then train exactly."""
+    in_groups: bool = False
+    """Whether the ranks form several sharding groups (2D parallelism)."""
     has_ssd: bool = True
     """Whether the topology has SSDs; TorchRec leaves ``key_value`` out where not."""
     legal: LegalRanks | None = None
@@ -64,6 +66,7 @@ class AllowedTypes:
             replicas_follow(table.parameter, given, table.module),
             Quantized.of(table.module, table.sharder, table.parameter, table.config),
             bool(constraint.batch_sizes) or varied_batches,
+            self.in_groups,
         )
         ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
         processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))

@@ -182,10 +182,19 @@ def doubtful_inputs(
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> tuple[str, ...]:
     """What is hardly meant, in words, known before anything is planned: dims that kernels refuse or nobody means, ids
-    in statistics that a table has no rows for, constraints of which none is for a table of the model."""
+    in statistics that a table has no rows for, constraints of which none is for a table of the model, and tables whose
+    constraint names another device than the rest of their module has."""
     of_others = _constraints_of_others(module, sharders, constraints, every=True)
     found = [] if of_others is None else [of_others]
-    for table in shardable_tables(module, sharders):
+    tables = shardable_tables(module, sharders)
+    groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
+    planned = {table.path for table in tables if groups.get(table.name, compute_device) == compute_device}
+    for table in tables:
+        if (group := groups.get(table.name, compute_device)) != compute_device and table.path in planned:
+            found.append(
+                f"table {table.fqn!r} is left out: the device_group of its constraint is {group!r}, the topology's "
+                f"device {compute_device!r}, and TorchRec shards no module without one of its tables"
+            )
         rows, dim = table.parameter.shape
         dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
         if compute_device == "cuda" and dim % DIM_STEP:

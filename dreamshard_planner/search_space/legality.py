@@ -41,6 +41,8 @@ class Situation:
     """How it is stored, where it is quantized."""
     varied_batches: bool = False
     """Whether features of its module are known to come in batches of different sizes."""
+    in_groups: bool = False
+    """Whether the ranks form several sharding groups (2D parallelism)."""
 
     @property
     def is_mean(self) -> bool:

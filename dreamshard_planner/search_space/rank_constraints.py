@@ -129,10 +129,13 @@ class LegalRanks:
             if len(set().union(*(held[fqn] for fqn in group))) > 1:
                 raise refused(f"{name} does not have tables {list(group)} together")
         for group in self.apart:
-            for index, fqn in enumerate(group):
-                for other in group[:index]:
-                    if common := held[fqn] & held[other]:
-                        raise refused(f"{name} has tables {other!r} and {fqn!r} on {ranks_in_words(common)}, not apart")
+            holders: dict[int, str] = {}
+            for fqn in group:
+                for shard in shardings[fqn].shards:
+                    if (other := holders.get(shard.rank)) is not None:
+                        what = f"tables {other!r} and {fqn!r}" if other != fqn else f"two shards of table {fqn!r}"
+                        raise refused(f"{name} has {what} on {ranks_in_words([shard.rank])}, not apart")
+                    holders[shard.rank] = fqn
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know."""

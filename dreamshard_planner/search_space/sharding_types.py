@@ -137,6 +137,11 @@ OPTIMIZER_OUTSIDE = Reason(
     "it takes the in-backward optimizer away, unless this package's DistributedModelParallel or "
     "attach_optimizers(model) gives it back (planned with optimizers_attached=True)",
 )
+REPLICAS_OF_GROUPS = Reason(
+    "several sharding groups (2D parallelism)",
+    lambda s: s.in_groups,
+    "its replicas step by the gradient of all groups, and other tables by that of their group, to be averaged",
+)
 REPLICAS_DIFFER = Reason(
     "attached optimizers, and any but SGD, Adagrad and row-wise Adagrad of float32 weights without weight decay",
     lambda s: s.attached and not s.replicas_follow,
@@ -280,7 +285,7 @@ SHARDING_TYPES = {
         exchanges=(Exchange("world", None, "all_reduce"),),
         kernels=(DENSE,),
         broken=(BAGS_OF_MEANS, DENSE_SEQUENCES, VARIED_BATCHES),
-        inexact=(OPTIMIZER_OUTSIDE, REPLICAS_DIFFER),
+        inexact=(OPTIMIZER_OUTSIDE, REPLICAS_OF_GROUPS, REPLICAS_DIFFER),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),

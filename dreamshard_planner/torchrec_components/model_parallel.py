@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
 
 
@@ -24,6 +26,11 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``.
 
     All other arguments are TorchRec's.
+
+    Raises:
+        ValueError: both ``plan`` and ``planner`` are given.
+        DreamShardError: the planner's topology has not the ranks that there are; those of
+            :meth:`~dreamshard_planner.planner.DreamShardPlanner.collective_plan`.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]] | None,
     ) -> ShardingPlan:
         sharders = get_default_sharders() if sharders is None else sharders
+        _check_ranks(planner, env)
         attached = getattr(planner, "optimizers_attached", None)
         if attached is not None:
             planner.optimizers_attached = True
@@ -62,3 +70,16 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         finally:
             if attached is not None:
                 planner.optimizers_attached = attached  # the next plan may be for TorchRec's own class
+
+
+def _check_ranks(planner: EmbeddingShardingPlanner, env: ShardingEnv | None) -> None:
+    """A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's."""
+    if env is None and not dist.is_initialized():
+        return  # planning says what is missing
+    ranks = dist.get_world_size() if env is None else env.world_size
+    planned: int = planner._topology.world_size
+    if planned != ranks:
+        raise DreamShardError(
+            f"the planner's topology has {planned} ranks, and there are {ranks} to shard over: plan for all of them "
+            "(sharding groups are for TorchRec's DMPCollection)"
+        )

@@ -89,6 +89,7 @@ def _attach(
     that have to do without, and why."""
     prefix = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
     optimizers: list[ReplicaOptimizer] = []
+    ranks = module._env.world_size  # in 2D parallelism of a sharding group
     for kernel in replicas.module.modules():
         if not isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
             continue
@@ -102,7 +103,7 @@ def _attach(
         if reason := why_not_replicas(given, data_type_to_dtype(kernel.config.data_type)):
             refused.update(dict.fromkeys(parameters, reason))
         else:
-            optimizers.append(ReplicaOptimizer(kernel.emb_module, parameters, given, replicas))
+            optimizers.append(ReplicaOptimizer(kernel.emb_module, parameters, given, replicas, ranks))
             _check_bounds(kernel, given)
     if optimizers:
         module._optim.optimizers.extend(("", optimizer) for optimizer in optimizers)
@@ -122,6 +123,7 @@ class ReplicaOptimizer(FusedOptimizer):
         parameters: the tables in its weights, in order, by name.
         arguments: of the fused kernel that it stands for.
         replicas: DDP around the kernel.
+        ranks: that a sharded table would lie on.
     """
 
     def __init__(
@@ -130,8 +132,10 @@ class ReplicaOptimizer(FusedOptimizer):
         parameters: Mapping[str, nn.Parameter],
         arguments: Mapping[str, Any],
         replicas: DistributedDataParallel,
+        ranks: int,
     ) -> None:
         self.weights: nn.Parameter = kernel.weights
+        self._ranks = ranks
         self._ddp = weakref.ref(replicas)
         self.ddp_averages = False
         """Whether there was a forward since the last update: DDP averages one gradient after each."""
@@ -168,8 +172,11 @@ class ReplicaOptimizer(FusedOptimizer):
         """One step of all tables.
 
         Args:
-            gradient: of the flat weights, averaged over the ranks; summed with ``set_gradient_division(False)``.
+            gradient: of the flat weights, averaged over all ranks.
         """
+        # TorchRec's exchanges divide the gradients of sharded tables by their ranks, unless a script wants the sum.
+        if not get_gradient_division():
+            gradient = self._ranks * gradient
         gradients = gradient.split([stack_RC.numel() for stack_RC in self._stacks])
         for stack_RC, part, state in zip(self._stacks, gradients, self._states, strict=True):
             self._update(stack_RC, part.view_as(stack_RC), state, self._learning_rate, self._eps)
@@ -179,7 +186,7 @@ class ReplicaOptimizer(FusedOptimizer):
         gradient, replicas = self.weights.grad, self._ddp()
         if not self.ddp_averages and gradient is not None and replicas is not None:
             dist.all_reduce(gradient, group=replicas.process_group)
-            self.update(gradient.div_(replicas.process_group.size()) if get_gradient_division() else gradient)
+            self.update(gradient.div_(replicas.process_group.size()))
             self.weights.grad = None
 
     def step(self, closure: Any = None) -> None:
@@ -199,14 +206,12 @@ def _update_again(optimizer: weakref.ref[ReplicaOptimizer], _: Tensor) -> None:
 def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types
     """DDP's hook: average a bucket of gradients over the ranks, then update the replicas in it."""
     process_group, by_weights = state
-    # TorchRec's exchanges divide the gradients of sharded tables by the ranks, unless a script wants their sum.
-    times = 1 if get_gradient_division() else process_group.size()
     gradients = [(by_weights.get(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
 
     def update(averaged: torch.futures.Future[Tensor]) -> Tensor:
         for optimizer, gradient in gradients:
             if optimizer is not None:
-                optimizer.update(gradient if times == 1 else times * gradient)
+                optimizer.update(gradient)
         return averaged.value()
 
     # DDP sets the gradients by a callback that it queues after this hook: a callback of a callback comes later.

@@ -234,9 +234,9 @@ def test_planning_as_long_as_the_others_wait_is_refused(launch: Callable[..., li
 
 
 def test_ranks_that_measure_need_only_wait_for_each_other() -> None:
-    check_patience(2, 2, 60.0, None, refines=True)
+    check_patience(2, 60.0, None, refines=True)
     with pytest.raises(DreamShardError, match=r"gives up after 15 s: init_process_group\(timeout=...\) 20 s or more"):
-        check_patience(2, 2, 15.0, None, refines=True)
+        check_patience(2, 15.0, None, refines=True)
 
 
 def _refined(rank: Rank) -> tuple[str, list[str], list[float]]:
