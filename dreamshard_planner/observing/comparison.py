@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dreamshard_planner.observing.observation import ObservedRun
+from dreamshard_planner.observing.observation import OUTPUTS, ObservedRun
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.search_space.kernels import DENSE
@@ -63,9 +63,9 @@ def compare(run: ObservedRun) -> RunComparison:
         )
         verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
         return RunComparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
-    ratios, exchange = _kernel_ratios(run, plan.predicted), _observed_ms(run, "outputs")
-    meaning = (*_of_statistics(run, plan), *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted, exchange))
-    verdict, trusted = _verdict(ratios, plan.predicted, exchange)
+    ratios = _kernel_ratios(run, plan.predicted)
+    meaning = (*_of_statistics(run, plan), *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted))
+    verdict, trusted = _verdict(run, ratios, plan.predicted)
     return RunComparison(title, kinds, meaning, verdict, trusted)
 
 
@@ -80,16 +80,11 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     for way in ("forward", "backward"):
         expected = None if predicted is None else tuple(getattr(predicted, f"{way}_ms")[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
-    outputs = {name: one for name, one in run.collectives.items() if name.startswith("outputs")}
-    # How long lookups are on their way while other batches compute is nothing that was predicted.
-    beside = run.lookups_ms is None
-    exchanges = {
-        "outputs": "exchange of outputs, of the last rank to come",
-        "lookups": f"exchange of lookups, {'on their way beside other work' if beside else 'of the last rank to come'}",
-    }
-    for carried, what in exchanges.items():
-        told = None if beside and carried == "lookups" else predicted
-        expected = None if told is None else (_predicted_ms(told, carried),) * len(ranks)
+    outputs = {name: one for name, one in run.collectives.items() if name.startswith(OUTPUTS)}
+    # How long something is on its way while other work is done is nothing that was predicted.
+    for carried, beside in ((OUTPUTS, run.hides_outputs), ("lookups", run.lookups_ms is None)):
+        what = f"exchange of {carried}, {'on their way beside other work' if beside else 'of the last rank to come'}"
+        expected = None if beside or predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
         yield Compared(what, expected, (_observed_ms(run, carried),) * len(ranks))
     for name, one in run.collectives.items():
         yield Compared(f"{name}: until it is there", None, one.span_ms)
@@ -100,16 +95,19 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     waited = [sum(one.waited_ms[at] for one in outputs.values()) for at in range(len(ranks))]
     model = [rank.median("forward") + rank.median("backward") for rank in run.ranks]
     away = [sum(ms) for ms in zip(waited, inputs_ms, strict=True)]
-    inside = [ms - rank.median("kernels") - other for ms, rank, other in zip(model, run.ranks, away, strict=True)]
+    both = zip(model, run.ranks, away, strict=True)
+    inside = [max(0.0, ms - rank.median("kernels") - other) for ms, rank, other in both]
     yield Compared("dense layers, and what else is in the model", None, tuple(inside))
-    outside = [rank.median("step") - ms for rank, ms in zip(run.ranks, model, strict=True)]
+    outside = [max(0.0, rank.median("step") - ms) for rank, ms in zip(run.ranks, model, strict=True)]
     yield Compared("outside of the model: data, dense optimizer", None, tuple(outside))
     yield Compared("the whole step", None, tuple(rank.median("step") for rank in run.ranks))
 
 
 def _observed_ms(run: ObservedRun, carried: str) -> float:
     """Of all exchanges that carry so; of lookups with what is done to them, where that was observed."""
-    if carried == "lookups" and run.lookups_ms is not None:
+    if carried == OUTPUTS:
+        return run.outputs_ms
+    if run.lookups_ms is not None:
         return run.lookups_ms
     return sum(one.ms for name, one in run.collectives.items() if name.startswith(carried))
 
@@ -160,16 +158,22 @@ def _of_kernels(run: ObservedRun, ratios: dict[int, float]) -> Iterator[str]:
     )
 
 
-def _of_exchange(run: ObservedRun, predicted: Predicted, observed_ms: float) -> Iterator[str]:
+def _of_exchange(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
+    expected_ms, observed_ms = _predicted_ms(predicted, OUTPUTS), run.outputs_ms
+    if run.hides_outputs:
+        yield (
+            "outputs are on their way while the model does other work: how long they take by themselves is not told, "
+            "nor learned"
+        )
+        return
     if _exchange_near(predicted, observed_ms):
         return
-    expected_ms = _predicted_ms(predicted, "outputs")
     if not observed_ms or not expected_ms:
         yield f"exchange of outputs: {expected_ms:.3f} ms predicted, {observed_ms:.3f} observed"
         return
     ratio = observed_ms / expected_ms
     side = "slow link, or ranks that share cores" if ratio > 1 else "faster link than was assumed"
-    moved = sum(max(one.bytes) for name, one in run.collectives.items() if name.startswith("outputs"))
+    moved = sum(max(one.bytes) for name, one in run.collectives.items() if name.startswith(OUTPUTS))
     yield (
         f"{side}: outputs take {ratio:.2f} times the predicted time, at {moved / observed_ms / 1e6:.3g} GB/s "
         f"of a rank ({predicted.collectives_source})"
@@ -177,16 +181,18 @@ def _of_exchange(run: ObservedRun, predicted: Predicted, observed_ms: float) -> 
 
 
 def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
-    expected_ms = _predicted_ms(predicted, "outputs")
+    expected_ms = _predicted_ms(predicted, OUTPUTS)
     off_ms, small_ms = abs(observed_ms - expected_ms), SMALL * (max(predicted.rank_ms) + expected_ms)
     return off_ms <= max(NEAR_EXCHANGE * expected_ms, small_ms)
 
 
-def _verdict(ratios: dict[int, float], predicted: Predicted, exchange_ms: float) -> tuple[str, bool]:
+def _verdict(run: ObservedRun, ratios: dict[int, float], predicted: Predicted) -> tuple[str, bool]:
     values: Sequence[float] = list(ratios.values()) or [1.0]
     error = sum(abs(1 / ratio - 1) for ratio in values) / len(values)
     said = f"kernels are predicted {100 * error:.0f} % off ({predicted.cost_source})"
-    if error <= NEAR and _exchange_near(predicted, exchange_ms):
+    if error <= NEAR and run.hides_outputs:
+        return f"{said}, exchanges are not told: kernels may be trusted on this hardware", True
+    if error <= NEAR and _exchange_near(predicted, run.outputs_ms):
         return f"{said}, exchanges well enough: the prediction may be trusted on this hardware", True
     if error <= NEAR:
         return f"{said}, exchanges are not well predicted: trust kernels, and not what splits tables", False

@@ -151,7 +151,9 @@ def _completed(
 
 
 def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
-    """Between all ranks."""
+    """Between all ranks; none where it is not told how long they take by themselves."""
+    if run.hides_outputs:
+        return
     for name, one in run.collectives.items():
         carried, operation, *_ = name.split()
         if carried != "outputs" or " of " in name or not sum(one.bytes) or one.ms <= 0:

@@ -31,6 +31,10 @@ FORMAT = "dreamshard_planner observation"
 VERSION = 1
 WARM_UP = 3
 """First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
+OUTPUTS = "outputs"
+"""How names of their exchanges begin."""
+MOST_BESIDE, LEAST_BESIDE = 0.5, 0.1
+"""Share of the time of exchanges, and of the step, up to which a rank may do other work meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -172,31 +176,54 @@ class ObservedRun:
         return {name: self._collective(name) for name in sorted(names)}
 
     @cached_property
+    def outputs_ms(self) -> float:
+        """All exchanges of outputs, as :attr:`ObservedCollective.ms`; several on their way together count once."""
+        if any(f"{OUTPUTS} span together" in rank.columns for rank in self.ranks):
+            return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together")[0]
+        return sum(one.ms for one in self._outputs)
+
+    @cached_property
+    def hides_outputs(self) -> bool:
+        """Whether a rank does other work than fused kernels for much of the time that outputs are on their way: how
+        long they take by themselves is then not told."""
+        beside_ms, step_ms = sum(one.beside_ms for one in self._outputs), min(r.median("step") for r in self.ranks)
+        return beside_ms > max(MOST_BESIDE * sum(one.ms for one in self._outputs), LEAST_BESIDE * step_ms)
+
+    @property
+    def _outputs(self) -> list[ObservedCollective]:
+        return [one for name, one in self.collectives.items() if name.startswith(OUTPUTS)]
+
+    @cached_property
     def lookups_ms(self) -> float | None:
         """All that lookups take to get to their kernels, sorting included, of the rank that came to it last in each
         step; None where some module did not wait for it, as in a pipeline, or was not seen to."""
         modules = {kernel.module for rank in self.ranks for kernel in rank.kernels}
         if not modules or any(rank.median("input_dist calls") != len(modules) for rank in self.ranks):
             return None
-        return self._last_ms("input_dist")
+        return self._last("input_dist")[0]
 
-    def _last_ms(self, column: str, without: str = "") -> float:
-        """Of the rank that came to it last, in each step: who was early has waited."""
-        spans = [
-            {
-                index: ms - other
-                for index, ms, other in zip(rank.kept, *map(rank.column, (column, without)), strict=True)
-            }
-            for rank in self.ranks
-        ]
-        together = set.intersection(*map(set, spans))
+    def _last(self, column: str, without: str = "", waited: str = "") -> tuple[float, float]:
+        """Of the rank that came to it last, in each step, since who was early has waited: the column without another;
+        and that without what it waited, nothing where it did nothing else."""
+        together = set.intersection(*(set(rank.kept) for rank in self.ranks))
         late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
-        span_RX = np.array([[span[index] for index in late] for span in spans]).reshape(len(spans), -1)
-        return float(np.median(span_RX.min(0) if len(late) else np.zeros(1)))
+        if not late:
+            return 0.0, 0.0
+        own_RX, beside_RX = [], []
+        for rank in self.ranks:
+            at = [rank.kept.index(index) for index in late]
+            own_X = (np.array(rank.column(column)) - np.array(rank.column(without)))[at]
+            own_RX.append(own_X)
+            beside_RX.append(own_X - np.array(rank.column(waited))[at] if waited in rank.columns else 0 * own_X)
+        last_1X = np.argmin(own_RX, 0)[None]
+        ms, beside_ms = (np.median(np.take_along_axis(np.array(each), last_1X, 0)) for each in (own_RX, beside_RX))
+        return float(ms), float(beside_ms)
 
     def _collective(self, name: str) -> ObservedCollective:
+        ms, beside_ms = self._last(f"{name} span", f"{name} kernels", f"{name} waited")
         return ObservedCollective(
-            ms=self._last_ms(f"{name} span", f"{name} kernels"),
+            ms=ms,
+            beside_ms=beside_ms,
             span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
             waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
             bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
@@ -211,6 +238,8 @@ class ObservedCollective:
     ms: float
     """Of the rank that came to it last, in each step, without the kernels that ran meanwhile, as of another sharding
     type: what the exchange adds to a step. Exact only where all ranks were observed."""
+    beside_ms: float
+    """Of that, what this rank did other work in."""
     span_ms: tuple[float, ...]
     """Of each rank, from its start until the rank had its result."""
     waited_ms: tuple[float, ...]
@@ -285,7 +314,8 @@ class Observation:
             runs = {tuple(run.id for run in one.runs) for one in of_ranks.values()}
             if len(runs) > 1:
                 raise ObservationError(
-                    f"{', '.join(of_ranks)}: not of one run: name the files, or delete those of an earlier job"
+                    f"{', '.join(of_ranks)}: not of one run: name the files, delete those of an earlier job, or "
+                    "observe into this one as often on all ranks"
                 )
             named |= of_ranks
         return cls.merge(named)

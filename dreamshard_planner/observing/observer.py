@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,19 @@ from dreamshard_planner.workload.tables import costed_optimizer
 
 logger = logging.getLogger(__name__)
 
-_COUNT = count()
-"""Observations that this process has begun."""
+_BEGUN: Counter[str] = Counter()
+"""Observations that this process has begun, by the file that they go to."""
 
 
 class Observer:
     """What one rank has seen so far; see :func:`observe`."""
 
-    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int) -> None:
+    def __init__(self, model: nn.Module, planner: EmbeddingShardingPlanner | None, every: int, path: str = "") -> None:
+        if not dist.is_initialized():
+            raise ObservationError("there is no process group: call torch.distributed.init_process_group() first")
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        run, ranks, self._rank = _run_id(), dist.get_world_size(), dist.get_rank()
+        ranks, self._rank, planned = dist.get_world_size(), dist.get_rank(), _planned(model, planner)
         hosts = -(-ranks // get_local_size(ranks))
-        self._run = ObservedRun(run, started, ranks, hosts, dist.get_backend(), *_planned(model, planner))
         self._kernels: list[tuple[str, str, Any]] = []
         lookups = list(lookups_of(model))
         if not lookups:
@@ -65,6 +66,7 @@ class Observer:
         self._samplers = [BatchSampler(every) for _ in modules]
         self._hooks = Hooks(self._recorder)
         self._hooks.listen_to_collectives()
+        self._run = ObservedRun(_run_id(path), started, ranks, hosts, dist.get_backend(), *planned)
         for module, sampler in zip(modules, self._samplers, strict=True):
             self._hooks.listen_to_inputs(module, sampler.add)
         for path, _, kind, lookup in lookups:
@@ -158,13 +160,13 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[Save
     return planner.saved_plan(model.plan), planner.lookups_per_sample()
 
 
-def _run_id() -> str:
-    """Of this observation, the same on every rank that begins as many; ranks meet at the process group's store, and
-    none waits for another."""
-    if not dist.is_initialized():
-        raise ObservationError("there is no process group: call torch.distributed.init_process_group() first")
+def _run_id(path: str) -> str:
+    """Of this observation, the same on every rank that begins as many for a file; ranks meet at the process group's
+    store, and none waits for another."""
+    _BEGUN[path] += 1
     store = dist.distributed_c10d._get_default_store()
-    return store.compare_set(f"dreamshard_planner/observe/{next(_COUNT)}", "", secrets.token_hex(8)).decode()
+    key = f"dreamshard_planner/observe/{_BEGUN[path]} {path}"
+    return store.compare_set(key, "", secrets.token_hex(8)).decode()
 
 
 @contextmanager
@@ -200,7 +202,7 @@ def observe(
     """
     if path is not None and dist.is_initialized():
         check_writable(rank_file(Path(path), dist.get_rank()))
-    observer = Observer(model, planner, every)
+    observer = Observer(model, planner, every, "" if path is None else os.fspath(path))
     try:
         yield observer
     finally:

@@ -4,8 +4,10 @@ timed, the same on all ranks, since they count alike."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,10 @@ MOST_STEPS = 256
 """That are kept."""
 NEEDED = ("step", "forward", "backward")
 """Without these an interval between two forward passes is no training step."""
+
+TOGETHER = (" span", " kernels")
+"""How names of intervals end that may overlap: of exchanges on their way, and of kernels meanwhile. What any of them
+covers counts once, by name and, as ``outputs span together``, over all that carry the same."""
 
 Mark = Any
 """A moment: on a GPU an event of its stream; on a CPU nanoseconds of the host's clock, and of this thread's own."""
@@ -58,12 +64,13 @@ class Step:
     """One that is timed."""
 
     index: int
+    start: Mark = None
     amounts: dict[str, float] = field(default_factory=dict)
     intervals: list[tuple[str, Mark, Mark, bool]] = field(default_factory=list)
     backward_runs: bool = False
 
     def add(self, name: str, start: Mark, end: Mark, computed: bool = False) -> None:
-        """An interval, see :meth:`DeviceClock.elapsed_ms`; those of one name add up."""
+        """An interval, see :meth:`DeviceClock.elapsed_ms`; those of one name add up, but for :data:`TOGETHER`."""
         self.intervals.append((name, start, end, computed))
 
     def count(self, name: str, amount: float) -> None:
@@ -94,15 +101,23 @@ class StepRecorder:
                 self._pending.append(self.current)
             self.steps += 1
         self._start = now
-        self.current = None if self.steps % self._stride else Step(self.steps)
+        self.current = None if self.steps % self._stride else Step(self.steps, now)
         # The exchange of a step's lookups may end in the next one, and a device be behind.
         while len(self._pending) > 1 and all(self.clock.reached(end) for _, _, end, _ in self._pending[0].intervals):
             self._keep(self._pending.popleft())
 
     def _keep(self, step: Step) -> None:
         amounts = step.amounts
+        together: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for name, start, end, computed in step.intervals:
-            amounts[name] = amounts.get(name, 0.0) + self.clock.elapsed_ms(start, end, computed)
+            if name.endswith(TOGETHER):
+                begun_ms, ended_ms = (self.clock.elapsed_ms(step.start, mark, False) for mark in (start, end))
+                of_all = f"{name.partition(' ')[0]} {name.rpartition(' ')[2]} together"
+                together[name].append((begun_ms, ended_ms))
+                together[of_all].append((begun_ms, ended_ms))
+            else:
+                step.count(name, self.clock.elapsed_ms(start, end, computed))
+        amounts |= {name: covered_ms(intervals) for name, intervals in together.items()}
         if all(name in amounts for name in NEEDED):
             self._kept[step.index] = amounts
         if len(self._kept) > MOST_STEPS:
@@ -119,3 +134,12 @@ class StepRecorder:
         names = dict.fromkeys(name for kept in self._kept.values() for name in kept)
         columns = {name: tuple(round(kept.get(name, 0.0), 6) for kept in self._kept.values()) for name in names}
         return tuple(self._kept), columns
+
+
+def covered_ms(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time that lies in any of some intervals, each from when to when."""
+    covered, until = 0.0, -math.inf
+    for begun, ended in sorted(intervals):
+        covered += max(0.0, ended - max(begun, until))
+        until = max(until, ended)
+    return covered

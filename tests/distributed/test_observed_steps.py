@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
     assert _hooks(model) == before
     with pytest.raises(ObservationError, match="no training step was seen in 0 calls"), observe(model) as seen:
         seen.observation()
+    alone = observe(model, path=Path(folder) / "alone.json") if rank.rank == 0 else nullcontext()
+    with alone:
+        train(model, rank, 3, 2 * LOCAL_BATCH)
+    with observe(model, path=Path(folder) / "both.json"):
+        train(model, rank, 3, 2 * LOCAL_BATCH)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         train(model, rank, 3, 2 * LOCAL_BATCH)
     profiler.export_chrome_trace(str(Path(folder) / f"trace{rank.rank}.json"))
@@ -79,6 +85,7 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
         assert trace.steps == 3 and min(trace.host_ms.values()) > 0
         assert {"embedding forward", "embedding backward", "input exchange"} <= trace.host_ms.keys()
     assert {file.name for file in tmp_path.glob("observation*")} == {"observation.0.json", "observation.1.json"}
+    assert len(Observation.load_all([tmp_path / "both.json"]).runs) == 1  # whatever one rank observed before
     observation = Observation.load_all([tmp_path / "observation.json"])
     (run,) = observation.runs
     assert run.steps == STEPS - 1 and [rank.rank for rank in run.ranks] == [0, 1]

@@ -104,6 +104,35 @@ def test_a_call_without_a_backward_pass_is_no_training_step() -> None:
     assert recorder.columns() == ((), {}) and recorder.steps == 2
 
 
+def test_what_is_on_its_way_together_counts_once() -> None:
+    recorder = StepRecorder(DeviceClock(torch.device("cpu")))
+    recorder.next_step()
+    start, _ = recorder.current.start
+
+    def at(ms: float) -> tuple[float, float]:
+        return start + ms * 1e6, 0.0
+
+    for name in ("forward", "backward"):
+        recorder.current.add(name, at(0), at(4))
+    for of, begun, ended in (
+        ("all_to_all", 1, 4),
+        ("all_to_all", 2, 5),
+        ("all_to_all", 7, 8),
+        ("reduce_scatter", 4, 6),
+    ):
+        recorder.current.add(f"outputs {of} span", at(begun), at(ended))
+        recorder.current.add(f"outputs {of} waited", at(ended - 0.25), at(ended))
+    for begun, ended in ((2, 3), (2, 3)):  # one kernel, of two exchanges
+        recorder.current.add("outputs all_to_all kernels", at(begun), at(ended))
+    recorder.next_step()
+    _, columns = recorder.columns()
+    of_all = {"outputs span together": 6.0, "outputs kernels together": 1.0}
+    each = {"outputs all_to_all span": 5.0, "outputs reduce_scatter span": 2.0, "outputs all_to_all waited": 0.75}
+    assert {name: columns[name] for name in of_all | each} == {name: (ms,) for name, ms in (of_all | each).items()}
+    run = observed_run("a", rank_steps(0, 0, steps=1, **columns))
+    assert run.outputs_ms == 5.0 and len(run.collectives) == 2
+
+
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     whole = observation(2)
     for rank in range(2):
@@ -432,6 +461,21 @@ def test_a_difference_has_a_meaning_and_a_verdict(
     found = compare(planned_run(factor, exchange, lookups))
     assert verdict in found.verdict and found.trusted == ("may be trusted" in found.verdict)
     assert len(found.meaning) == bool(meaning) and all(re.search(meaning, text) for text in found.meaning)
+
+
+def test_outputs_beside_other_work_are_not_judged_nor_learned(tmp_path: Path) -> None:
+    run = planned_run(1.0, 400.0)
+    waited = {"outputs all_to_all forward waited": (0.01,) * 8}
+    hidden = replace(run, ranks=tuple(replace(rank, columns=rank.columns | waited) for rank in run.ranks))
+    assert hidden.hides_outputs and not run.hides_outputs
+    found = compare(hidden)
+    assert found.trusted and "not told" in found.verdict and "other work" in found.meaning[-1]
+    told = next(kind for kind in found.kinds if kind.what.startswith("exchange of outputs"))
+    assert told.predicted_ms is None and told.observed_ms[0] > 0
+    assert not compare(run).trusted
+    seen = Observation(describe_hardware("cpu", 1), (hidden, replace(hidden, id="b")))
+    learned = learn(resolve("roofline", "cpu"), seen, tmp_path / "learned.safetensors", force=True)
+    assert learned.metadata["collectives"] is None
 
 
 def test_replicas_are_not_judged() -> None:
