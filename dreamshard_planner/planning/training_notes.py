@@ -42,13 +42,8 @@ def costed_optimizers(
 
 def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> str | None:
     """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
-    lost = [
-        fqn_of(option)
-        for option in plan
-        if type_of(option).is_replicated
-        and reader.in_backward(option)
-        and inexact(option.sharding_type, reader.situation(option, compute_device))
-    ]
+    replicated = [option for option in plan if type_of(option).is_replicated and reader.in_backward(option)]
+    lost = [fqn_of(one) for one in replicated if not reader.situation(one, compute_device).replicas_are_updated]
     if not lost:
         return None
     return (

@@ -45,6 +45,11 @@ class Situation:
     """Whether the ranks form several sharding groups (2D parallelism)."""
 
     @property
+    def replicas_are_updated(self) -> bool:
+        """Whether the replicas of a data-parallel table get an optimizer that does what the table's own would."""
+        return self.attached and self.replicas_follow
+
+    @property
     def is_mean(self) -> bool:
         return is_mean(self.config)
 

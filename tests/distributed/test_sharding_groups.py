@@ -35,6 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm.model import EveryTypeSharder
 from dreamshard_planner import (
+    DistributedModelParallel,
     DreamShardError,
     DreamShardPlanner,
     ShardingGroups,
@@ -42,6 +43,7 @@ from dreamshard_planner import (
     load_across_plans,
     save_across_plans,
 )
+from dreamshard_planner.planning.collective import check_ranks
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW
 
 TYPES = {"t0": TW, "t1": RW, "t2": CW, "t3": TW}
@@ -199,6 +201,8 @@ def _replicate(rank: Rank) -> dict[str, Any]:
     planner = DreamShardPlanner(
         topology=topology, batch_size=4, constraints=constraints, sharding_groups=groups, optimizers_attached=True
     )
+    with pytest.raises(DreamShardError, match=r"topology has 2 ranks, and there are 4 .*DMPCollection"):
+        DistributedModelParallel(Model("meta"), device=torch.device("cpu"), planner=planner)
     sharded = _sharded(rank, planner, groups, [])
     attached = attach_optimizers(sharded)
     (table,) = (weights for name, weights in sharded.named_parameters() if name == "bags.embedding_bags.t3.weight")
@@ -239,7 +243,25 @@ def test_the_all_reduce_of_replicas_is_of_all_groups() -> None:
     assert all_reduce_ms(sharding_groups=groups_of_one_host) > 3 * all_reduce_ms()
 
 
+def test_the_ranks_of_a_host_that_dmp_collection_needs_are_told() -> None:
+    for kind, told in (("table_row_wise", True), (RW, False)):
+        planner = DreamShardPlanner(
+            topology=Topology(8, "cuda", local_world_size=4),
+            batch_size=512,
+            constraints={f"t{i}": ParameterConstraints(sharding_types=[kind]) for i in range(4)},
+            debug=False,
+            sharding_groups=ShardingGroups(size=4),
+        )
+        planner.plan(Model("meta"), get_default_sharders())
+        assert any("node_group_size=2" in str(note) for note in planner.report().notes) == told
+
+
 def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
+    all_ranks = Topology(8, "cpu")
+    for ranks in (8, 4):  # all, or one group that plans
+        check_ranks(4, all_ranks, ranks)
+    with pytest.raises(DreamShardError, match="has 16 ranks, and the planner's topology 8 in sharding groups of 4"):
+        check_ranks(4, all_ranks, 16)
     with pytest.raises(DreamShardError, match="4 ranks are no whole number of sharding groups of 3"):
         DreamShardPlanner(topology=Topology(4, "cpu"), sharding_groups=ShardingGroups(size=3))
     with pytest.raises(ValueError, match="sync_interval of sharding groups must be a whole number above 0, got 0"):

@@ -13,6 +13,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
 from dreamshard_planner.errors import InputWarning
+from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.torchrec_components import RulePartitioner
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
@@ -148,6 +149,15 @@ REFUSED: dict[str, tuple[PlacementRules, dict, str]] = {
         {"constraints": {"t0": ParameterConstraints(sharding_types=["row_wise"])}},
         "it would lie on every rank, and placement_rules keep it apart from 'sparse.t1'",
     ),
+    "more slices than ranks, apart": (
+        PlacementRules(apart=[("t0", "t1", "t2")]),
+        {
+            "constraints": {
+                f"t{i}": ParameterConstraints(sharding_types=["column_wise"], min_partition=8) for i in range(3)
+            }
+        },
+        "of sparse.t0, sparse.t1, sparse.t2, which are apart, a rank may have one shard, and they have 6 for 4 ranks",
+    ),
     "memory": (
         PlacementRules(on_ranks={f"t{i}": [0] for i in range(8)}),
         {"topology": topology(4, memory=1_500_000)},
@@ -194,6 +204,22 @@ def test_a_saved_plan_belongs_to_its_rules(tmp_path) -> None:
     file.write_text(moved)
     with pytest.raises(PlannerError, match=r"plan.json (does not have|has) table"):
         planner(RULES, plan_loader=JsonPlanLoader(file)).plan(model(), SHARDERS)
+
+
+def test_a_plan_that_has_two_slices_on_a_rank_breaks_apart(tmp_path) -> None:
+    sliced = {"t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=4)}
+    one = planner(PlacementRules(on_ranks={"t0": [1], "t1": [2]}), constraints=sliced)
+    one.plan(model(), [EveryTypeSharder()])
+    shardings = dict(one.saved_plan().tables())
+    legal = LegalRanks(4, 4, {}, apart=(("sparse.t0", "sparse.t1"),))
+    with pytest.raises(PlannerError, match=r"plan has two shards of table 'sparse.t0' on rank 1, not apart"):
+        legal.check(shardings, "plan")
+
+
+def test_a_table_of_another_device_than_its_module_is_warned_of() -> None:
+    one = planner(None, constraints={"t1": ParameterConstraints(device_group="cuda")})
+    with pytest.warns(InputWarning, match="'sparse.t1' is left out: the device_group of its constraint is 'cuda'"):
+        one.plan(model(), SHARDERS)
 
 
 def test_of_constraints_for_no_table_is_warned_with_the_nearest_name() -> None:

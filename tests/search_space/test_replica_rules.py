@@ -23,7 +23,7 @@ from torchrec.optim import SGD, Adagrad, Adam
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import FeatureStatistics, TableStatistics
+from dreamshard_planner import FeatureStatistics, ShardingGroups, TableStatistics
 from dreamshard_planner.search_space.replica_rules import (
     FUSED_DEFAULTS,
     REPLICA_RULES,
@@ -188,6 +188,16 @@ def test_optimizers_that_replicas_cannot_follow_keep_it_closed() -> None:
     assert kinds == {"data_parallel"} and any("no optimizer of its replicas" in note for note in notes)
     with pytest.raises(PlannerError, match="no optimizer of its replicas does"):
         replicated(Adam, optimizers_attached=True, sharding_types=["data_parallel"])
+
+
+def test_replicas_of_several_sharding_groups_train_otherwise() -> None:
+    """They follow the gradient of all groups at once, where other tables are averaged after a step of each group's."""
+    groups = {"optimizers_attached": True, "sharding_groups": ShardingGroups(size=8)}
+    made, kinds = replicated(SGD, **groups)
+    assert "data_parallel" not in kinds and made.beyond_exact_training().opened_by == "exact_training=False"
+    named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
+    made, kinds = replicated(SGD, constraints=named, **groups)
+    assert kinds == {"data_parallel"} and any("gradient of all groups" in str(note) for note in made.report().notes)
 
 
 VARIED = TableStatistics({f"t{index}_f0": FeatureStatistics(1.0, batch_size=8 * index) for index in (2, 3)})
