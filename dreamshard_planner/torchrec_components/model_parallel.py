@@ -74,10 +74,10 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
 
 def _check_ranks(planner: EmbeddingShardingPlanner, env: ShardingEnv | None) -> None:
     """A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's."""
-    if env is None and not dist.is_initialized():
+    topology = getattr(planner, "_topology", None)  # TorchRec's heterogeneous planner has several
+    if topology is None or (env is None and not dist.is_initialized()):
         return  # planning says what is missing
-    ranks = dist.get_world_size() if env is None else env.world_size
-    planned: int = planner._topology.world_size
+    ranks, planned = dist.get_world_size() if env is None else env.world_size, topology.world_size
     if planned != ranks:
         raise DreamShardError(
             f"the planner's topology has {planned} ranks, and there are {ranks} to shard over: plan for all of them "
