@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from dreamshard_planner.across_plans.layout import remapped_table
 from dreamshard_planner.across_plans.loading import users_error
@@ -94,24 +97,40 @@ class WholeWriter(FileSystemWriter):
     """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk.
 
     Raises:
-        FileError: the folder exists; names it.
+        FileError: the folder exists, or cannot be written; names it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._target = Path(os.path.abspath(path))
         super().__init__(self._target.with_name(f".{self._target.name}.part"))
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch's own hides the system's
+            if not isinstance(cause, OSError):
+                raise
+            raise FileError(f"{self._target}: cannot be written: {cause.strerror or cause}") from error
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self._target.exists():
+        if os.path.exists(self._target):
             raise FileError(f"{self._target}: exists; save to a new folder, and remove the old one then")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On one rank, before any writes: nothing is left of a save that was killed."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.fs.mkdir(self.path)
+        with self._writing():
+            self.fs.mkdir(self.path)
         return super().prepare_global_plan(plans)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._writing():
+            return super().write_data(plan, planner)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        os.rename(self.path, self._target)
+        with self._writing():
+            super().finish(metadata, results)
+            os.rename(self.path, self._target)

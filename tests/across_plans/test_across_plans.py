@@ -15,7 +15,7 @@ import resource
 import signal
 import tempfile
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,19 @@ def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> N
     told = describe(tmp_path / "cut")
     assert told["tables"]["ebc.t"]["states"] == {"momentum1": [ROWS]}
     assert told["others"] == [f"optimizer.state.dense.{WEIGHT}.step"]
+
+
+@pytest.mark.parametrize("what", ["convert", "save"])
+def test_a_folder_that_cannot_be_written_is_named(what: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "file").write_text("")
+    state, plan = saved(tmp_path / "saved", rows=3000), plan_of(tmp_path / "plan.json", (0, 0, 0, 3000, DIM), rows=3000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    request.addfinalizer(partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    for target, why in ((tmp_path / "file/new", "Not a directory"), (tmp_path / "full", "File too large")):
+        with pytest.raises(FileError, match=f"{target}: cannot be written: {why}"):
+            convert(tmp_path / "saved", target, plan) if what == "convert" else save_across_plans(state, target)
+        assert not target.exists()
 
 
 def test_tables_come_and_states_start_anew_by_consent(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from dlrm.model import EveryTypeSharder
 from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans
 from dreamshard_planner.across_plans.convert import convert
+from dreamshard_planner.errors import FileError
 
 DIM = 16
 POOLED = (
@@ -255,6 +256,9 @@ def _refusals(rank: Rank, folder: Path) -> dict[str, str]:
         {"model": adagrad.model.state_dict(), "optimizer": adagrad.model.fused_optimizer.state_dict()},
     )
     told["nothing"] = _refused(adagrad, folder / "nowhere")
+    (folder / f"file{rank.rank}").write_text("")
+    with pytest.raises(FileError, match="file0/new: cannot be written: Not a directory"):
+        adagrad.save(folder / "file0/new", plain=False)
     told["misspelt"] = _refused(adagrad, folder / "adagrad", added=["bags.bug0"])
     more = {**TABLES, "bags": {**TABLES["bags"], "new": TableSpec(5, DIM)}}
     longer = {**TABLES, "bags": {**TABLES["bags"], "bag1": TableSpec(99, DIM)}}
