@@ -22,10 +22,13 @@ from dreamshard_planner.across_plans.layout import (
     KeyPath,
     SavedTable,
     check_named,
+    is_dropped,
     is_named,
     paths,
     remapped_table,
     saved_tables,
+    state_of,
+    tables_of,
 )
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.across_plans.rules import JOINS, Join
@@ -59,7 +62,10 @@ def convert(
     reader, writer = BoundedReader(source), WholeWriter(target)
     planned = dict(plan.tables())
     content = _Content(reader, plan)
-    check_named({*dropped, *added, *fresh}, {*planned, *(table.name for table in content.saved.values())})
+    check_named(
+        {*tables_of(dropped, content.keys), *added, *fresh},
+        {*planned, *(table.name for table in content.saved.values())},
+    )
     for weight in _written(plan, planned, content.saved, dropped, added):
         name = content.saved[weight].name
         try:
@@ -114,6 +120,7 @@ class _Content(DefaultSavePlanner):
         self._reader, self._saved = reader, reader.read_metadata()
         reader.set_up_storage_reader(self._saved, True)
         self.saved, self._where = saved_tables(self._saved, plan.sharding), paths(self._saved)
+        self.keys = self._where.keys()
         fused = (
             path for path in self._where.values() if len(path) > 2 and path[-3] == "state" and "." in str(path[-1])
         )
@@ -169,7 +176,9 @@ class _Content(DefaultSavePlanner):
         of_tables = {key for table in self.saved.values() for key in (table.key, *table.states.values())}
         for key in sorted(self._where.keys() - (of_tables - self._kept)):
             entry, remapped = self._saved.state_dict_metadata[key], remapped_table(str(self._where[key][-1]))
-            if remapped and is_named(remapped, dropped):
+            state = state_of(self._where[key], self.saved)
+            of_dropped = state is not None and is_named(self.saved[state[0]].name, dropped)
+            if of_dropped or is_dropped(key, self._where[key], dropped):
                 continue
             if isinstance(entry, BytesStorageMetadata):
                 self.entries[key], self.paths[key] = entry, self._where[key]

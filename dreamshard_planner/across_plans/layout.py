@@ -83,6 +83,18 @@ def is_named(table: str, names: Container[str]) -> bool:
     return table in names or table.rpartition(".")[2] in names
 
 
+def is_dropped(key: str, path: KeyPath, dropped: Collection[str]) -> bool:
+    """Whether what is no table's weights or states is named, by its key, by what begins that, or by its table."""
+    remapped = remapped_table(str(path[-1]))
+    named = any(key == name or key.startswith(f"{name}.") for name in dropped)
+    return named or (remapped is not None and is_named(remapped, dropped))
+
+
+def tables_of(dropped: Collection[str], keys: Collection[str]) -> set[str]:
+    """Of what is dropped, what begins no key of a checkpoint."""
+    return {name for name in dropped if not any(is_dropped(key, (key,), [name]) for key in keys)}
+
+
 def check_named(names: Collection[str], tables: Collection[str]) -> None:
     """Whoever names a table that neither side has, misspelt it."""
     known = {*tables, *(name.rpartition(".")[2] for name in tables)}

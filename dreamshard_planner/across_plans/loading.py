@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from dreamshard_planner.across_plans.layout import (
     KeyPath,
     check_named,
+    is_dropped,
     is_named,
     owner,
     paths,
@@ -29,6 +30,7 @@ from dreamshard_planner.across_plans.layout import (
     saved_tables,
     state_of,
     table_names,
+    tables_of,
 )
 from dreamshard_planner.across_plans.learning_rates import LearningRates
 from dreamshard_planner.across_plans.reading import BoundedReader
@@ -43,6 +45,7 @@ from dreamshard_planner.across_plans.reads import (
 )
 from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
+from dreamshard_planner.support.formatting import some_of
 
 
 def load_across_plans(
@@ -62,7 +65,7 @@ def load_across_plans(
         path: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
         added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack, and keys of what else it may: they stay as
             they are.
-        dropped: tables that the checkpoint has and the model may lack.
+        dropped: tables that the checkpoint has and the model may lack, and keys of what else, or what begins them.
         fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
 
     Raises:
@@ -101,7 +104,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         for path in self.mappings.values():
             if state := state_of(path, self._weights):
                 self._states[state[0]].add(state[1])
-        check_named(self._added - self.mappings.keys() | self._dropped | self._fresh, set(self._names.values()))
+        dropped = tables_of(self._dropped, self.metadata.state_dict_metadata)
+        check_named(self._added - self.mappings.keys() | dropped | self._fresh, set(self._names.values()))
         self._rates = LearningRates(self.original_state_dict, self.metadata)
         reads, problems = [Read(read_bytes(key)) for key in self._rates.unread], []
         for key, value in self.state_dict.items():
@@ -111,22 +115,22 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 problems.append(str(problem))
         _raise(problems)
         states = {(weight, name) for weight, names in self._states.items() for name in names}
-        asked = set(self._weights), states, _has_states(self.original_state_dict)
+        optimizer, entries = _has_states(self.original_state_dict), set(self.original_state_dict)
+        asked = set(self._weights), states, optimizer, set(self.mappings), entries
         return LoadPlan(self.keep(reads), planner_data=asked)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """On one rank: what no rank asks for."""
         of_ranks = zip(*(plan.planner_data for plan in global_plan), strict=True)
-        weights, states, optimizer = (functools.reduce(operator.or_, of_rank) for of_rank in of_ranks)
+        weights, states, optimizer, keys, entries = (functools.reduce(operator.or_, of_rank) for of_rank in of_ranks)
         problems = [
             f"table {self._names[weight]}: in the checkpoint, not in the model; if it was removed, name it in dropped="
             for weight in sorted(self._saved.keys() - weights)
             if weights and not is_named(self._names[weight], self._dropped)
         ]
         if optimizer:
-            for weight in sorted(weights & self._saved.keys()):
-                problems += self._left_over(weight, {name for of, name in states if of == weight})
-        _raise(problems)
+            problems += self._left_over(weights, states)
+        _raise([*problems, *self._others_left_over(keys, entries)])
         return global_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -202,16 +206,35 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 return []
             raise RefusedError(f"table {named}, state {name}: {problem}; or pass fresh=[{named!r}]") from problem
 
-    def _left_over(self, weight: str, asked: set[str]) -> Iterator[str]:
-        """Saved states of a table that no rank asks for: without them its training would go on differently."""
-        saved, table = self._saved[weight].states.keys(), self._names[weight]
-        for name in sorted(saved - asked):
-            if is_named(table, self._fresh) or (name == STEP_COUNT and needs_no_step_count(saved)):
+    def _left_over(self, weights: set[str], asked: set[tuple[str, str]]) -> Iterator[str]:
+        """Saved states of tables that no rank asks for: without them training would go on differently."""
+        saved = {state for path in paths(self.metadata).values() if (state := state_of(path, self._saved))}
+        for weight, name in sorted(saved - asked):
+            table, uncounted = self._names[weight], needs_no_step_count(self._saved[weight].states.keys())
+            if weight not in weights or is_named(table, self._fresh) or (name == STEP_COUNT and uncounted):
                 continue
             yield (
                 f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there "
                 f"(if replicated: in a KeyedOptimizerWrapper, after init_state()), or pass fresh=[{table!r}]"
             )
+
+    def _others_left_over(self, asked: set[str], entries: set[str]) -> Iterator[str]:
+        """What no rank asks for and is no table's; of entries of the state dict alone, so that a script may load some.
+        Groups are numbered, and other plans have others."""
+        tables = {table.key for table in self._saved.values()}
+        left: tuple[dict[str, None], dict[str, None]] = {}, {}
+        for key, path in sorted(paths(self.metadata).items()):
+            skipped = key in asked or key in tables or path[0] not in entries or "param_groups" in path
+            if skipped or state_of(path, self._saved) or is_dropped(key, path, self._dropped):
+                continue
+            is_state = "state" in path[:-1]
+            left[is_state][".".join(map(str, path[: path.index("state") + 2])) if is_state else key] = None
+        for names, help in zip(left, ("", "call init_state() of the optimizer before, or "), strict=True):
+            if names:
+                yield (
+                    f"{some_of(list(names), ())}: in the checkpoint, not in the state dict; {help}name what is not "
+                    "wanted, or what its key begins with, in dropped="
+                )
 
     def _check_numbered(self, key: str, path: KeyPath) -> None:
         """Parameters that an optimizer numbers have other numbers where other tables are replicated."""

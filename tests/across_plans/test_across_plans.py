@@ -211,6 +211,54 @@ def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> N
     assert told["others"] == [f"optimizer.state.dense.{WEIGHT}.step"]
 
 
+def test_nothing_of_an_entry_is_passed_over(tmp_path: Path) -> None:
+    """What is no table's: layers, states of their optimizer; entries that the state dict lacks are left alone."""
+    state = saved(tmp_path / "saved")
+    state["optimizer"]["state"] |= {"dense.top.bias": {"exp_avg": torch.rand(5), "step": 3}}
+    state["model"]["low.bias"] = torch.rand(2)
+    save_across_plans(state, tmp_path / "whole")
+    model, table = {WEIGHT: state["model"][WEIGHT]}, {f"dense.{WEIGHT}": state["optimizer"]["state"][f"dense.{WEIGHT}"]}
+    for asked, dropped, told in (
+        ({"model": model}, ["model.top"], r"'model.low.bias': in the checkpoint.* in dropped="),
+        ({"model": state["model"], "optimizer": {"state": table}}, [], r"'.*\.dense.top.bias': .*call init_state\(\)"),
+        ({"model": state["model"], "optimizer": {"state": {}}}, [], r"table ebc.t, state momentum1: in the checkpoint"),
+        ({"model": model}, ["model.tops"], "'model.tops'"),
+        ({"model": model}, ["model.top", "model.low.bias"], None),
+        (
+            {"model": model, "optimizer": {"state": table}},
+            ["model.top", "model.low", "optimizer.state.dense.top"],
+            None,
+        ),
+        ({"model": state["model"]}, [], None),
+        ({"epoch": 0}, [], None),
+    ):
+        found = zeros_like(asked)
+        if told is None:
+            load_across_plans(found, tmp_path / "whole", dropped=dropped)
+            assert found == {"epoch": 3} or torch.equal(found["model"][WEIGHT], model[WEIGHT])
+            continue
+        with pytest.raises(CheckpointError, match=told):
+            load_across_plans(found, tmp_path / "whole", dropped=dropped)
+
+
+def test_states_of_tables_that_are_no_tensors_are_not_passed_over(tmp_path: Path) -> None:
+    states = {"exp_avg": torch.rand(ROWS, DIM), "exp_avg_sq": torch.rand(ROWS, DIM)}
+    state = {"model": {WEIGHT: torch.randn(ROWS, DIM)}, "optimizer": {"state": {f"dense.{WEIGHT}": states}}}
+    asked = zeros_like(state)
+    states["step"] = 7
+    save_across_plans(state, tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"table ebc.t, state iter: in the checkpoint, not in the state dict"):
+        load_across_plans(asked, tmp_path / "saved")
+    load_across_plans(asked, tmp_path / "saved", fresh=["t"])
+    other = plan_of(tmp_path / "plan.json", *WHOLE)
+    tables = {"u": other.sharding["ebc"]["t"]}
+    inputs = replace(other.inputs, tables={"ebc.u": other.inputs.tables["ebc.t"]})
+    predicted = replace(other.predicted, alone_ms={})
+    other = replace(other, inputs=inputs, predicted=predicted, sharding={"ebc": tables})
+    convert(tmp_path / "saved", tmp_path / "cut", other, dropped=["t"], added=["u"])
+    assert describe(tmp_path / "cut")["others"] == []
+
+
 @pytest.mark.parametrize("what", ["convert", "save"])
 def test_a_folder_that_cannot_be_written_is_named(what: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / "file").write_text("")

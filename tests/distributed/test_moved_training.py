@@ -232,6 +232,7 @@ def test_a_converted_checkpoint_needs_nothing_of_ours(tmp_path: Path) -> None:
 def _refused(job: Job, folder: Path, state: dict[str, Any] | None = None, **consent: Any) -> str:
     state = job.state() if state is None else state
     state["model"] = {key: value for key, value in state["model"].items() if not key.startswith("top")}
+    consent = {**consent, "dropped": ["model.top", *consent.get("dropped", ())]}
     try:
         load_across_plans(state, folder, **consent)
     except CheckpointError as error:
@@ -259,6 +260,13 @@ def _refusals(rank: Rank, folder: Path) -> dict[str, str]:
     (folder / f"file{rank.rank}").write_text("")
     with pytest.raises(FileError, match="file0/new: cannot be written: Not a directory"):
         adagrad.save(folder / "file0/new", plain=False)
+    layers = adagrad.state()
+    if rank.rank == 0:  # the other rank has them
+        layers["model"].pop("top.weight")
+    load_across_plans(layers, folder / "adagrad")
+    layers["model"].pop("top.weight", None)
+    with pytest.raises(CheckpointError, match=r"'model.top.weight': in the checkpoint, not in the state dict"):
+        load_across_plans(layers, folder / "adagrad")
     told["misspelt"] = _refused(adagrad, folder / "adagrad", added=["bags.bug0"])
     more = {**TABLES, "bags": {**TABLES["bags"], "new": TableSpec(5, DIM)}}
     longer = {**TABLES, "bags": {**TABLES["bags"], "bag1": TableSpec(99, DIM)}}
