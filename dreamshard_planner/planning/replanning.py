@@ -21,9 +21,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
 from dreamshard_planner.planning.session import PlanningSession
-from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
+from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.replan import Move, Moving, Replan
+from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
@@ -70,6 +71,7 @@ def replanned(
         steps=steps,
         max_bytes_moved=max_bytes_moved,
         forced=ways.forced,
+        stale=held.stale,
     )
 
 
@@ -89,13 +91,15 @@ class Held:
     tables: Mapping[str, TableInputs]
     """As the model declares them, by fully qualified name."""
     shards: Mapping[str, tuple[ShardPlace, ...]]
-    """Of tables that are in the plan with the same shape and data type."""
+    """Of tables that are in the plan with the same shape and data type, whatever else changed."""
     whole: Mapping[str, TableSharding]
     """Of these, the tables of which no shard is lost, as they are sharded."""
     same_ranks: bool
     """Whether it was made for as many ranks and hosts, and none is lost."""
     forced: tuple[str, ...]
     """Why not all can stay as it is."""
+    stale: tuple[str, ...] = ()
+    """What else the plan was made for, such that its file does not load."""
 
     @classmethod
     def of(cls, model: PlanningSession, current: ShardingPlan | SavedPlan, lost: Sequence[int]) -> Held:
@@ -106,11 +110,13 @@ class Held:
         if odd := [rank for rank in lost if rank < 0 or (ranks_now is not None and rank >= ranks_now)]:
             of = f": the plan that runs is for {ranks_now} ranks" if ranks_now else ""
             raise ValueError(f"there is no rank {odd[0]} to be lost{of}")
-        shards, whole, new, gone = {}, {}, [], set(lost)
+        before = current.inputs.tables if isinstance(current, SavedPlan) else {}
+        shards, whole, gone = {}, {}, set(lost)
+        new: list[str] = []
+        changed: list[str] = []
         for fqn, declared in model.inputs.tables.items():
-            alike = not isinstance(current, SavedPlan) or current.inputs.tables.get(fqn) == declared
-            if fqn not in given or not alike:
-                new.append(fqn)
+            if fqn not in given or _weights(before.get(fqn, declared)) != _weights(declared):
+                (changed if fqn in given else new).append(fqn)
                 continue
             table = sharding_of(fqn, given[fqn], (declared.rows, declared.dim))
             ranks = {shard.rank: shard.rank - sum(rank < shard.rank for rank in lost) for shard in table.shards}
@@ -119,7 +125,8 @@ class Held:
             shards[fqn] = tuple(left)
             if len(left) == len(table.shards):
                 whole[fqn] = replace(table, shards=tuple(left))
-        forced = [f"new: {some_of(new, ())}"] * bool(new) + [f"{ranks_in_words(gone)} lost"] * bool(gone)
+        forced = [f"{what}: {some_of(of, ())}" for what, of in (("new", new), ("changed", changed)) if of]
+        forced += [f"{ranks_in_words(gone)} lost"] * bool(gone)
         if not isinstance(current, SavedPlan):
             return cls("the plan", model.inputs.tables, shards, whole, not gone, tuple(forced))
         was, now = current.inputs.topology, model.inputs.topology
@@ -127,7 +134,8 @@ class Held:
         if not same and not gone:
             more_or_less = f"{was.all_ranks} -> {now.all_ranks} ranks"
             forced.append(f"{was} -> {now}" if was.all_ranks == now.all_ranks else more_or_less)
-        return cls(current.name, model.inputs.tables, shards, whole, same and not gone, tuple(forced))
+        stale = tuple(stale_differences(current.inputs, _with_names(model.inputs, current.inputs)))
+        return cls(current.name, model.inputs.tables, shards, whole, same and not gone, tuple(forced), stale)
 
     def received_SD(self, option: ShardingOption, ranks: int) -> np.ndarray:
         """Bytes of each shard of an option, optimizer states with them, that each rank does not hold, were the shard
@@ -255,6 +263,20 @@ class _Ways:
             if self._held.same_ranks:
                 raise
             return None
+
+
+def _weights(table: TableInputs) -> tuple[int, int, str]:
+    """What two tables share of which the weights of one are the other's."""
+    return table.rows, table.dim, table.data_type
+
+
+def _with_names(now: PlanInputs, was: PlanInputs) -> PlanInputs:
+    """With values of constraints that a file has by name alone, which are not there where the model is read of it."""
+    named = {table: {name: value for name, value in of_table.items() if isinstance(value, str)}
+             for table, of_table in was.constraints.items()}  # fmt: skip
+    tables = named.keys() | now.constraints.keys()
+    merged = {table: {**named.get(table, {}), **now.constraints.get(table, {})} for table in tables}
+    return replace(now, constraints=merged)
 
 
 def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:

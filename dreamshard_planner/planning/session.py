@@ -200,8 +200,9 @@ class PlanningSession:
         """
         if stale := list(stale_differences(saved.inputs, self.inputs)):
             raise PlannerError(
-                f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Plan without "
-                "plan_loader, and save again.",
+                f"{saved.name} was made for something else (then -> now): {'; '.join(stale)}. Load the plan that "
+                "replan (dreamshard replan) makes of it, which keeps what lies where it lies; or plan without "
+                "plan_loader, and save again, which moves everything anew.",
                 PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
             )
         options = self._given.enumerated(saved)

@@ -81,6 +81,9 @@ class Replan:
     max_bytes_moved: int | None
     forced: tuple[str, ...] = ()
     """Why the current plan cannot stay as it is, in words; empty where it can."""
+    stale: tuple[str, ...] = ()
+    """What else it was made for (then -> now), in words, such that ``JsonPlanLoader`` refuses its file: where it stays,
+    :attr:`plan` has its sharding and is the one to load."""
 
     COLUMNS: ClassVar = ("tables", "moved", "to one rank", "ms per step", "seconds in all")
     """Of :meth:`rows`."""
@@ -108,7 +111,7 @@ class Replan:
 
     @property
     def stays(self) -> bool:
-        """Whether the current plan is the best to have."""
+        """Whether the current plan's sharding is the best to have."""
         return not self.forced and self.chosen.tables == 0
 
     @property
@@ -126,8 +129,14 @@ class Replan:
         """What to do."""
         chosen, steps = self.chosen, f"{self.steps:,} steps"
         if self.stays:
+            stay = f"Stay with {self.before}"
+            if self.stale:
+                stay = (
+                    f"Keep the sharding of {self.before}, but save and load this plan ({self.before} was made for "
+                    f"something else, then -> now: {'; '.join(self.stale)})"
+                )
             return (
-                f"Stay with {self.before}: {chosen.step_ms:.3f} ms per step, and no plan saves as much over {steps} "
+                f"{stay}: {chosen.step_ms:.3f} ms per step, and no plan saves as much over {steps} "
                 "as moving to it takes."
             )
         because = f"{self.before} cannot stay ({'; '.join(self.forced)}). " if self.forced else ""

@@ -13,7 +13,9 @@ import pytest
 import torch
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import BoundsCheckMode
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from typer.testing import CliRunner
@@ -39,10 +41,12 @@ POOLING = (900.0, 600.0, 400.0, 200.0, 90.0, 60.0, 40.0, 10.0)
 ROOMY = {"cost_source": "roofline"}
 
 
-def model(names: str = "abcdefgh", rows: int = 4000) -> nn.Module:
+def model(
+    names: str = "abcdefgh", optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad, rows: int = 4000, **arguments
+) -> nn.Module:
     module = nn.Module()
-    module.sparse = collection(*(table(name, rows * (1 + ord(name) % 3), 64) for name in names))
-    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    module.sparse = collection(*(table(name, rows * (1 + ord(name) % 3), 64, **arguments) for name in names))
+    apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": 0.1})
     return module
 
 
@@ -285,6 +289,61 @@ def test_tables_that_come_and_go_move_nothing() -> None:
     assert all(found.plan.sharding["sparse"][name] == current.sharding["sparse"][name] for name in kept)
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"module": model("ab")}, "table 'sparse.c' is gone"),
+        ({"topology": topology(2, device="cuda")}, "device cpu -> cuda"),
+        ({"module": model("abc", pooling=PoolingType.MEAN)}, "pooling of table 'sparse.a' 'sum' -> 'mean'"),
+        ({"module": model("abc", torch.optim.SGD)}, "optimizer of table 'sparse.a' 'exact_rowwise_adagrad' -> 'exact"),
+    ],
+    ids=["gone", "device", "pooling", "optimizer"],
+)
+def test_what_stays_of_a_plan_for_something_else_is_the_sharding_and_the_plan_found_loads(
+    change, told: str, tmp_path: Path
+) -> None:
+    current = planned("abc", **{"module": model("abc"), "sharding_types": ["table_wise"]}).saved_plan()
+    current.save(tmp_path / "plan.json")
+    arguments = {"order": "abc", "module": model("abc"), "sharding_types": ["table_wise"], **change}
+    found = planned(**arguments).replan(tmp_path / "plan.json", steps=0)
+    check(found, current)
+    kept = found.plan.sharding["sparse"]
+    assert kept == {name: current.sharding["sparse"][name] for name in kept}
+    assert found.stays and not found.forced and found.stale[0].startswith(told)
+    assert found.sentence.startswith("Keep the sharding of plan.json, but save and load this plan") and told in str(
+        found
+    )
+    found.plan.save(tmp_path / "new.json")
+    assert (
+        planned(plan_loader=JsonPlanLoader(tmp_path / "new.json"), **arguments).saved_plan().sharding["sparse"] == kept
+    )
+    with pytest.raises(PlannerError, match=r"plan\.json was made for something else.*Load the plan that replan"):
+        planned(plan_loader=JsonPlanLoader(tmp_path / "plan.json"), **arguments)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_constraints_that_a_file_has_by_name_alone_are_not_told_as_changed(tmp_path: Path) -> None:
+    constraints = {"a": ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL)}
+    planned("abc", model("abc"), constraints=constraints).save_plan(tmp_path / "plan.json")
+    told = CliRunner().invoke(app, ["replan", str(tmp_path / "plan.json"), "--steps", "1"])
+    assert told.exit_code == 0 and "Stay with plan.json" in told.stdout, told.output
+
+
+def test_changed_tables_are_told_from_new_ones_and_carry_weights_of_the_same_shape() -> None:
+    arguments = {"sharding_types": ["table_wise"], "topology": topology(3)}
+    module = model("abc")
+    current = planned(module=module, **arguments).saved_plan()
+    for other, told in ((model("abc", rows=5000), "changed"), (model("def"), "new")):
+        found = planned(module=other, **arguments).replan(current, steps=0)
+        assert found.forced[0].startswith(f"{told}: 'sparse.") and found.chosen.bytes_moved == 0
+    other = model("abc", pooling=PoolingType.MEAN)
+    found = planned(module=other, **{**arguments, "topology": topology(2)}).replan(current, steps=0, lost=[0])
+    homeless = [table for table in current.sharding["sparse"].values() if table.shards[0].rank == 0]
+    assert found.forced == ("rank 0 lost",) and found.chosen.tables == len(homeless) == 1
+    assert found.chosen.bytes_moved == homeless[0].shards[0].size[0] * (64 + 1) * 4
+
+
 @pytest.mark.parametrize(("ranks", "lost"), [((4, 3), (1,)), ((3, 2), ()), ((2, 3), ()), ((4, 2), (0, 3))])
 def test_lost_and_added_ranks_move_only_what_they_must(ranks: tuple[int, int], lost: tuple[int, ...]) -> None:
     was, now = ranks
@@ -388,6 +447,8 @@ def test_the_command_writes_the_plan_and_the_page_and_says_what_to_do(tmp_path: 
     assert "Cost against bytes moved" in page and document["sentence"].partition(":")[0] in page
     kept = replan("--steps", "1e9")
     assert kept.exit_code == 0 and "Stay with plan.json" in kept.stdout
+    resized = replan("--steps", "1", "--batch-size", "32", "--format", "json")
+    assert resized.exit_code == 0 and json.loads(resized.stdout)["stale"] == ["batch size 64 -> 32"]
     lost = replan("--steps", "1", "--ranks", "1", "--format", "json")
     assert lost.exit_code == 3 and json.loads(lost.stdout)["forced"][0] == "rank 1 lost"
     assert replan("--steps", "0").exit_code == 2
