@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from types import NoneType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import dtype_to_data_type
 
 from dreamshard_planner.devices import GPUS, Machine
@@ -26,8 +27,8 @@ from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.statistics import TableStatistics
 
-BY_NAME = ("bounds_check_mode", "output_dtype", "key_value_params")
-"""What a file holds of constraints by name alone, and nothing that is read offline."""
+IN_WORDS = ("stats",)
+"""What a file has of a cache's parameters in words alone; nothing of it is read offline."""
 PLANNERS = ("recipe", "sharding_types", "exact_training", "optimizers_attached", "seed", "cost_source", "least_gain")
 """Settings that are the planner's arguments of the same name."""
 TOLD = ("cost_source", "checkpoint", "recipe")
@@ -207,11 +208,23 @@ def _rules(saved: SavedPlan) -> PlacementRules:
 
 
 def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> ParameterConstraints:
-    """All but what is kept by name; of a cache its numbers."""
-    known = {field.name for field in fields(ParameterConstraints)}.difference(BY_NAME)
-    kept = {name: value for name, value in changed.items() if name in known}
-    if cache := kept.pop("cache_params", None):
-        if not isinstance(cache, Mapping):
-            raise PlanError(f"{saved.name}: constraints of {table!r}: cache_params must be an object, got {cache!r}")
-        kept["cache_params"] = CacheParams(**{name: part for name, part in cache.items() if isinstance(part, float)})
-    return ParameterConstraints(**kept)
+    """All that a file has of it, but :data:`IN_WORDS`."""
+    known = {field.name for field in fields(ParameterConstraints)}
+    try:
+        return _restored(ParameterConstraints, {name: value for name, value in changed.items() if name in known})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"{saved.name}: constraints of {table!r} {brief(changed)} cannot be: {brief(error)}") from error
+
+
+def _restored(kind: Any, value: Any) -> Any:
+    """What :func:`~dreamshard_planner.planning.plan_inputs.plain` was told, of some type or None."""
+    kind = next((of for of in get_args(kind) if of is not NoneType), kind) if get_origin(kind) is Union else kind
+    if isinstance(kind, type) and issubclass(kind, Enum) and value is not None:
+        return kind[value]
+    if is_dataclass(kind) and value is not None:
+        make: Any = kind
+        of = get_type_hints(kind)
+        return make(**{name: _restored(of[name], part) for name, part in value.items() if name not in IN_WORDS})
+    if get_origin(kind) is tuple and value is not None:
+        return tuple(map(tuple, value))
+    return value

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import CacheParams
+from torchrec.distributed.types import CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -79,9 +80,16 @@ CUDA = Machine(ranks_per_host=2, hosts=2, gpu="h100").topology()
 def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     constraints = {
         "a": ParameterConstraints(
-            pooling_factors=[4.0, 2.0], min_partition=8, cache_params=CacheParams(load_factor=0.5)
+            pooling_factors=[4.0, 2.0],
+            min_partition=8,
+            cache_params=CacheParams(CacheAlgorithm.LFU, load_factor=0.5),
+            output_dtype=DataType.FP16,
         ),
-        "b": ParameterConstraints(sharding_types=["table_wise", "row_wise"]),
+        "b": ParameterConstraints(
+            sharding_types=["table_wise", "row_wise"],
+            bounds_check_mode=BoundsCheckMode.FATAL,
+            key_value_params=KeyValueParams(ssd_rocksdb_shards=2, ps_hosts=(("localhost", 1),)),
+        ),
     }
     rules = PlacementRules(on_ranks={"b": [0, 1]})
     saved = saved_of(model(), STATISTICS, topology, constraints=constraints, placement_rules=rules)
@@ -90,6 +98,7 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     planned = job.plan()
     again = planned.planner.saved_plan()
     assert other_inputs(saved, again.inputs) == [] and again.inputs.tables == saved.inputs.tables
+    assert again.inputs.constraints == saved.inputs.constraints
     assert again.inputs.placement_rules == saved.inputs.placement_rules
     cost = planned.planner.predict(saved)
     assert cost.total_ms == pytest.approx(saved.predicted.total_ms, rel=1e-4)
