@@ -227,11 +227,11 @@ def load_plan(path: Path) -> SavedPlan:
     return SavedPlan.load(path)
 
 
-def tell_other_statistics(saved: SavedPlan, job: Job, given: Path | None) -> None:
+def tell_other_statistics(saved: SavedPlan, known: TableStatistics | None, given: Path | None) -> None:
     """On stderr, where others were given than a plan was made with; PlanError where the plan's are not known."""
     from dreamshard_planner.offline.from_plan import check_statistics
 
-    if told := check_statistics(saved, job, given is not None):
+    if told := check_statistics(saved, known, given is not None):
         typer.echo(f"note: {told}", err=True)
 
 

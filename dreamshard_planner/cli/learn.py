@@ -13,6 +13,7 @@ import typer
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cli.app import command
+from dreamshard_planner.cli.job import load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import (
     DEFAULT_RECIPE,
     CollectivesOption,
@@ -279,21 +280,26 @@ def calibrate(
 def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
     """Tables of a list or of a plan, None where nobody gave them; and what batches the kernels of the plan see."""
     from dreamshard_planner.offline.jobs import read_model
-    from dreamshard_planner.plans.plan_file import SavedPlan
     from dreamshard_planner.workload.statistics import TableStatistics
 
     if (source is None) == (plan is None):
         if source is not None or statistics is not None:
             raise typer.BadParameter("give --tables or --plan, one of them, with --statistics or without")
         return None, []
-    known = TableStatistics({}) if statistics is None else TableStatistics.from_json(statistics)
+    known = None if statistics is None else TableStatistics.from_json(statistics)
     if plan is not None:
-        inputs = SavedPlan.load(plan).inputs
+        saved = load_plan(plan)
+        inputs = saved.inputs
+        if known is not None:
+            known.unused(name for table in inputs.tables.values() for name in table.features)
+        known = TableStatistics({**inputs.features, **(known or {})})
+        tell_other_statistics(saved, known or None, statistics)
         of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
         return of_plan, [inputs.batch_size * inputs.topology.world_size]
-    if source is None or not (specs := read_model(source).specs):
+    if source is None or not (model := read_model(source)).specs:
         raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
-    return [spec.table(known) for spec in specs], []
+    told = (model if known is None else model.with_statistics(known)).statistics or {}
+    return [spec.table(told) for spec in model.specs], []
 
 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:

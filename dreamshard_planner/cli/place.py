@@ -69,7 +69,7 @@ def explain(
         planner = job.plan().planner if saved is None else job.read()
         found = planner.explain(rank, saved)  # refuses a plan of other tables, whose statistics are no matter then
     if saved is not None:
-        tell_other_statistics(saved, job, options.statistics)
+        tell_other_statistics(saved, job.model.statistics, options.statistics)
         from dreamshard_planner.offline.from_plan import other_inputs
 
         for difference in other_inputs(saved, planner.saved_plan(saved).inputs):

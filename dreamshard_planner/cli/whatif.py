@@ -59,7 +59,7 @@ def what_if(
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
     job = options.job()
     if options.plan is not None:
-        tell_other_statistics(load_plan(options.plan), job, options.statistics)
+        tell_other_statistics(load_plan(options.plan), job.model.statistics, options.statistics)
     from dreamshard_planner.offline.what_if import what_if
     from dreamshard_planner.support.progress import progress_bar
 

@@ -70,14 +70,12 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
     )
 
 
-def check_statistics(saved: SavedPlan, job: Job, given: bool) -> str | None:
-    """None where a job has the statistics that a plan was made with; else, where others were given, a note that says
-    so.
+def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: bool) -> str | None:
+    """None where these are the statistics that a plan was made with; else, where others were given, a note of that.
 
     Raises:
         PlanError: none were given, and what the plan was chosen by is not known.
     """
-    known = job.model.statistics
     if (None if known is None else digest(known)) == saved.inputs.statistics:
         return None
     if given or saved.inputs.statistics is None:

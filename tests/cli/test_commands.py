@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -22,6 +23,7 @@ from dreamshard_planner.cli import app
 from dreamshard_planner.cli.options import CostSourceName, bytes_per_s, size_bytes, whole
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.tables import Table
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
@@ -346,10 +348,33 @@ def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Pat
         assert json.loads(told.stdout)["total_ms"] == pytest.approx(predicted, rel=1e-4)
         other = run("explain", *arguments, "--statistics", str(folder / "monday.json"))
         assert "note: plan.json was made with other statistics" in other.stderr
-    assert "--statistics" in run("what-if", plan, status=1).stderr
+    for command in (("what-if", plan), ("calibrate", "--plan", plan, "--out", str(tmp_path / "x.safetensors"))):
+        assert "--statistics" in run(*command, status=1).stderr
     changed = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "512", "--plan", plan)
     told = run("explain", *changed, "--statistics", statistics).stderr
     assert "note: plan.json was made from other inputs: batch size 256 -> 512" in told
+
+
+@pytest.mark.parametrize("source", ["--plan", "--tables"])
+def test_calibration_reads_tables_as_they_and_statistics_say(
+    source: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Exception):
+        """Of the measuring."""
+
+    def calibrate(*_given: Any, tables: list[Table], **_options: Any) -> None:
+        raise Begun({table.name.rpartition(".")[2]: table.features for table in tables})
+
+    monkeypatch.setattr("dreamshard_planner.training.calibrate", calibrate)
+    given = EXAMPLE if source == "--tables" else str(folder / "plan.json")
+    command = ("calibrate", source, given, "--out", str(tmp_path / "x.safetensors"))
+    for more, lookups in (((), 1.0), (("--statistics", str(folder / "monday.json")), 4.0)):
+        with pytest.raises(Begun) as begun:
+            run(*command, *more, status=1)
+        (found,) = begun.value.args
+        assert [feature.pooling_factor for feature in found["item_id"]] == [lookups, 40.0]
+    TableStatistics({"elsewhere": FeatureStatistics(4.0)}).to_json(other := tmp_path / "other.json")
+    assert "'elsewhere'" in run(*command, "--statistics", str(other), status=1).stderr
 
 
 def test_a_plan_of_other_tables_is_refused_by_its_tables(folder: Path, tmp_path: Path) -> None:

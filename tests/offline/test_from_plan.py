@@ -94,7 +94,7 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     rules = PlacementRules(on_ranks={"b": [0, 1]})
     saved = saved_of(model(), STATISTICS, topology, constraints=constraints, placement_rules=rules)
     job = job_of(saved, STATISTICS)
-    assert check_statistics(saved, job, given=True) is None
+    assert check_statistics(saved, job.model.statistics, given=True) is None
     planned = job.plan()
     again = planned.planner.saved_plan()
     assert other_inputs(saved, again.inputs) == [] and again.inputs.tables == saved.inputs.tables
@@ -114,11 +114,11 @@ def test_statistics_with_sketches_are_asked_for_by_name() -> None:
     saved = saved_of(model(), STATISTICS, CUDA)
     assert list(saved.inputs.features) == ["f"]
     with pytest.raises(PlanError, match=r"with statistics of g, h, s that it does not hold.*--statistics"):
-        check_statistics(saved, job_of(saved), given=False)
+        check_statistics(saved, job_of(saved).model.statistics, given=False)
     other = TableStatistics({"h": FeatureStatistics(9.0)})
-    assert "other statistics" in check_statistics(saved, job_of(saved, other), given=True)
+    assert "other statistics" in check_statistics(saved, job_of(saved, other).model.statistics, given=True)
     without = saved_of(model(), None, CUDA)
-    assert check_statistics(without, job_of(without), given=False) is None
+    assert check_statistics(without, job_of(without).model.statistics, given=False) is None
 
 
 def test_a_plan_of_a_collection_alone_and_of_ranks_that_fill_no_hosts() -> None:
@@ -175,7 +175,7 @@ def made(specs: list[TableSpec], machine: str, path: Path, **given) -> tuple[Sav
     job.plan().planner.save_plan(path)
     saved = SavedPlan.load(path)
     again = job_of(saved)
-    assert check_statistics(saved, again, given=False) is None
+    assert check_statistics(saved, again.model.statistics, given=False) is None
     return saved, again.read().saved_plan(saved)
 
 
