@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 GB = 10**9
 GPUS_OF_A_HOST = 8
 """In the vendor's own machines of those GPUs that have a network."""
+MAX_RANKS = 2**15
+"""Planned for; twice as many would take minutes."""
 MAX_RANKS_OF_A_HOST = 16
 """More on one host are taken for a forgotten ``local_world_size``."""
 
@@ -128,6 +130,8 @@ class Machine:
         for name in ("ranks_per_host", "hosts"):
             if getattr(self, name) < 1:
                 raise TaskError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ranks > MAX_RANKS:
+            raise TaskError(f"plans are made for up to {MAX_RANKS:,} ranks, not for {self.ranks:,}")
         rates = ("memory_bytes_per_s", "host_bytes_per_s", "intra_bytes_per_s", "inter_bytes_per_s")
         for name in ("memory_bytes", "host_memory_bytes", *rates):
             if getattr(self, name) is not None and not getattr(self, name) > 0:

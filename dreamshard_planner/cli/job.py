@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dreamshard_planner.cli.options import COUNT, RATE, SIZE, CostSourceName, Device, listed, ranks_of
+from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SEED, SIZE, CostSourceName, Device, listed, ranks_of
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class PlanningOptions:
     sharding_group: Annotated[int | None, COUNT(help="Ranks of a sharding group (2D parallelism).")] = None
     sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.")] = 1
     exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0
-    search_seconds: Annotated[float | None, typer.Option(min=0.01, help="Cap on the search.")] = None
+    seed: Annotated[int, SEED(help="Of the search.")] = 0
+    search_seconds: Annotated[float | None, SECONDS(min=0.01, help="Cap on the search.")] = None
 
     def machine(self, ranks_per_host: int) -> Machine:
         """What is to train."""

@@ -16,6 +16,8 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import (
     DEFAULT_RECIPE,
+    SECONDS,
+    SEED,
     CollectivesOption,
     Device,
     DeviceOption,
@@ -104,12 +106,10 @@ def _measuring(device: Device) -> Iterator[Ranks]:
 @command("dreamshard train --out my.safetensors")
 def train(
     out: Annotated[Path | None, output(f"Checkpoint to write, its dataset beside it; {KEPT}")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=1, help="Time for measuring kernels; 300, or 8 with --quick.")
-    ] = None,
+    seconds: Annotated[float | None, SECONDS(min=1, help="Time for measuring kernels; 300, or 8 with --quick.")] = None,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
-    seed: Annotated[int, typer.Option(help="Of tables, sets, networks and policy.")] = 0,
+    seed: Annotated[int, SEED(help="Of tables, sets, networks and policy.")] = 0,
     recipe: RecipeOption = DEFAULT_RECIPE,
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
     collectives: CollectivesOption = None,
@@ -143,7 +143,7 @@ def collect(
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
     sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.")] = 5000,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this time, to be continued.")] = None,
+    seconds: Annotated[float | None, SECONDS(min=0, help="Stop after this time, to be continued.")] = None,
     batch_sizes: Annotated[
         str | None, typer.Option(help="Samples that a kernel sees, separated by commas; default: by device.")
     ] = None,
@@ -154,7 +154,7 @@ def collect(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each set.")] = 5,
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
-    seed: Annotated[int, typer.Option(help="Of sets, indices and order.")] = 0,
+    seed: Annotated[int, SEED(help="Of sets, indices and order.")] = 0,
     format: FormatOption = Format.table,
 ) -> None:
     """Measure random sets of tables as fused kernels; the same command continues what was interrupted.
@@ -199,7 +199,7 @@ def fit(
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
     out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
     recipe: RecipeOption = DEFAULT_RECIPE,
-    seed: Annotated[int, typer.Option(help="Of networks and policy.")] = 0,
+    seed: Annotated[int, SEED(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
     quick: QuickOption = False,
@@ -226,7 +226,7 @@ def calibrate(
     checkpoint: Annotated[
         str, typer.Option(help="Checkpoint to do better than; auto: what plans take on this machine now.")
     ] = "auto",
-    seconds: Annotated[float, typer.Option(min=1, help="Time for measuring kernels.")] = 60.0,
+    seconds: Annotated[float, SECONDS(min=1, help="Time for measuring kernels.")] = 60.0,
     tables: Annotated[
         str | None,
         typer.Option(help="Your tables, a .json list or a collection: their optimizers and dims.", metavar="SOURCE"),
@@ -236,7 +236,7 @@ def calibrate(
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     collectives: CollectivesOption = None,
-    seed: Annotated[int, typer.Option(help="Of the sets.")] = 0,
+    seed: Annotated[int, SEED(help="Of the sets.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Keep the result, even of few sets or a busy core.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
@@ -298,8 +298,9 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
         return of_plan, [inputs.batch_size * inputs.topology.world_size]
     if source is None or not (model := read_model(source)).specs:
         raise typer.BadParameter(f"--tables {source}: of a function's model, give a plan, with --plan")
-    told = (model if known is None else model.with_statistics(known)).statistics or {}
-    return [spec.table(told) for spec in model.specs], []
+    if known is not None:
+        model = model.with_statistics(known)
+    return [spec.table(model.statistics or {}) for spec in model.specs], []
 
 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:

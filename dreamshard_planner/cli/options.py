@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -16,9 +18,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
-from dreamshard_planner.devices import Machine
+from dreamshard_planner.devices import MAX_RANKS, Machine
 from dreamshard_planner.errors import FileError, TaskError
-from dreamshard_planner.support.files import check_writable
+from dreamshard_planner.support.files import brief, check_writable
 
 
 class Device(StrEnum):
@@ -51,13 +53,32 @@ def _present(device: Device) -> Device:
     return device
 
 
+def _folder(path: Path | None) -> Path | None:
+    """What can be made as well."""
+    if path is not None:
+        there = next(part for part in (path, *path.parents) if part.exists())
+        _output(there / "figure.png")
+    return path
+
+
+def _threads(count: int) -> int:
+    if count > (cores := os.cpu_count() or 1):
+        raise typer.BadParameter(f"{count} threads: this machine has {cores} core(s)")
+    return count
+
+
 def output(help: str) -> typer.models.OptionInfo:
     """A file to write, checked before any work."""
     return typer.Option(help=help, callback=_output)
 
 
+def folder(help: str) -> typer.models.OptionInfo:
+    """A folder to write to, checked before any work."""
+    return typer.Option(help=help, file_okay=False, callback=_folder)
+
+
 DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]
-ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).")]
+ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads)]
 RecipeOption = Annotated[Recipe, typer.Option(help="paper: the networks as published; autoshard: its policy.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
 CollectivesOption = Annotated[
@@ -66,8 +87,10 @@ CollectivesOption = Annotated[
 UpdatesOption = Annotated[int | None, typer.Option(min=1, help="Policy updates; by default what a few minutes allow.")]
 
 
-MAX_RANKS = 2**20
-"""In one range of ranks."""
+DAY = 86_400
+"""Seconds that anything may take."""
+MAX_COUNT, MAX_BYTES, MAX_SEED = 2**53, 2**60, 2**53
+"""What is larger is mistyped, and fits into no tensor."""
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -85,33 +108,46 @@ def gpu(text: str) -> str:
 
 def whole(text: str | int) -> int:
     """``8192`` or ``1e6``, from 1."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)(?:e\+?(\d{1,2}))?\s*", str(text), re.IGNORECASE | re.ASCII)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)(?:e\+?(\d{1,2}))?\s*", str(text), re.IGNORECASE | re.ASCII)
     value = Fraction(match[1]) * 10 ** int(match[2] or 0) if match else Fraction(0)
-    if value < 1 or value.denominator > 1:
-        raise typer.BadParameter(f"{text!r} is no whole number from 1: give one as 8192 or 1e6")
+    if not 1 <= value <= MAX_COUNT or value.denominator > 1:
+        raise typer.BadParameter(f"{brief(text)} is no whole number from 1 to {MAX_COUNT:,}: give one as 8192 or 1e6")
     return int(value)
 
 
 def size_bytes(text: str) -> int:
     """``80GB`` or ``80G``, ``80GiB`` or ``80Gi`` in bytes."""
     match = re.fullmatch(rf"\s*({NUMBER})\s*([kmgt]i?)b?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no size: give one as 80GB or 80GiB")
-    return round(float(match[1]) * UNITS[match[2].lower()])
+    size = float(match[1]) * UNITS[match[2].lower()] if match else math.inf
+    if size > MAX_BYTES:
+        raise typer.BadParameter(f"{brief(text)} is no size up to {MAX_BYTES >> 40:,}TiB: give one as 80GB or 80GiB")
+    return round(size)
 
 
 def bytes_per_s(text: str) -> float:
     """``25GB/s`` (bytes) or ``200Gb/s`` (bits) in bytes per second."""
     match = re.fullmatch(rf"\s*({NUMBER})\s*([kKmMgGtT]i?)([bB])(?:/s|ps)\s*", text)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no bandwidth: give one as 25GB/s (bytes) or 200Gb/s (bits)")
-    return float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1)
+    rate = float(match[1]) * UNITS[match[2].lower()] / (8 if match[3] == "b" else 1) if match else math.inf
+    if not 1 <= rate <= MAX_BYTES:
+        raise typer.BadParameter(
+            f"{brief(text)} is no bandwidth from 1 byte to {MAX_BYTES >> 40:,}TiB per second: give one as 25GB/s "
+            "(bytes) or 200Gb/s (bits)"
+        )
+    return rate
+
+
+def _seed(seed: int) -> int:
+    if abs(seed) > MAX_SEED:
+        raise typer.BadParameter(f"{brief(seed)} is no seed from -2**53 to 2**53")
+    return seed
 
 
 COUNT = partial(typer.Option, parser=whole, metavar="COUNT")
 SIZE = partial(typer.Option, parser=size_bytes, metavar="SIZE")
 RATE = partial(typer.Option, parser=bytes_per_s, metavar="RATE")
-"""Makers of options whose values are read so."""
+SECONDS = partial(typer.Option, max=DAY)
+SEED = partial(typer.Option, callback=_seed)
+"""Makers of options whose values are read, or bounded, so."""
 
 
 def listed(text: str) -> tuple[str, ...]:

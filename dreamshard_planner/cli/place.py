@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
-from dreamshard_planner.cli.options import output, takes
+from dreamshard_planner.cli.options import folder, output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.formatting import ranges
 from dreamshard_planner.support.progress import working
@@ -28,7 +28,7 @@ PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard
 HtmlOption = Annotated[
     Path | None, output("The report with figures, .html: one file, without scripts or network; needs matplotlib.")
 ]
-PngOption = Annotated[Path | None, typer.Option(help="Folder for its figures; needs matplotlib.", file_okay=False)]
+PngOption = Annotated[Path | None, folder("Folder for its figures; needs matplotlib.")]
 
 
 @command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus 8 --hbm 80GB --batch-size 8192")

@@ -11,7 +11,7 @@ import typer
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import TABLES, load_plan
-from dreamshard_planner.cli.options import COUNT, RATE, SIZE, output, ranks_of
+from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, output, ranks_of
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
 from dreamshard_planner.cli.stats import PLAN_AGAIN
@@ -29,7 +29,7 @@ def replan(
         int | None, SIZE(help="Of weights and optimizer states, all ranks together, as 20GB.")
     ] = None,
     restart_seconds: Annotated[
-        float, typer.Option(min=0, help="From the last step before to the first one after, without moving.")
+        float, SECONDS(min=0, help="From the last step before to the first one after, without moving.")
     ] = 60.0,
     bandwidth: Annotated[float | None, RATE(help="At which they come to one rank; default: its slowest link.")] = None,
     gpus: Annotated[int | None, COUNT("--gpus", "--ranks", help="Ranks of each node now.")] = None,
@@ -52,7 +52,9 @@ def replan(
     from dreamshard_planner.workload.statistics import TableStatistics
 
     check_picture(html, None)
-    saved = load_plan(plan)
+    saved, gone = load_plan(plan), ranks_of(lost) if lost else []
+    if (ranks := saved.inputs.topology.world_size) <= max(gone, default=0):
+        raise typer.BadParameter(f"--lost {max(gone)}: the ranks of {saved.name} are 0 to {ranks - 1}")
     known = None if statistics is None else TableStatistics.from_json(statistics)
     job = job_of(saved, known)
     if tables is not None:
@@ -67,7 +69,7 @@ def replan(
             max_bytes_moved=max_bytes_moved,
             restart_seconds=restart_seconds,
             bytes_per_s=bandwidth,
-            lost=ranks_of(lost) if lost else (),
+            lost=gone,
         )
     if out is not None:
         found.plan.save(out)

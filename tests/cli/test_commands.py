@@ -177,6 +177,7 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
             "'brnd', which the model does not have (did you mean 'brand'?)",
         ),
         (("plan", *SMALL, "--on-ranks", "brand=1-2"), "table 'brand' names rank 2; there are ranks 0 to 1"),
+        (("plan", *SMALL, "--gpus", "1e9"), "up to 32,768 ranks, not for 1,000,000,000"),
         (("info", "gone.safetensors"), "gone.safetensors: no such checkpoint"),
         (("info", "gone.json"), "gone.json: no such file"),
         (("report", "gone.json"), "gone.json"),
@@ -232,6 +233,19 @@ def test_mistakes_are_one_line_and_status_1(
         (("stats", "diff", "a.json", "b.json", "--statistics", "c.json"), "--statistics"),
         (("stats", "diff", "a.json", "b.json", "--worth", "0.1"), "--worth"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
+        (("plan", *SMALL, "--png", "/dev/null/x"), "--png"),
+        (("report", "gone.json", "--png", "/dev/null/x"), "--png"),
+        (("plan", *SMALL, "--seed", "9" * 23), "--seed"),
+        (("calibrate", "--seed", "9" * 23), "--seed"),
+        (("plan", *SMALL, "--search-seconds", "nan"), "--search-seconds"),
+        (("calibrate", "--seconds", "inf"), "--seconds"),
+        (("calibrate", "--threads", "99999999"), "this machine has"),
+        (("collect", "--out", "x.npz", "--seconds", "inf"), "--seconds"),
+        (("replan", "plan.json", "--steps", "9", "--restart-seconds", "inf"), "--restart-seconds"),
+        (("plan", *SMALL, "--batch-size", "9" * 400), "--batch-size"),
+        (("plan", *SMALL, "--hbm", "9" * 400 + "GB"), "no size up to 1,048,576TiB"),
+        (("plan", *SMALL, "--hbm-bandwidth", "9" * 400 + "GB/s"), "no bandwidth"),
+        (("plan", *SMALL, "--intra-bandwidth", ".00000001kb/s"), "no bandwidth from 1 byte"),
     ],
 )
 def test_wrong_options_are_named_before_anything_is_done(
@@ -420,6 +434,11 @@ def test_rules_of_the_command_line_are_kept() -> None:
     arguments = ("what-if", *SMALL, *rules, "--vary", "gpus=1,4", "--no-worst", "--no-smallest", "--format", "json")
     fewer, more = json.loads(run(*arguments).stdout)["sweeps"]["ranks"]
     assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
+
+
+def test_ranks_that_there_are_not_are_not_lost(folder: Path) -> None:
+    lost = ("replan", str(folder / "plan.json"), "--steps", "9", "--lost", "1,9")
+    assert "--lost 9: the ranks of plan.json are 0 to 1" in run(*lost, status=2).stderr
 
 
 def test_what_if_varies_what_is_asked(folder: Path) -> None:
