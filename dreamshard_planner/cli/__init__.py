@@ -6,7 +6,7 @@ Commands import what they work with when they run: ``--help``, ``--version`` and
 
 from dreamshard_planner.cli import checkpoint, learn, look, observing, place, replan, stats, whatif
 from dreamshard_planner.cli.app import app
-from dreamshard_planner.cli.output import keep_stdout_for_data
+from dreamshard_planner.cli.output import keep_stdout_for_data, written
 
 __all__ = ["app", "checkpoint", "learn", "look", "main", "observing", "place", "replan", "stats", "whatif"]
 
@@ -14,4 +14,8 @@ __all__ = ["app", "checkpoint", "learn", "look", "main", "observing", "place", "
 def main() -> None:
     """Entry point."""
     keep_stdout_for_data()
-    app()
+    try:
+        app()
+    finally:
+        with written():  # help and the like
+            pass

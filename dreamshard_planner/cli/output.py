@@ -7,7 +7,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -34,15 +35,33 @@ FormatOption = Annotated[Format, typer.Option("--format", help="A table for peop
 def keep_stdout_for_data() -> None:
     """Send to stderr, for the rest of this process, what libraries print past Python: scipy's solver does at times."""
     if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115 (for the rest of this process)
         return
     sys.stdout.flush()
-    given = sys.stdout
-    sys.stdout = os.fdopen(os.dup(1), "w", encoding=given.encoding, errors=given.errors)
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
     os.dup2(2, 1)
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """All that goes to stdout inside; where that cannot be, one line on stderr says so, and the exit status is 1."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left, which goes there at exit
+        if not isinstance(error, BrokenPipeError):  # whoever reads has enough
+            typer.echo(f"error: standard output cannot be written: {error.strerror}", err=True)
+        raise SystemExit(1) from error
 
 
 def show(document: Any, format: Format, *tables: RenderableType) -> None:
     """The document as JSON, or the tables (texts as they are)."""
+    with written():
+        _show(document, format, tables)
+
+
+def _show(document: Any, format: Format, tables: Iterable[RenderableType]) -> None:
     if format is Format.json:
         typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
         return

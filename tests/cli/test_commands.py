@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -507,3 +508,24 @@ def test_stdout_is_for_data_whatever_libraries_print() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (result.stdout, result.stderr) == ("data\n", "solver says\n")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "status", "shown", "said"),
+    [
+        ("", 0, r"\xfc", ""),
+        (">&-", 0, "", ""),
+        (">/dev/full", 1, "", "error: standard output cannot be written: No space left on device\n"),
+    ],
+    ids=["ASCII", "closed", "full"],
+)
+def test_data_goes_to_any_stdout_or_the_exit_status_tells(stdout: str, status: int, shown: str, said: str) -> None:
+    """In a process of its own, as users run it."""
+    code = (
+        "from dreamshard_planner import cli\nfrom dreamshard_planner.cli.output import Format, facts, show\n"
+        "cli.app = lambda: show({}, Format.table, facts({'name': chr(252)}, 'title'))\ncli.main()"
+    )
+    environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = f"exec {shlex.join([sys.executable, '-c', code])} {stdout}"
+    result = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (status, said) and shown in result.stdout
