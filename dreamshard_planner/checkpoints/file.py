@@ -45,7 +45,12 @@ class _Hardware:
 @dataclass(frozen=True)
 class _Counts:
     sets: int = 0
+    test_sets: int = 0
     tasks: int = 0
+    network_mape: tuple[float, float] | None = None
+    """Of a validation, as the next two."""
+    linear_mape: tuple[float, float] | None = None
+    policy_over_rule: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class _Description:
     calibration: _Counts = _Counts()
     validation: _Counts = _Counts()
     collectives: dict[str, Any] | None = None
+    learned: dict[str, Any] | None = None
     corrections: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:

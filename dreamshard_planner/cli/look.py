@@ -62,6 +62,7 @@ def info(
 def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What people ask of a checkpoint, with units; the JSON has the rest."""
     hardware, validation, data = (checkpoint.get(name) or {} for name in ("hardware", "validation", "dataset"))
+    sets, test_sets = (data.get(name, 0) for name in ("sets", "test_sets"))
     told = {
         "file": checkpoint.get("file"),
         "taken because": checkpoint.get("why"),
@@ -69,7 +70,7 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "made with": _made_with(hardware),
         "created": checkpoint.get("created"),
         "recipe": checkpoint.get("recipe"),
-        "measured": f"{data['sets']:,} sets of tables to learn from, {data['test_sets']:,} held out" if data else None,
+        "measured": f"{sets:,} sets of tables to learn from, {test_sets:,} held out" if data else None,
         "corrected": checkpoint.get("corrected"),
         "learned": (checkpoint.get("learned") or {}).get("said"),
         "error": _error(validation.get("network_mape")),
@@ -85,12 +86,12 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dataset_in_words(dataset: dict[str, Any]) -> dict[str, Any]:
-    hardware = dataset["hardware"]
+    hardware, usual_ms = dataset["hardware"], dataset["usual_ms"]
     return {
         "sets": f"{dataset['sets']:,} of {dataset['shards']:,} shards",
         "samples of a batch": ", ".join(f"{size:,}" for size in dataset["batch_sizes"]),
         "measured": f"{dataset['repeats']} times each, {dataset['spread_of_repeats']:.1%} apart",
-        "reference set": f"{dataset['usual_ms']:.3f} ms, which tells how fast the machine is",
+        "reference set": usual_ms and f"{usual_ms:.3f} ms, which tells how fast the machine is",
         "hardware": f"{hardware['name']}, {hardware['threads']} thread(s)",
         "made with": _made_with(hardware),
         "seed": dataset["seed"],
@@ -155,19 +156,28 @@ def _collective(fit: CollectiveFit) -> str:
     return f"{fit.latency_ms:.2f} ms and {', '.join(limits) or 'no limit'}; error {fit.relative_error:.0%}"
 
 
+FORMS = {b"PK\x03\x04": ".npz", b"{": ".json", b"[": ".json"}
+"""Suffixes of files that begin so; what safetensors begin with, the length of a header, is none of these."""
+
+
 def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, Any]]:
     """Kind and content of a file."""
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
     from dreamshard_planner.checkpoints.user_folder import folder
 
     path = Path(source)
+    form = path.suffix
+    if form not in FORMS.values() and path.is_file():
+        with path.open("rb") as file:
+            begins = file.read(4)
+        form = next((form for first, form in FORMS.items() if begins.startswith(first)), form)
     if source == "auto":
         checkpoint = resolve(source, device, recipe)
         why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
         return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
-    if path.suffix == ".npz":
+    if form == ".npz":
         return "dataset", _dataset(path)
-    if path.suffix == ".json":
+    if form == ".json":
         return _json(path)
     return "checkpoint", Checkpoint.load(path).metadata
 

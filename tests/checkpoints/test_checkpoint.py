@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
+from dreamshard_planner.checkpoints.file import describe
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
@@ -96,6 +98,22 @@ def test_damaged_description(saved: Path) -> None:
         rewrite(saved, description=json.dumps({"features": features}))
         with pytest.raises(CheckpointError, match="other features"):
             Checkpoint.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "mistake"),
+    [
+        ({"validation": {"network_mape": [0.1, "a"]}}, "validation.network_mape.1: .* got 'a'"),
+        ({"validation": {"linear_mape": [0.1]}}, "validation.linear_mape"),
+        ({"validation": {"policy_over_rule": [1]}}, "validation.policy_over_rule"),
+        ({"dataset": {"test_sets": "many"}}, "dataset.test_sets: .* got 'many'"),
+        ({"learned": 3}, "learned: .* got 3"),
+    ],
+)
+def test_what_is_shown_of_a_description_is_checked(tmp_path: Path, wrong: dict[str, Any], mistake: str) -> None:
+    Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", **wrong}).save(path := tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=f"x.safetensors: {mistake}"):
+        describe(path)
 
 
 def test_features_that_no_network_reads_may_be_missing(saved: Path) -> None:
