@@ -161,6 +161,8 @@ class StageCheck:
             verdict = "good"
         elif seconds is None:
             verdict = "observe other plans as well"
+        elif self.sets < FEW_SETS:
+            verdict = f"{self.sets} set(s) are too few to tell"
         else:
             missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
             longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
