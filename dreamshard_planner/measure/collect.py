@@ -235,7 +235,7 @@ def collect(
             pace, start = _Pace(), 0
             bar = ("measuring", done + len(todo), progress and ranks.leads, done)
             if seconds is not None:
-                bar = ("measuring, s", round(seconds), progress and ranks.leads, 0)
+                bar = ("measuring, s", math.ceil(seconds), progress and ranks.leads, 0)
             with progress_bar(*bar) as advance:
                 while start < len(todo) and (not start or time.monotonic() < deadline):
                     positions = todo[start : start + pace.sets_in(deadline - time.monotonic(), block)]

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 @contextmanager
 def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> Iterator[Callable[..., None]]:
     """A bar on stderr, ``done`` of ``total`` at first, which may be unknown; call what it yields with a note, and the
-    steps made (1)."""
+    steps made (1); steps past ``total`` are not shown."""
     bar = Progress(
         TextColumn(what),
         BarColumn(),
@@ -25,7 +25,8 @@ def progress_bar(what: str, total: int | None, enabled: bool, done: int = 0) -> 
     )
     task = bar.add_task(what, total=total, completed=done, note="")
     with bar:
-        yield lambda note, steps=1: bar.update(task, advance=steps, note=note)
+        most = float("inf") if total is None else total
+        yield lambda note, steps=1: bar.update(task, completed=min(bar.tasks[0].completed + steps, most), note=note)
 
 
 @contextmanager
