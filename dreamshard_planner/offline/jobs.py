@@ -216,6 +216,8 @@ def read_model(source: str) -> OfflineModel:
         return OfflineModel.of_specs(read_table_list(source), source)
     if source in POOLS or source.endswith((".pt", ".pt.gz")):
         return OfflineModel.of_specs([TableSpec.of_table(table) for table in named_pool(source)], source)
+    if os.path.exists(source):
+        raise TaskError(f"{source}: a list of tables is a JSON file whose name ends in .json")
     raise TaskError(
         f"unknown tables {source!r}{nearest(source, POOLS)}: give a .json list, a function as module:function, or one "
         f"of {', '.join(POOLS)}"

@@ -33,7 +33,7 @@ OPTIMIZERS = {
 }
 WEIGHTS: dict[float, Literal["fp32", "fp16"]] = {4: "fp32", 2: "fp16"}
 """Of a pool's tables, by their bytes."""
-MAX_WEIGHTS = 2**53
+MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
 """Of a table."""
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
@@ -82,6 +82,11 @@ class _Declared:
         if "." in self.name or hasattr(nn.ModuleDict(), self.name):
             raise TaskError(
                 f"no table of a module can be called {self.name!r}: leave out dots, and names of its methods"
+            )
+        if self.embedding_dim > MAX_DIM:
+            raise TaskError(
+                f"table {self.name!r}: embedding_dim must be up to {MAX_DIM:,}, got {self.embedding_dim:,}: perhaps "
+                "rows and dim have changed places"
             )
         if self.num_embeddings * self.embedding_dim > MAX_WEIGHTS:
             raise TaskError(f"table {self.name!r}: rows times dim must be up to {MAX_WEIGHTS:,}")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.options import CostSourceName, bytes_per_s, size_bytes, whole
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.workload.sketch import IdSketch
-from dreamshard_planner.workload.tables import Table
+from dreamshard_planner.workload.tables import Table, Workload
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
 SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
@@ -168,6 +171,7 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
     ("arguments", "reason"),
     [
         (("plan", "--tables", "mlperf_dlrm", "--gpus", "2", "--batch-size", "8"), "did you mean 'mlperf_dlrm_dcnv2'"),
+        (("plan", "--tables", __file__, "--gpus", "2", "--batch-size", "8"), "test_commands.py: a list of tables is"),
         (("plan", "--tables", EXAMPLE, "--gpus", "2", "--gpu", "h10", "--batch-size", "8"), "did you mean 'h100'"),
         (("plan", "--tables", EXAMPLE, "--gpus", "2", *TIGHT, "--batch-size", "8"), "do not fit"),
         (("plan", "--tables", EXAMPLE, "--gpus", "2", "--nodes", "2", "--gpu", "l4", "--batch-size", "8"), "network"),
@@ -280,7 +284,16 @@ def test_sizes_and_rates_have_units() -> None:
 def test_info_tells_the_kind_of_each_file(folder: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "x.json"
     foreign.write_text("[1]")
+    workload = Workload("t", 1000, 16, 256, 2.0, 300.0, (1.0,) + (0.0,) * 16)
+    CostDataset.from_sets([[workload]], [[[1.0, 2.0]]], describe_hardware("cpu", 1)).save(tmp_path / "dataset")
+    for name, made in (
+        ("checkpoint", SHIPPED / "cpu.safetensors"),
+        ("plan", folder / "plan.json"),
+        ("tables", EXAMPLE),
+    ):
+        shutil.copyfile(made, tmp_path / name)
     kinds = {
+        **{str(tmp_path / kind): kind for kind in ("checkpoint", "dataset", "plan", "tables")},  # without suffixes
         "auto": "checkpoint",
         str(SHIPPED / "cpu.safetensors"): "checkpoint",
         str(folder / "plan.json"): "plan",

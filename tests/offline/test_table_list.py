@@ -99,6 +99,10 @@ GOOD = {"name": "a", "num_embeddings": 10, "embedding_dim": 8}
         ({"name": "a", "embedding_dim": 8}, r"tables\[1\] 'a': lacks 'num_embeddings'"),
         ({**GOOD, "embedding_dim": "8"}, r"tables\[1\] 'a': embedding_dim: .* got '8'"),
         ({**GOOD, "num_embeddings": 0}, r"tables\[1\] 'a': num_embeddings: .* 1, got 0"),
+        (
+            {**GOOD, "embedding_dim": 1e9},
+            "embedding_dim must be up to 1,048,576, got 1,000,000,000: perhaps rows and dim have changed places",
+        ),
         ({**GOOD, "num_embeddings": True}, r"num_embeddings: .* got True"),
         ({**GOOD, "name": ""}, r"tables\[1\].*name: .* got ''"),
         ({**GOOD, "pooling": "max"}, r"pooling: .*'sum', 'mean' or 'none', got 'max'"),
