@@ -41,7 +41,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder.")],
     target: Annotated[Path, typer.Argument(help="New folder: there whole, or not at all.")],
     plan: Annotated[Path, typer.Option(help="Plan, .json, to cut for.")],
-    dropped: Annotated[str, typer.Option(help="Tables to leave out, separated by commas.")] = "",
+    dropped: Annotated[str, typer.Option(help="Tables, and keys of others, to leave out, separated by commas.")] = "",
     added: Annotated[str, typer.Option(help="Tables of the plan that the checkpoint may lack, by commas.")] = "",
     fresh: Annotated[str, typer.Option(help="Tables whose states may be left out where no rule makes them.")] = "",
 ) -> None:

@@ -83,11 +83,11 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
             pooling_factors=[4.0, 2.0],
             min_partition=8,
             cache_params=CacheParams(CacheAlgorithm.LFU, load_factor=0.5),
-            output_dtype=DataType.FP16,
         ),
         "b": ParameterConstraints(
             sharding_types=["table_wise", "row_wise"],
             bounds_check_mode=BoundsCheckMode.FATAL,
+            output_dtype=DataType.FP32,
             key_value_params=KeyValueParams(ssd_rocksdb_shards=2, ps_hosts=(("localhost", 1),)),
         ),
     }
