@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dreamshard_planner.support.documents import STRICT, Finite
+
 CODES = {
     "assumption": "taken for granted since nobody said, and moves the figures",
     "cost": "the tables are beyond what the costs were learned from",
@@ -36,11 +38,11 @@ class Note:
         ValueError: the code is none of :data:`CODES`.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    __pydantic_config__: ClassVar = STRICT
     code: str
     text: str
     """A sentence without its full stop."""
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, Finite] = field(default_factory=dict)
     """Numbers of the text, by names with units."""
 
     def __post_init__(self) -> None:

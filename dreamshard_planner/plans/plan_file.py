@@ -20,21 +20,21 @@ This module knows neither models nor planners: it reads, checks and writes.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report, TableEntry
-from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.search_space.kernels import KERNELS, sharding_in_words
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.documents import STRICT, parsed
+from dreamshard_planner.support.documents import STRICT, Count, Rate, Several, Share, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import ranks_in_words
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
@@ -76,17 +76,13 @@ class TableSharding:
     """How one table is sharded."""
 
     __pydantic_config__: ClassVar = STRICT
-    sharding_type: str
+    sharding_type: Annotated[str, one_of(SHARDING_TYPES)]
     """TorchRec's name of it."""
-    kernel: str
-    """TorchRec's compute kernel."""
+    kernel: Annotated[str, one_of(KERNELS)]
+    """TorchRec's compute kernel: files tell costs, which other kernels have none of."""
     shards: tuple[ShardPlace, ...]
-    cache_load_factor: float | None = None
+    cache_load_factor: Share | None = None
     """Share of the rows that the device's cache holds; None where nobody chose one."""
-
-    def __post_init__(self) -> None:
-        if self.cache_load_factor is not None and not 0 <= self.cache_load_factor < math.inf:
-            raise ValueError(f"a cache cannot hold {self.cache_load_factor} of a table's rows")
 
     @property
     def label(self) -> str:
@@ -123,11 +119,11 @@ class TableInputs:
     """A table as the model declared it."""
 
     __pydantic_config__: ClassVar = STRICT
-    rows: int
-    dim: int
+    rows: Count
+    dim: Count
     data_type: str
     """Of the weights: torch's name of the dtype."""
-    features: tuple[str, ...]
+    features: Annotated[tuple[str, ...], Field(min_length=1)]
     pooling: Literal["sum", "mean", "none"]
     """``sum``, ``mean``, or ``none`` for sequences."""
     weighted: bool
@@ -135,11 +131,11 @@ class TableInputs:
     """FBGEMM's name of the in-backward optimizer; :data:`NO_OPTIMIZER` where the table is quantized and only served."""
 
     def __post_init__(self) -> None:
-        if self.rows < 0 or self.dim < 0:
-            raise ValueError(f"a table cannot have {self.rows} rows of dim {self.dim}")
-        dtype = getattr(torch, self.data_type, None)
-        if not isinstance(dtype, torch.dtype) or dtype.is_complex:
-            raise ValueError(f"{self.data_type!r} is no dtype of torch that weights have")
+        dtype, served = getattr(torch, self.data_type, None), self.optimizer == NO_OPTIMIZER
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or served and not dtype.is_complex):
+            raise ValueError(
+                f"{brief(self.data_type)} is no dtype of torch that weights {'have' if served else 'train in'}"
+            )
 
     @property
     def weight_bytes(self) -> int:
@@ -164,15 +160,11 @@ class GroupsInputs:
     """Of sharding groups (2D parallelism), each of which has all tables and follows the plan."""
 
     __pydantic_config__: ClassVar = STRICT
-    count: int
-    host_ranks: int
+    count: Several
+    host_ranks: Several
     """Ranks of all groups on one host."""
     consecutive: bool
     """Whether ranks that follow on each other form a group; else a group takes every n-th."""
-
-    def __post_init__(self) -> None:
-        if min(self.count, self.host_ranks) < 1:
-            raise ValueError(f"there are no {self.count} sharding groups, {self.host_ranks} ranks on a host")
 
 
 @dataclass(frozen=True)
@@ -180,12 +172,13 @@ class TopologyInputs:
     """The ranks that a plan was made for: of one sharding group, where there are several."""
 
     __pydantic_config__: ClassVar = STRICT
-    compute_device: str
-    world_size: int
-    local_world_size: int
-    memory_bytes: dict[str, tuple[int, ...]]
+    compute_device: Literal["cpu", "cuda", "mtia"]
+    world_size: Several
+    local_world_size: Several
+    """Ranks of a host. The last one may have less, and there may be less ranks than that."""
+    memory_bytes: dict[str, tuple[Count, ...]]
     """Of every rank, by kind of memory, before any reservation."""
-    bandwidths: dict[str, float]
+    bandwidths: dict[str, Rate]
     """Bytes per millisecond."""
     groups: GroupsInputs | None = None
     """None for one group, as in older files."""
@@ -211,13 +204,13 @@ class TopologyInputs:
         return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {on_host:,} on a host"
 
     def __post_init__(self) -> None:
-        if min(self.world_size, self.local_world_size) < 1:
-            raise ValueError(f"there are no {self.world_size} ranks, {self.local_world_size} on a host")
         for kind in ("HBM", "DDR", *self.memory_bytes):
             if len(self.memory_bytes.get(kind, ())) != self.world_size:
                 raise ValueError(f"memory_bytes must have the {kind} of all {self.world_size} ranks")
         if missing := sorted(set(RATES) - self.bandwidths.keys()):
             raise ValueError(f"bandwidths lack {missing[0]!r}")
+        if not self.bandwidths[own := "DDR" if self.compute_device == "cpu" else "HBM"]:
+            raise ValueError(f"bandwidths: {own} must be greater than 0 on {self.compute_device}")
 
 
 @dataclass(frozen=True)
@@ -225,7 +218,7 @@ class PlanInputs:
     """What a plan was made from."""
 
     __pydantic_config__: ClassVar = STRICT
-    batch_size: int
+    batch_size: Several
     """Of a rank."""
     topology: TopologyInputs
     tables: dict[str, TableInputs]
@@ -240,10 +233,6 @@ class PlanInputs:
     """Arguments of the planner: cost source, checkpoint, recipe, seed, and so on."""
     features: dict[str, FeatureStatistics] = field(default_factory=dict)
     """Statistics of those features that have no sketch of ids, which takes kilobytes: these stay in their own file."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"a batch cannot have {self.batch_size} samples")
 
 
 @dataclass(frozen=True)
@@ -377,8 +366,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:
-    """ValueError, naming the table, unless its shards are on ranks that there are, and cover it: once all together, or
-    each the whole table where it is data-parallel."""
+    """ValueError, naming the table, unless its shards are on ranks that there are, one on each where its sharding type
+    takes all of them, and cover it: once all together, or each the whole table where it is data-parallel."""
     whole = ShardPlace(0, (0, 0), (rows, dim))
     for shard in sharding.shards:
         if not 0 <= shard.rank < world_size:
@@ -395,6 +384,11 @@ def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_s
         raise ValueError(
             f"table {fqn!r}: {len(sharding.shards)} {sharding.sharding_type} shard(s) do not cover its {rows} rows of "
             f"dim {dim}, each weight once"
+        )
+    if spec and spec.span == "world" and [shard.rank for shard in sharding.shards] != [*range(world_size)]:
+        raise ValueError(
+            f"table {fqn!r} is {sharding.label}: TorchRec runs {sharding.sharding_type} tables with a shard on each of "
+            f"{world_size} ranks, in their order"
         )
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import MemoryEntry, Report, ReportEntry, TableEntry
-from dreamshard_planner.support.documents import STRICT
+from dreamshard_planner.support.documents import STRICT, Amount, Count
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class PlanCost:
     """Of one plan."""
 
     __pydantic_config__: ClassVar = STRICT
-    total_ms: float
-    collectives_ms: float
-    forward_ms: tuple[float, ...]
+    total_ms: Amount
+    collectives_ms: Amount
+    forward_ms: tuple[Amount, ...]
     """Compute of each rank."""
-    backward_ms: tuple[float, ...]
+    backward_ms: tuple[Amount, ...]
 
     @property
     def rank_ms(self) -> tuple[float, ...]:
@@ -71,14 +71,14 @@ class Predicted(PlanCost):
     """What tables take on every rank, and what the storage reservation left."""
     rivals: tuple[RivalCost, ...] = ()
     """The cheapest first."""
-    alone_ms: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    alone_ms: dict[str, Amount | tuple[Amount, ...]] = field(default_factory=dict)
     """What the shards of each table would cost alone on their ranks: each of them, or their sum where they are alike,
     as older files have it of all."""
-    each_collective_ms: dict[str, float] = field(default_factory=dict)
+    each_collective_ms: dict[str, Amount] = field(default_factory=dict)
     """Both passes together."""
-    candidates: int = 0
+    candidates: Count = 0
     """Moves and swaps that the search evaluated."""
-    reshards: int = 0
+    reshards: Count = 0
     """Changes of how a table is split that it evaluated."""
     measured: PlanCost | None = None
     """The plan with its compute as measured where it was made, if it was."""

@@ -17,6 +17,7 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.verdict import verdict
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.support.documents import Count
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
@@ -112,7 +113,7 @@ class MemoryEntry:
     """What tables take of one kind of memory, per rank."""
 
     kind: str
-    used_bytes: tuple[int, ...]
+    used_bytes: tuple[Count, ...]
     limit_bytes: tuple[int, ...]
     """What the storage reservation left."""
 

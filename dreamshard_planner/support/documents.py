@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import brief
@@ -21,8 +21,27 @@ adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 STRICT = {"extra": "forbid"}
 """Pydantic's settings, as ``__pydantic_config__`` of a dataclass: nothing unknown."""
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0)]
+"""Infinite where nothing limits it."""
+Count = Annotated[int, Field(ge=0)]
+Several = Annotated[int, Field(ge=1)]
+
 UNKNOWN = "unexpected_keyword_argument"
 """What pydantic calls a key that a dataclass lacks."""
+
+
+def one_of(choices: Collection[str]) -> AfterValidator:
+    """Those names and no others."""
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, got {brief(value)}")
+        return value
+
+    return AfterValidator(check)
 
 
 def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -205,10 +206,14 @@ def _with(value: Any, *path: Any) -> Callable[[dict], None]:
     return damage
 
 
+NAN, INFINITE = math.nan, math.inf
+
+
 def _old_notes(document: dict) -> None:
     document["version"], document["predicted"]["notes"] = 2, 7
 
 
+TOPOLOGY = ("inputs", "topology")
 SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
@@ -230,15 +235,52 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "no shards": (_with([], *SHARD[:-1]), "0 table_wise shard.* do not cover"),
     "notes of the second version that are no list": (_old_notes, "predicted.notes: must be a valid array, got 7"),
     "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
-    "a batch of none": (_with(0, "inputs", "batch_size"), "cannot have 0 samples"),
-    "no hosts": (_with(0, "inputs", "topology", "local_world_size"), "inputs.topology: .* 0 on a host"),
-    "memory of other ranks": (_with([1], "inputs", "topology", "memory_bytes", "HBM"), "the HBM of all 2 ranks"),
-    "a bandwidth less": (_without("inputs", "topology", "bandwidths", "HBM"), "bandwidths lack 'HBM'"),
+    "a batch of none": (_with(0, "inputs", "batch_size"), "inputs.batch_size: .*equal to 1, got 0"),
+    "no hosts": (_with(0, *TOPOLOGY, "local_world_size"), "inputs.topology.local_world_size: .*equal to 1, got 0"),
+    "memory of other ranks": (_with([1], *TOPOLOGY, "memory_bytes", "HBM"), "the HBM of all 2 ranks"),
+    "a bandwidth less": (_without(*TOPOLOGY, "bandwidths", "HBM"), "bandwidths lack 'HBM'"),
     "a cache of less than none": (
         _with(-0.5, "sharding", "", "t1", "cache_load_factor"),
-        "sharding..t1: .*hold -0.5 of a table's rows",
+        "sharding..t1.cache_load_factor: .*equal to 0, got -0.5",
+    ),
+    "a cache of more than all": (
+        _with(1e300, "sharding", "", "t1", "cache_load_factor"),
+        r"cache_load_factor: .*equal to 1, got 1e\+300",
+    ),
+    "no kernel": (_with("warp9", "sharding", "", "t1", "kernel"), "t1.kernel: must be one of fused, .*, got 'warp9'"),
+    "no sharding type": (_with("diagonal", "sharding", "", "t1", "sharding_type"), "must be one of .*, got 'diagonal'"),
+    "row blocks of one rank": (
+        _with("row_wise", "sharding", "", "t1", "sharding_type"),
+        "'t1' is row_wise on rank .: .* shard on each of 2 ranks",
+    ),
+    "replicas of one rank": (
+        _with("data_parallel", "sharding", "", "t1", "sharding_type"),
+        "'t1' is data_parallel on rank .: .* shard on each of 2 ranks",
     ),
     "no dtype": (_with("float31", "inputs", "tables", "t1", "data_type"), "'float31' is no dtype of torch"),
+    "no dtype to train": (_with("int64", "inputs", "tables", "t1", "data_type"), "'int64' is no .* weights train in"),
+    "a table that nothing reads": (_with([], "inputs", "tables", "t1", "features"), "t1.features: .*at least 1 item"),
+    "rows below none": (_with(-1, "inputs", "tables", "t1", "rows"), "t1.rows: .*equal to 0, got -1"),
+    "no device": (_with("tpu", *TOPOLOGY, "compute_device"), "compute_device: must be 'cpu', .* got 'tpu'"),
+    "memory below none": (
+        _with([-1] * 2, *TOPOLOGY, "memory_bytes", "HBM"),
+        "memory_bytes.HBM.0: .*equal to 0, got -1",
+    ),
+    "no bandwidth": (_with(0.0, *TOPOLOGY, "bandwidths", "DDR"), "bandwidths: DDR must be greater than 0 on cpu"),
+    "a bandwidth below none": (_with(-1, *TOPOLOGY, "bandwidths", "SSD"), "bandwidths.SSD: .*equal to 0, got -1"),
+    "a bandwidth of NaN": (_with(NAN, *TOPOLOGY, "bandwidths", "HBM"), "bandwidths.HBM: .*equal to 0, got nan"),
+    "a cost of NaN": (_with(NAN, "predicted", "total_ms"), "predicted.total_ms: must be a finite number, got nan"),
+    "a cost below none": (_with(-5.0, "predicted", "total_ms"), "predicted.total_ms: .*equal to 0, got -5.0"),
+    "an infinite cost": (_with(INFINITE, "predicted", "collectives_ms"), "collectives_ms: .*finite number, got inf"),
+    "compute of NaN": (_with([1.0, NAN], "predicted", "forward_ms"), "forward_ms.1: .*finite number, got nan"),
+    "compute below none": (_with([-3.0, 1.0], "predicted", "forward_ms"), "forward_ms.0: .*equal to 0, got -3.0"),
+    "a rival's infinite cost": (
+        _with(INFINITE, "predicted", "rivals", 0, "cost", "total_ms"),
+        "rivals.0.cost.total_ms: .*finite number, got inf",
+    ),
+    "a table's cost of NaN": (_with(NAN, "predicted", "alone_ms", "t0"), "alone_ms.t0: .*finite number, got nan"),
+    "a table's cost below none": (_with(-1.0, "predicted", "alone_ms", "t0"), "alone_ms.t0.*equal to 0, got -1.0"),
+    "memory taken below none": (_with([-1] * 2, "predicted", "memory", 0, "used_bytes"), "used_bytes.0: .*got -1"),
     "costs of other shards": (_with([1.0] * 9, "predicted", "alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
     "a cost of no table": (_with(1.0, "predicted", "alone_ms", "t9"), "costs and sharding name different tables: t9"),
     "a rival of other ranks": (
