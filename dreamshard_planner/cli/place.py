@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,16 +14,18 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
 from dreamshard_planner.cli.options import folder, output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
-from dreamshard_planner.support.formatting import ranges
+from dreamshard_planner.support.formatting import ranges, short
 from dreamshard_planner.support.progress import working
 
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job, PlannedJob
     from dreamshard_planner.plans.plan_file import SavedPlan
+    from dreamshard_planner.plans.predicted import Predicted
     from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import MemoryEntry, Report
 
 TABLES_SHOWN = 20
+RANKS_SHOWN = 16
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
 
 HtmlOption = Annotated[
@@ -79,13 +82,19 @@ def explain(
 
 @command("dreamshard report plan.json --html plan.html")
 def report(
-    plan: PlanArgument, html: HtmlOption = None, png: PngOption = None, format: FormatOption = Format.table
+    plan: PlanArgument,
+    html: HtmlOption = None,
+    png: PngOption = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all tables and ranks, not only the costliest.")
+    ] = False,
+    format: FormatOption = Format.table,
 ) -> None:
     """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
     check_picture(html, png)
     saved = load_plan(plan)
     picture(saved, html, png)
-    show(saved.to_dict(), format, *_saved_tables(saved))
+    show(saved.to_dict(), format, *_saved_tables(saved, everything))
 
 
 @command("dreamshard compare before.json after.json")
@@ -152,26 +161,46 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
     """Tables and where their shards went, the costliest first."""
     by_cost = sorted(report.tables, key=lambda table: -table.most_ms)
     shown = by_cost[:limit]
-    rows = [(table.name, table.label, ranges(table.ranks), table.most_ms) for table in shown]
+    rows = [(short(table.name), table.label, ranges(table.ranks), table.most_ms) for table in shown]
     more = f", the {len(shown)} costliest of {len(by_cost)}" if len(shown) < len(by_cost) else ""
     return grid(("table", "sharding", "ranks", "ms on a rank, by itself"), rows, f"Tables{more}")
 
 
-def _saved_tables(saved: SavedPlan) -> list[RenderableType]:
+def _saved_tables(saved: SavedPlan, everything: bool) -> list[RenderableType]:
     predicted, report = saved.predicted, saved.report()
-    per_rank = [
-        (rank, forward, backward, *(_filled(entry, rank) for entry in predicted.memory))
-        for rank, (forward, backward) in enumerate(zip(predicted.forward_ms, predicted.backward_ms, strict=True))
-    ]
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     return [
         f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
         f"{saved.inputs.batch_size:,} samples each; {libraries}.",
         str(report),
         "",
-        grid(("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in predicted.memory)), per_rank),
-        _costliest(report, None),
+        _ranks(predicted, everything or len(predicted.rank_ms) <= RANKS_SHOWN),
+        _costliest(report, None if everything else TABLES_SHOWN),
     ]
+
+
+def _ranks(predicted: Predicted, every_rank: bool) -> RenderableType:
+    """What each rank computes and holds, or the slowest, the fastest and all on average."""
+    forward, backward, both = predicted.forward_ms, predicted.backward_ms, predicted.rank_ms
+    columns = ("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in predicted.memory))
+
+    def row(name: str | int, rank: int) -> list[Any]:
+        return [name, forward[rank], backward[rank], *(_filled(entry, rank) for entry in predicted.memory)]
+
+    if every_rank:
+        return grid(columns, [row(rank, rank) for rank in range(len(both))])
+    slowest, fastest = both.index(max(both)), both.index(min(both))
+    memory = [
+        f"{fmean(entry.used_bytes) / 2**30:.2f} of {fmean(entry.limit_bytes) / 2**30:.2f}" for entry in predicted.memory
+    ]
+    return grid(
+        columns,
+        [
+            row(f"{slowest}, the slowest", slowest),
+            row(f"{fastest}, the fastest", fastest),
+            [f"mean of {len(both):,}", fmean(forward), fmean(backward), *memory],
+        ],
+    )
 
 
 def _filled(entry: MemoryEntry, rank: int) -> str:

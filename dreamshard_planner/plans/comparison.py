@@ -14,7 +14,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInput
 from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
 from dreamshard_planner.plans.stale import differences, machine_differences
-from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.formatting import short, short_words, size_in_words
 
 MAX_SHOWN = 20
 """Tables, and ranks, in the text; :meth:`Comparison.to_dict` has all."""
@@ -99,16 +99,17 @@ class Comparison:
         lines += [f"Only in {self.before}: {_named(self.only_before)}."] if self.only_before else []
         lines += [f"Only in {self.after}: {_named(self.only_after)}."] if self.only_after else []
         if self.changes:
-            width = max(len(change.table) for change in self.changes[:MAX_SHOWN])
+            names = [short(change.table) for change in self.changes[:MAX_SHOWN]]
+            width = max(map(len, names))
             lines.append(f"{'table':<{width}}{'to move':>12}  change")
             lines += [
-                f"{change.table:<{width}}{size_in_words(change.bytes_received):>12}  {change.before} -> {change.after}"
-                for change in self.changes[:MAX_SHOWN]
+                f"{name:<{width}}{size_in_words(change.bytes_received):>12}  {change.before} -> {change.after}"
+                for name, change in zip(names, self.changes, strict=False)
             ]
             lines += _more(len(self.changes), "tables")
         lines += self._costs()
         lines += [f"Note: made from other inputs: {difference}." for difference in self.inputs]
-        return "\n".join(lines)
+        return short_words("\n".join(lines))
 
     def _headline(self) -> str:
         """Which is cheaper, by how much, and in what."""
@@ -265,7 +266,7 @@ def _ms(value: float | None) -> str:
 
 def _named(tables: tuple[str, ...]) -> str:
     rest = f" and {len(tables) - MAX_SHOWN} more" if len(tables) > MAX_SHOWN else ""
-    return ", ".join(tables[:MAX_SHOWN]) + rest
+    return ", ".join(map(short, tables[:MAX_SHOWN])) + rest
 
 
 def _more(count: int, what: str) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dreamshard_planner.support.formatting import first_of, size_in_words
+from dreamshard_planner.support.formatting import first_of, short, short_words, size_in_words
 
 MAX_NAMED = 4
 """Tables of a fused group named in the text."""
@@ -116,22 +116,23 @@ class Explanation:
             f"mean {mean_ms:.3f}, fastest {min(self.rank_ms):.3f}), {self.waiting_ms:.3f} ms of waiting; collectives "
             f"{self.collectives_ms:.3f} ms, in all {self.total_ms:.3f}.",
         ]
-        wide = max([20, *(len(group.label) for group in self.groups)])
+        labels = [short_words(group.label) for group in self.groups]
+        wide = max([20, *map(len, labels)])
         lines.append(
             f"{'fused kernels, in ms':<{wide}}{'tables':>8}{'forward':>9}{'backward':>10}"
             f"{'if each table had its own':>27}"
         )
         lines += [
-            f"{group.label:<{wide}}{len(group.tables):>8}{group.forward_ms:>9.3f}{group.backward_ms:>10.3f}"
-            f"{group.alone_ms:>27.3f}  {first_of([name.rpartition('.')[2] for name in group.tables], MAX_NAMED)}"
-            for group in self.groups
+            f"{label:<{wide}}{len(group.tables):>8}{group.forward_ms:>9.3f}{group.backward_ms:>10.3f}"
+            f"{group.alone_ms:>27.3f}  {first_of([short(name.rpartition('.')[2]) for name in group.tables], MAX_NAMED)}"
+            for label, group in zip(labels, self.groups, strict=True)
         ]
         if self.tables:
-            width = max(20, *(len(table.table) for table in self.tables))
+            width = max(20, *(len(short(table.table)) for table in self.tables))
             lines.append(f"{'costliest tables':<{width}}{'ms it adds':>12}{'ms by itself':>14}{'memory':>12}  sharded")
             for table in self.tables:
                 lines.append(
-                    f"{table.table:<{width}}{table.marginal_ms:>12.3f}{table.alone_ms:>14.3f}"
+                    f"{short(table.table):<{width}}{table.marginal_ms:>12.3f}{table.alone_ms:>14.3f}"
                     f"{size_in_words(table.bytes):>12}  {table.sharding}"
                 )
                 lines.append(f"    moved away: {_gain(table.leaving) or f'not possible, {table.why_staying}'}")
@@ -143,7 +144,7 @@ class Explanation:
             f"reservation took {size_in_words(memory.reserved)}."
             for memory in self.memory
         ]
-        return "\n".join([*lines, f"Compute: {self.cost_source}. Collectives: {self.collectives_source}."])
+        return short_words("\n".join([*lines, f"Compute: {self.cost_source}. Collectives: {self.collectives_source}."]))
 
 
 def _gain(change: Change | None) -> str:

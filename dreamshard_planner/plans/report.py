@@ -18,6 +18,7 @@ from dreamshard_planner.plans.verdict import verdict
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.support.documents import Count
+from dreamshard_planner.support.formatting import short_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 MAX_RANKS_SHOWN = 8
@@ -264,7 +265,7 @@ class Report:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
         lines += [f"Note: {note}." for note in self.notes if note.code not in ("assumption", "search")]
-        return "\n".join(lines)
+        return short_words("\n".join(lines))
 
 
 def _tables(cost: Cost, sharding: Sharding) -> tuple[TableEntry, ...]:

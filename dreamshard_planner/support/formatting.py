@@ -4,7 +4,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+LONGEST_WORD = 100
+"""Shown as it is."""
+
+
+def short(name: str) -> str:
+    """A name as lines show it: both ends of one longer than :data:`LONGEST_WORD`."""
+    return name if len(name) <= LONGEST_WORD else f"{name[:64]}...{name[-33:]}"
+
+
+def short_words(text: str) -> str:
+    """A text with the names in it :func:`short`."""
+    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: short(word[0]), text)
 
 
 def size_in_words(count: int) -> str:

@@ -167,6 +167,24 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
         assert f"{source}" in (told := run("plan", "--tables", source, *job, status=1).stderr) and reason in told
 
 
+def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path: Path) -> None:
+    names, file = ["t" * 3000, *(f"t{index}" for index in range(24))], str(tmp_path / "plan.json")
+    tables = [{"name": name, "num_embeddings": 1000, "embedding_dim": 16} for name in names]
+    listed = {"schema": "dreamshard_planner.table_list/1", "tables": tables}
+    (tmp_path / "tables.json").write_text(json.dumps(listed))
+    job = ("--tables", str(tmp_path / "tables.json"), "--gpus", "18", "--gpu", "h100", "--batch-size", "8")
+    planned = run("plan", *job, "--sharding-types", "table_wise", "--search-seconds", "0.2", "--out", file)
+    some, every = (run("report", file, *options).stdout for options in ((), ("--all",)))
+    for few in (planned.stdout, some):
+        assert "the 20 costliest of 25" in few and few.count("table_wise   ") == 20
+    assert every.count("table_wise   ") == 25 and len(every.splitlines()) == len(some.splitlines()) + 5 + 18 - 3
+    assert re.search(r"^\d+, the slowest .*\n\d+, the fastest .*\nmean of 18 ", some, re.MULTILINE)
+    assert "mean of 18" not in every
+    lengths = map(len, (planned.stdout + every + run("explain", file).stdout).split())
+    assert max(lengths) < 220  # a line below a heading
+    assert len(json.loads(run("report", file, "--format", "json").stdout)["predicted"]["forward_ms"]) == 18
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
