@@ -37,7 +37,7 @@ from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, Count, Rate, Several, Share, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import ranks_in_words
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer
+from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 5
@@ -218,7 +218,7 @@ class PlanInputs:
     """What a plan was made from."""
 
     __pydantic_config__: ClassVar = STRICT
-    batch_size: Several
+    batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
     """Of a rank."""
     topology: TopologyInputs
     tables: dict[str, TableInputs]

@@ -236,6 +236,10 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "notes of the second version that are no list": (_old_notes, "predicted.notes: must be a valid array, got 7"),
     "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
     "a batch of none": (_with(0, "inputs", "batch_size"), "inputs.batch_size: .*equal to 1, got 0"),
+    "a batch of too many": (
+        _with(10**30, "inputs", "batch_size"),
+        "inputs.batch_size: .*equal to 1099511627776, got 10",
+    ),
     "no hosts": (_with(0, *TOPOLOGY, "local_world_size"), "inputs.topology.local_world_size: .*equal to 1, got 0"),
     "memory of other ranks": (_with([1], *TOPOLOGY, "memory_bytes", "HBM"), "the HBM of all 2 ranks"),
     "a bandwidth less": (_without(*TOPOLOGY, "bandwidths", "HBM"), "bandwidths lack 'HBM'"),
