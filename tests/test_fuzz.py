@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis.strategies as st
@@ -129,6 +130,9 @@ def test_numbers_that_nobody_means_are_planned_or_named(hostile: HostileCase) ->
         else:
             validate_rank_assignment(plan, case.topology)
             assert math.isfinite(planner.report().chosen.total_ms) and str(planner.report())
+            with TemporaryDirectory() as folder:
+                planner.save_plan(saved := Path(folder) / "plan.json")
+                assert SavedPlan.load(saved) == planner.saved_plan(name="plan.json")
 
 
 STATISTICS = TableStatistics(
