@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from torch import nn
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.types import CacheParams
@@ -18,7 +18,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.documents import STRICT, parsed
+from dreamshard_planner.support.documents import STRICT, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import TABLES_SCHEMA, load_tables
@@ -38,22 +38,13 @@ MAX_WEIGHTS, MAX_DIM = 2**53, 2**20
 LISTED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.virtual and not kernel.serves)
 
 
-def _one_of(choices: Collection[str]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")
-        return value
-
-    return AfterValidator(check)
-
-
 def _whole(value: Any) -> Any:
     """``1e6``, which JSON has for a fraction."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Kernels = Annotated[tuple[Annotated[str, _one_of(LISTED_KERNELS)], ...], Field(min_length=1)]
-ShardingTypes = Annotated[tuple[Annotated[str, _one_of(SHARDING_TYPES)], ...], Field(min_length=1)]
+Kernels = Annotated[tuple[Annotated[str, one_of(LISTED_KERNELS)], ...], Field(min_length=1)]
+ShardingTypes = Annotated[tuple[Annotated[str, one_of(SHARDING_TYPES)], ...], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 
@@ -71,7 +62,7 @@ class _Declared:
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
-    optimizer: Annotated[str, _one_of(OPTIMIZERS)] = "sgd"
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "sgd"
     sharding_types: ShardingTypes | None = None
     """Allowed ones; None: all."""
     compute_kernels: Kernels | None = None
