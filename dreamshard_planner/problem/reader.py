@@ -92,6 +92,7 @@ class OptionReader:
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
+        self._remaps: dict[nn.Module, bool] = {}
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
         self._legal = legal
@@ -333,7 +334,7 @@ class OptionReader:
         """Why the rows that a feature looks up are unknown although its ids are known; None where that is not so."""
         if feature.ids is None:
             return None
-        if remaps_ids(option.module[1]):
+        if self._remaps_ids(option.module[1]):
             return "its ids are mapped to rows as they come (managed collisions)"
         if feature.ids.end > option.tensor.shape[0]:
             return f"its ids reach up to {feature.ids.end - 1:,}, the table has {option.tensor.shape[0]:,} rows"
@@ -370,3 +371,8 @@ class OptionReader:
         if module not in self._weighted:
             self._weighted[module] = is_weighted(module)
         return self._weighted[module]
+
+    def _remaps_ids(self, module: nn.Module) -> bool:
+        if module not in self._remaps:
+            self._remaps[module] = remaps_ids(module)
+        return self._remaps[module]

@@ -189,6 +189,7 @@ def doubtful_inputs(
     tables = shardable_tables(module, sharders)
     groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
     planned = {table.path for table in tables if groups.get(table.name, compute_device) == compute_device}
+    remapping = {module for module in {table.module for table in tables} if remaps_ids(module)}
     for table in tables:
         if (group := groups.get(table.name, compute_device)) != compute_device and table.path in planned:
             found.append(
@@ -204,7 +205,7 @@ def doubtful_inputs(
             )
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
-        counted = {} if statistics is None or remaps_ids(table.module) else statistics
+        counted = {} if statistics is None or table.module in remapping else statistics
         for name in table.feature_names:
             ids = counted[name].ids if name in counted else None
             if ids is not None and ids.end > rows:

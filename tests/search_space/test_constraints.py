@@ -16,7 +16,8 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner import DreamShardPlanner, TableStatistics
+from dreamshard_planner.search_space.constraints import doubtful_inputs
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -220,3 +221,11 @@ def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     ranks = {option.name: [shard.rank for shard in option.shards] for option in planner.options}
     assert ranks["t0"] == ranks["t1"] != ranks["t2"] == ranks["t3"] == ranks["t4"] and sorted(ranks["t5"]) == [0, 1]
+
+
+def test_modules_are_walked_once_for_all_of_their_tables(monkeypatch) -> None:
+    walked = []
+    monkeypatch.setattr("dreamshard_planner.search_space.constraints.remaps_ids", walked.append)
+    model = bags(*[(100, 16)] * 5)
+    assert doubtful_inputs(model, SHARDERS, TableStatistics({}), "cuda") == ()
+    assert walked == [model.sparse]
