@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption, Topology
+from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
@@ -66,12 +69,16 @@ class BeyondExactTraining:
 
 @dataclass(frozen=True)
 class WiderSpace:
-    """The options that a model would have without exact training, or with optimizers attached to replicas; read while
-    it was planned, since modules change when they are sharded."""
+    """The options that a model would have without exact training, or with optimizers attached to replicas."""
 
     context: PlanningContext
     """With the wider constraints."""
-    search_space: Sequence[ShardingOption]
+    module: nn.Module
+    """A copy without weights, as it was when it was planned: modules change when they are sharded."""
+    sharders: Sequence[ModuleSharder[nn.Module]]
+    batch_size: int
+    estimator: ShardEstimator
+    """Of the costs of single shards."""
     topology: Topology
     """What the storage reservation left."""
     opened_by: str
@@ -79,6 +86,11 @@ class WiderSpace:
     stays exact; else ``exact_training=False``."""
     opened: tuple[tuple[str, int], ...]
     """Sharding types that only this space has, and for how many tables."""
+
+    @cached_property
+    def search_space(self) -> Sequence[ShardingOption]:
+        """All options; enumerated when they are first asked for."""
+        return self.context.enumerator(self.batch_size, self.estimator).enumerate(self.module, list(self.sharders))
 
     def note(self) -> str:
         """For the report, where nothing has been searched."""

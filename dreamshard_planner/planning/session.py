@@ -50,7 +50,7 @@ from dreamshard_planner.search_space.constraints import (
     unused_names,
 )
 from dreamshard_planner.search_space.input_checks import check_topology
-from dreamshard_planner.search_space.modules import shardable_tables
+from dreamshard_planner.search_space.modules import shardable_tables, without_weights
 from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
@@ -102,7 +102,7 @@ class PlanningSession:
             module: to be planned.
             sharders: of its modules.
             reservation: of memory.
-            beyond: estimates the options that exact training leaves out, which are read as well; None to leave that.
+            beyond: estimates the options that exact training leaves out, where they are asked for; None to leave that.
 
         Raises:
             PlannerError, StatisticsError: constraints, rules or statistics do not go with the module or topology.
@@ -268,11 +268,19 @@ class PlanningSession:
                 break
         else:
             return None
-        context = replace(self.context, constraints=all_types)
-        options = context.enumerator(self.request.batch_size, estimator(context)).enumerate(module, list(sharders))
-        if any(option.dependency for option in options):
+        if any(table.in_tower for table in shardable_tables(module, sharders)):
             return None  # which hosts towers are pinned to is settled while planning
-        return WiderSpace(context, options, self.left, f"{argument}={value}", opened)
+        context = replace(self.context, constraints=all_types)
+        return WiderSpace(
+            context,
+            without_weights(module),
+            sharders,
+            self.request.batch_size,
+            estimator(context),
+            self.left,
+            f"{argument}={value}",
+            opened,
+        )
 
 
 def libraries() -> dict[str, str]:

@@ -15,6 +15,7 @@ from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -137,6 +138,11 @@ class ShardableTable:
     def feature_names(self) -> tuple[str, ...]:
         """Empty where the module has no configs."""
         return () if self.config is None else tuple(self.config.feature_names)
+
+    @property
+    def in_tower(self) -> bool:
+        """Whether TorchRec wants it on one host with others."""
+        return isinstance(self.module, EmbeddingTower | EmbeddingTowerCollection)
 
     @property
     def fqn(self) -> str:

@@ -20,7 +20,6 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 from torchrec.distributed.planner.types import Topology
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dreamshard_planner.plans.plan_file import TableSharding
 from dreamshard_planner.search_space.modules import ShardableTable
@@ -68,7 +67,7 @@ class LegalRanks:
                 table belongs to an embedding tower; or no ranks are left for tables that are together, or apart.
         """
         fqns = _fully_qualified(rules.names, tables)
-        towers = {table.fqn for table in tables if isinstance(table.module, EmbeddingTower | EmbeddingTowerCollection)}
+        towers = {table.fqn for table in tables if table.in_tower}
         for name, named in fqns.items():
             if towers.intersection(named):
                 raise refused(f"placement_rules name {name!r}, a table of an embedding tower: its host is TorchRec's")

@@ -22,6 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.search_space.enumeration import FastEnumerator
 from dreamshard_planner.torchrec_components import (
     DreamShardEstimator,
     DreamShardPartitioner,
@@ -161,6 +162,27 @@ def test_plans_of_torchrecs_proposers_are_told_as_well() -> None:
     assert beyond.exact_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
     assert beyond.total_ms <= beyond.exact_ms * (1 + 1e-6)
     assert made.explain().tables
+
+
+def test_what_exact_training_leaves_out_is_enumerated_where_it_is_asked_for(monkeypatch) -> None:
+    """Also after the model was sharded, which replaces its modules, and in another process."""
+    enumerated = []
+    own = FastEnumerator.enumerate
+
+    def enumerate(self, module, sharders):
+        enumerated.append(self)
+        return own(self, module, sharders)
+
+    monkeypatch.setattr(FastEnumerator, "enumerate", enumerate)
+    made, model = planner(), small_model()
+    made.plan(model, SHARDERS)
+    assert len(enumerated) == 1 and any("exact training leaves out" in note.text for note in made.report().notes)
+    elsewhere = pickle.loads(pickle.dumps(made))
+    beyond = elsewhere.beyond_exact_training()
+    assert beyond.opened and elsewhere.beyond_exact_training() == beyond and len(enumerated) == 2
+    del model.sparse.embedding_bags["t0"]
+    model.sparse = nn.Identity()
+    assert made.beyond_exact_training() == beyond and len(enumerated) == 3
 
 
 def test_planners_pickle_with_what_they_planned() -> None:
