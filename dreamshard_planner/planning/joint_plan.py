@@ -196,9 +196,9 @@ def _whole_tables(
     return plans, tuple(replace(rival, name=named.get(rival.name, rival.name)) for rival in outcome.placement.rivals)
 
 
-def _rolled_out(cost: Cost, asked: JointOptions, level: Sequence[Sharding]) -> list[Sharding]:
+def _rolled_out(cost: Cost, asked: JointOptions, level: Sequence[Sharding], seconds: float | None) -> list[Sharding]:
     """Starts by the joint policy that ships."""
-    return joint_starts(cost, shipped_joint_policy(), asked, level)
+    return joint_starts(cost, shipped_joint_policy(), asked, level, seconds)
 
 
 def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -49,6 +50,8 @@ SUBSET_RANKS = 64
 all types was the best of them."""
 RELAID = 4
 """Level starts whose options are laid down anew."""
+HEAD_START = 0.1
+"""Share of the time that roll-outs may take before they count as too slow for it."""
 CLIP, EXCESS_CLIP = 20.0, 50.0
 SITUATION = 8
 FEATURES = 2 * len(CHANNELS) + DESCRIBED + len(RULES) + 1 + SITUATION
@@ -179,12 +182,17 @@ def joint_roll_out(
     types_EN: Tensor | None = None,
     record: bool = False,
     option_ET: Tensor | None = None,
+    seconds: float | None = None,
 ) -> JointRollout:
     """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
-    each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`."""
+    each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`. They are given up as infeasible where they
+    would take more ``seconds``."""
     environment = JointMDP(task, episodes, types_EN, option_ET)
-    kept, taken = [], []
-    for _ in range(task.num_tables):
+    kept, taken, began = [], [], time.monotonic()
+    for step in range(task.num_tables):
+        if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, step / task.num_tables):
+            environment.give_up()
+            break
         seen = Seen.of(environment, environment.observe())
         action_E = drawn(policy.logits(seen), generator)
         environment.step(action_E)
@@ -207,7 +215,9 @@ def subset_types() -> Tensor:
     return torch.tensor([[kind in subset for kind in TYPES] for subset in SUBSETS])
 
 
-def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions, level: Sequence[Sharding]) -> list[Sharding]:
+def joint_starts(
+    cost: Cost, policy: JointPolicy, asked: JointOptions, level: Sequence[Sharding], seconds: float | None = None
+) -> list[Sharding]:
     """Plans to start the joint search from, at most two, the cheapest first: the best of greedy roll-outs that choose
     options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
     options of the cheapest level starts down anew. Further ones would leave the search little else to start from, and
@@ -218,6 +228,7 @@ def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions, level: Se
         policy: plays.
         asked: what options ask of all ranks together.
         level: level starts.
+        seconds: that roll-outs may take; there are no plans where they would take more.
     """
     task, types_EN = JointTask(cost, asked), subset_types()
     if not task.may_be_played:
@@ -229,7 +240,8 @@ def joint_starts(cost: Cost, policy: JointPolicy, asked: JointOptions, level: Se
     option_ET = torch.full((free + len(relaid), task.num_tables), -1)
     option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)
     types_EN = torch.cat([types_EN, types_EN[:1].expand(len(relaid), -1)])
-    plans = joint_roll_out(policy, task, len(option_ET), types_EN=types_EN, option_ET=option_ET).environment.shardings()
+    rollout = joint_roll_out(policy, task, len(option_ET), types_EN=types_EN, option_ET=option_ET, seconds=seconds)
+    plans = rollout.environment.shardings()
     fitting = [
         [plan for plan in some if plan is not None and cost.problem.fits(plan)] for some in (plans[:free], plans[free:])
     ]

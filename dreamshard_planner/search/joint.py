@@ -34,6 +34,8 @@ TURNS = 0.5
 """Share of the budget in which all starts, and the best group move of each, have one turn each."""
 CONTINUED = 2
 """Of the descents that their turn interrupted, the best, which go on."""
+BESIDE = 0.5
+"""Share of the time left that further starts may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ def joint_search(
     search: SearchConfig,
     seed: int = 0,
     seconds: float | None = None,
-    further: Callable[[Cost, JointOptions, Sequence[Sharding]], Iterable[Sharding]] | None = None,
+    further: Callable[[Cost, JointOptions, Sequence[Sharding], float | None], Iterable[Sharding]] | None = None,
 ) -> JointResult | None:
     """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
     than the best start. None where there is no start.
@@ -94,14 +96,19 @@ def joint_search(
         config: of the re-shards.
         search: of the moves and swaps.
         seed: of perturbations.
-        seconds: cap on the search, on top of its budget of candidates.
-        further: makes feasible starts from these level starts, few, from all of which there are descents as well.
+        seconds: cap on the search, its starts included, on top of its budget of candidates.
+        further: makes feasible starts from these level starts, few, from all of which there are descents as well, in so
+            many seconds.
     """
+    budget = _budget(cost, config, seconds)
     asked = JointOptions(cost)
     if not asked.may_fit:
         return None
-    level = level_starts(cost, asked)
-    beside = list(further(cost, asked, level)) if further is not None else []
+    level = level_starts(cost, asked, budget.left)
+    beside: list[Sharding] = []
+    if further is not None and budget.left():
+        left = budget.seconds_left()
+        beside += further(cost, asked, level, None if left is None else BESIDE * left)
     pool = list(dict.fromkeys([*starts, *level, *beside]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
@@ -112,27 +119,31 @@ def joint_search(
     # Those beside take no other's place: what a start costs says little of where it leads.
     cheapest = [start for start in order if start not in beside][: config.starts]
     first = sorted([*cheapest, *beside], key=overall.__getitem__)
-    descents = _Descents(cost, order[0], config, search, seed, seconds)
+    descents = _Descents(cost, order[0], config, search, seed, budget)
     # For the same reason each has its turn before the best may use up the budget.
-    turn = int(TURNS * descents.budget.limit / (2 * len(first)))
+    turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
         descents.descend(start, turn)
-        variants = group_moves(cost, asked, start) if descents.budget.left() else []
+        variants = group_moves(cost, asked, start) if budget.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
         descents.descend(sharding)
     fruitless = 0
-    while descents.budget.left() and fruitless < config.patience:
+    while budget.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
         fruitless = 0 if descents.best_ms < worth_it else fruitless + 1
     # Replicas relieve a rank by little at a time, and past some of them no change of whole tables helps.
     for kind in (kind for kind, spec in SHARDING_TYPES.items() if spec.is_replicated):
         unreplicated = [start for start in order if kind not in _types(cost, start)]
-        if 0 < len(unreplicated) < len(order) and descents.budget.left():
+        if 0 < len(unreplicated) < len(order) and budget.left():
             descents.descend(descents.descend(unreplicated[0], without=kind))
     return descents.result()
+
+
+def _budget(cost: Cost, config: JointConfig, seconds: float | None) -> Budget:
+    return Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, seconds)
 
 
 def _types(cost: Cost, sharding: Sharding) -> set[str]:
@@ -144,7 +155,7 @@ def _types(cost: Cost, sharding: Sharding) -> set[str]:
 @torch.no_grad()
 def descended(cost: Cost, start: Sharding, config: JointConfig, search: SearchConfig) -> Sharding:
     """Where one descent from a feasible sharding ends: near it, as such searches go."""
-    descents = _Descents(cost, start, config, search, 0, None)
+    descents = _Descents(cost, start, config, search, 0, _budget(cost, config, None))
     descents.descend(start)
     return descents.result().sharding
 
@@ -153,7 +164,7 @@ class _Descents:
     """Descents one after the other, and the best that they came to."""
 
     def __init__(
-        self, cost: Cost, best: Sharding, config: JointConfig, search: SearchConfig, seed: int, seconds: float | None
+        self, cost: Cost, best: Sharding, config: JointConfig, search: SearchConfig, seed: int, budget: Budget
     ) -> None:
         self._cost, self._config = cost, config
         self._best, self.best_ms = best, cost.overall_ms(best)
@@ -161,7 +172,7 @@ class _Descents:
         self._generator = torch.Generator().manual_seed(seed)
         self._quiet = replace(search, starts=1, candidates=config.candidates, perturbed=0)
         self._candidates = 0
-        self.budget = Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, seconds)
+        self.budget = budget
         self.unfinished: dict[Sharding, None] = {}
         """Where descents were when their turn ended, while they still gained."""
         self._turns: dict[Sharding, int] = {}
@@ -211,7 +222,8 @@ class _Descents:
         chosen = self._cost.chosen(sharding)
         if not len(chosen.assignment_S):
             return sharding, True
-        result = local_search(chosen.cost, [chosen.assignment_S], self._quiet, self._generator)
+        seconds = self.budget.seconds_left()
+        result = local_search(chosen.cost, [chosen.assignment_S], self._quiet, self._generator, seconds)
         self._candidates += result.candidates
         return chosen.placed(result.assignment_S), result.candidates < self._quiet.candidates
 

@@ -83,6 +83,10 @@ class Budget:
             self.cut_short = True
         return self.used < self.limit and not self.cut_short
 
+    def seconds_left(self) -> float | None:
+        """Until the deadline; None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
     def spend(self, candidates: int) -> None:
         self.used += candidates
 

@@ -10,6 +10,7 @@ Shapes: T tables, O options of the table that has most, P parts, D ranks, M limi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,9 +107,9 @@ def level_choice(
     return choose(high)
 
 
-def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
+def level_starts(cost: Cost, asked: JointOptions, has_time: Callable[[], bool] = lambda: True) -> list[Sharding]:
     """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
-    used costs kernels and collectives of its own."""
+    used costs kernels and collectives of its own. Where time runs out, the first of them."""
     problem = cost.problem
     types = sorted({option.sharding_type for options in problem.tables for option in options})
     subsets = [set(types), *({kind} for kind in types if len(types) > 1)]
@@ -121,6 +122,8 @@ def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
     exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, asked.kind_TO != "")
     starts: dict[Sharding, _Start] = {}
     for subset in subsets:
+        if starts and not has_time():
+            break
         within_TO = np.isin(asked.kind_TO, list(subset)) & exists_TO
         allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
         for fill in FILLS:
@@ -128,7 +131,7 @@ def level_starts(cost: Cost, asked: JointOptions) -> list[Sharding]:
             if start is not None:
                 starts[start.sharding] = start
     cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:FILLED_STARTS]
-    return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest)]))
+    return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest if has_time())]))
 
 
 def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:

@@ -164,6 +164,15 @@ def test_training_keeps_what_did_best_and_repeats() -> None:
     assert all(torch.equal(*pair) for pair in zip(*(policy.parameters() for policy in policies), strict=True))
 
 
+def test_roll_outs_that_would_take_too_long_are_given_up() -> None:
+    cost = sharding_cost(8, 3)
+    asked = JointOptions(cost)
+    level = level_starts(cost, asked)
+    assert joint_starts(cost, shipped_joint_policy(), asked, level, seconds=0.0) == []
+    unhurried = joint_starts(cost, shipped_joint_policy(), asked, level, seconds=1000.0)
+    assert unhurried == starts_of(cost, shipped_joint_policy()) != []
+
+
 def test_the_search_is_never_worse_than_a_roll_out() -> None:
     cost = sharding_cost(8, 3)
     starts = starts_of(cost, shipped_joint_policy())

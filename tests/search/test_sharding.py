@@ -127,6 +127,22 @@ def test_joint_search_keeps_memory_and_beats_every_start(memory: int) -> None:
     assert again == result
 
 
+def test_no_further_starts_are_made_when_time_is_up() -> None:
+    cost, asked = sharding_cost(9, 5), []
+
+    def further(*arguments):
+        asked.append(arguments[-1])
+        return []
+
+    spent = joint_search(cost, [], JointConfig(), SEARCH, seconds=1e-9, further=further)
+    assert asked == [] and spent.cut_short and cost.problem.fits(spent.sharding)
+    unhurried, hurried = (level_starts(cost, JointOptions(cost), lambda has=has: has) for has in (True, False))
+    assert 0 < len(hurried) < len(unhurried) and hurried == unhurried[: len(hurried)]
+    joint_search(cost, [], JointConfig(reshards=1), SEARCH, seconds=1000.0, further=further)
+    joint_search(cost, [], JointConfig(reshards=1), SEARCH, further=further)
+    assert 0 < asked[0] < 1000.0 and asked[1] is None
+
+
 def test_where_nothing_fits_there_is_no_sharding() -> None:
     cost = sharding_cost(9, 5, 40)
     assert joint_search(cost, [], JointConfig(), SEARCH) is None
