@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,10 +52,13 @@ def plan(
         planned = job.plan()
         report = planned.report
     if out is not None:
-        planned.planner.save_plan(out)
+        planned.saved.save(out)
         typer.echo(f"written to {out}", err=True)
     picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
-    show(_document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
+    if format is Format.json:
+        typer.echo(_in_lines(_document(planned)))
+    else:
+        show(None, format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
 @command("dreamshard explain plan.json --rank 1")
@@ -94,7 +98,10 @@ def report(
     check_picture(html, png)
     saved = load_plan(plan)
     picture(saved, html, png)
-    show(saved.to_dict(), format, *_saved_tables(saved, everything))
+    if format is Format.json:
+        typer.echo(_in_lines(saved.to_dict()))
+    else:
+        show(None, format, *_saved_tables(saved, everything))
 
 
 @command("dreamshard compare before.json after.json")
@@ -153,8 +160,16 @@ def _document(planned: PlannedJob) -> dict[str, Any]:
         "batch_size": job.batch_size,
         "seconds": planned.seconds,
         "report": planned.report.to_dict(),
-        "plan": planned.planner.saved_plan().to_dict(),
+        "plan": planned.saved.to_dict(),
     }
+
+
+def _in_lines(document: dict[str, Any]) -> str:
+    """As JSON, which has no infinity, laid out as files of plans are: a line for each number takes three times as
+    many bytes."""
+    from dreamshard_planner.plans.plan_file import layout
+
+    return layout(json.loads(json.dumps(document), parse_constant=lambda _: None))
 
 
 def _costliest(report: Report, limit: int | None) -> RenderableType:

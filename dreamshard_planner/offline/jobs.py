@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import InputWarning, TaskError
 from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec, read_table_list
 from dreamshard_planner.planner import DreamShardPlanner
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.search_space.constraints import doubtful_inputs
 from dreamshard_planner.search_space.modules import table_configs
@@ -187,6 +189,11 @@ class PlannedJob:
     plan: ShardingPlan
     seconds: float
     """That planning took."""
+
+    @cached_property
+    def saved(self) -> SavedPlan:
+        """The plan, with all that it was made from."""
+        return self.planner.saved_plan()
 
     @property
     def report(self) -> Report:

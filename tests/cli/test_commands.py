@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import shlex
@@ -23,9 +24,11 @@ from dreamshard_planner import FeatureStatistics, TableStatistics, __version__
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.options import CostSourceName, bytes_per_s, size_bytes, whole
+from dreamshard_planner.cli.place import _in_lines
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
+from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.workload.sketch import IdSketch
 from dreamshard_planner.workload.tables import Table, Workload
 
@@ -436,6 +439,21 @@ def test_a_plan_of_other_tables_is_refused_by_its_tables(folder: Path, tmp_path:
     for arguments in ((*SMALL,), (str(folder / "plan.json"),)):
         told = run("explain", *arguments, "--plan", other, status=1).stderr
         assert "other.json" in told and "pooled.elsewhere" in told and "statistics" not in told
+
+
+def test_plans_are_written_out_where_that_is_asked_for(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Plans of thousands of tables have megabytes of JSON: none for tables, and numbers side by side."""
+    printed = run("plan", *SMALL, "--format", "json", "--out", str(tmp_path / "plan.json")).stdout
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert json.loads(printed)["plan"] == saved
+    plan = str(folder / "plan.json")
+    told = run("report", plan, "--format", "json").stdout
+    assert json.loads(told) == json.loads(Path(plan).read_text())
+    assert all(max(map(len, text.splitlines())) > 100 for text in (printed, told))
+    assert json.loads(_in_lines({"least": -math.inf, "most": [1.5, math.nan]})) == {"least": None, "most": [1.5, None]}
+    monkeypatch.setattr(SavedPlan, "to_dict", None)
+    run("plan", *SMALL)
+    run("report", plan)
 
 
 def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -> None:
