@@ -79,8 +79,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.
-        search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so. TorchRec's
-            ``timeout_seconds`` is one as well.
+        search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so. Reading and
+            rating the tables comes on top. TorchRec's ``timeout_seconds`` is one as well.
         refine: ``"measure"`` to time the fused kernels of the best plans on this machine, under
             :meth:`collective_plan` on the devices of all ranks at once, learn from them, search again, and choose by
             all evidence. Tables stay split as they were. The plan then depends on what was measured.

@@ -78,7 +78,9 @@ class PlanningOptions:
     sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.")] = 1
     exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
     seed: Annotated[int, SEED(help="Of the search.")] = 0
-    search_seconds: Annotated[float | None, SECONDS(min=0.01, help="Cap on the search.")] = None
+    search_seconds: Annotated[
+        float | None, SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.")
+    ] = None
 
     def machine(self, ranks_per_host: int) -> Machine:
         """What is to train."""
