@@ -261,6 +261,8 @@ class PlanningSession:
 
     def _wider(self, module: nn.Module, sharders: Sharders, estimator: MakeEstimator) -> WiderSpace | None:
         for argument, value in (("optimizers_attached", True), ("exact_training", False)):
+            if getattr(self.request.settings, argument) == value:
+                continue
             change: dict[str, Any] = {argument: value}
             wider = replace(self.request, settings=replace(self.request.settings, **change))
             all_types = _constraints(wider, module, sharders, self.legal)
