@@ -319,10 +319,6 @@ class JointMDP:
         self._taken.append((actions, option_E.tolist(), positions))
         self.step_index += 1
 
-    def give_up(self) -> None:
-        """End all episodes as infeasible."""
-        self.alive_E = torch.zeros_like(self.alive_E)
-
     def relative_cost(self) -> Tensor:
         """Cost over the level height of what is laid down, [E]; infinite where infeasible."""
         highest_ER = self.height_ERD.amax(-1)

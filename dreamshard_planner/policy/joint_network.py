@@ -185,14 +185,13 @@ def joint_roll_out(
     seconds: float | None = None,
 ) -> JointRollout:
     """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
-    each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`. They are given up as infeasible where they
-    would take more ``seconds``."""
+    each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`. TimeoutError as soon as they are found to
+    take more ``seconds``."""
     environment = JointMDP(task, episodes, types_EN, option_ET)
     kept, taken, began = [], [], time.monotonic()
     for step in range(task.num_tables):
         if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, step / task.num_tables):
-            environment.give_up()
-            break
+            raise TimeoutError
         seen = Seen.of(environment, environment.observe())
         action_E = drawn(policy.logits(seen), generator)
         environment.step(action_E)
@@ -228,7 +227,10 @@ def joint_starts(
         policy: plays.
         asked: what options ask of all ranks together.
         level: level starts.
-        seconds: that roll-outs may take; there are no plans where they would take more.
+        seconds: that roll-outs may take.
+
+    Raises:
+        TimeoutError: they would take more.
     """
     task, types_EN = JointTask(cost, asked), subset_types()
     if not task.may_be_played:

@@ -34,8 +34,9 @@ TURNS = 0.5
 """Share of the budget in which all starts, and the best group move of each, have one turn each."""
 CONTINUED = 2
 """Of the descents that their turn interrupted, the best, which go on."""
-BESIDE = 0.5
-"""Share of the time left that further starts may take."""
+BESIDE = 0.85
+"""Share of the time left that further starts may take: of many tables on many ranks, descents from others end dearer
+than these are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ def joint_search(
         seed: of perturbations.
         seconds: cap on the search, its starts included, on top of its budget of candidates.
         further: makes feasible starts from these level starts, few, from all of which there are descents as well, in so
-            many seconds.
+            many seconds; TimeoutError where that takes more.
     """
     budget = _budget(cost, config, seconds)
     asked = JointOptions(cost)
@@ -106,9 +107,13 @@ def joint_search(
         return None
     level = level_starts(cost, asked, budget.left)
     beside: list[Sharding] = []
+    in_time = True
     if further is not None and budget.left():
         left = budget.seconds_left()
-        beside += further(cost, asked, level, None if left is None else BESIDE * left)
+        try:
+            beside += further(cost, asked, level, None if left is None else BESIDE * left)
+        except TimeoutError:
+            in_time = False
     pool = list(dict.fromkeys([*starts, *level, *beside]))
     if not pool and (packed := packed_start(cost.problem)) is not None:
         pool = [packed]
@@ -139,7 +144,8 @@ def joint_search(
         unreplicated = [start for start in order if kind not in _types(cost, start)]
         if 0 < len(unreplicated) < len(order) and budget.left():
             descents.descend(descents.descend(unreplicated[0], without=kind))
-    return descents.result()
+    found = descents.result()
+    return found if in_time else replace(found, cut_short=True)
 
 
 def _budget(cost: Cost, config: JointConfig, seconds: float | None) -> Budget:

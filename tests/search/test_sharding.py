@@ -142,6 +142,12 @@ def test_no_further_starts_are_made_when_time_is_up() -> None:
     joint_search(cost, [], JointConfig(reshards=1), SEARCH, further=further)
     assert 0 < asked[0] < 1000.0 and asked[1] is None
 
+    def late(*_):
+        raise TimeoutError
+
+    found = joint_search(cost, [], JointConfig(), SEARCH, seconds=1000.0, further=late)
+    assert found.cut_short and replace(found, cut_short=False) == joint_search(cost, [], JointConfig(), SEARCH)
+
 
 def test_where_nothing_fits_there_is_no_sharding() -> None:
     cost = sharding_cost(9, 5, 40)
