@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -17,6 +16,8 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from dreamshard_planner.support.formatting import layout
 
 PIPE_COLUMNS = 200
 """Width of tables where stdout is no terminal."""
@@ -56,14 +57,14 @@ def written() -> Iterator[None]:
 
 
 def show(document: Any, format: Format, *tables: RenderableType) -> None:
-    """The document as JSON, or the tables (texts as they are)."""
+    """The document, or what makes it, as JSON; or the tables (texts as they are)."""
     with written():
         _show(document, format, tables)
 
 
 def _show(document: Any, format: Format, tables: Iterable[RenderableType]) -> None:
     if format is Format.json:
-        typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+        typer.echo(layout(_finite(document() if callable(document) else document)))
         return
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
     for table in tables:

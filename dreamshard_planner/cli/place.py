@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,10 +54,7 @@ def plan(
         planned.saved.save(out)
         typer.echo(f"written to {out}", err=True)
     picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
-    if format is Format.json:
-        typer.echo(_in_lines(_document(planned)))
-    else:
-        show(None, format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
+    show(lambda: _document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
 @command("dreamshard explain plan.json --rank 1")
@@ -98,10 +94,7 @@ def report(
     check_picture(html, png)
     saved = load_plan(plan)
     picture(saved, html, png)
-    if format is Format.json:
-        typer.echo(_in_lines(saved.to_dict()))
-    else:
-        show(None, format, *_saved_tables(saved, everything))
+    show(saved.to_dict, format, *_saved_tables(saved, everything))
 
 
 @command("dreamshard compare before.json after.json")
@@ -162,14 +155,6 @@ def _document(planned: PlannedJob) -> dict[str, Any]:
         "report": planned.report.to_dict(),
         "plan": planned.saved.to_dict(),
     }
-
-
-def _in_lines(document: dict[str, Any]) -> str:
-    """As JSON, which has no infinity, laid out as files of plans are: a line for each number takes three times as
-    many bytes."""
-    from dreamshard_planner.plans.plan_file import layout
-
-    return layout(json.loads(json.dumps(document), parse_constant=lambda _: None))
 
 
 def _costliest(report: Report, limit: int | None) -> RenderableType:

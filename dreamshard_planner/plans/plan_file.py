@@ -19,7 +19,6 @@ This module knows neither models nor planners: it reads, checks and writes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ from dreamshard_planner.search_space.kernels import KERNELS, sharding_in_words
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import STRICT, Count, Rate, Several, Share, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
-from dreamshard_planner.support.formatting import ranks_in_words
+from dreamshard_planner.support.formatting import layout, ranks_in_words
 from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
@@ -45,8 +44,6 @@ VERSION = 5
 costs of each table and of each collective, and notes. Older files are read without."""
 RATES = ("HBM", "DDR", "HBM to DDR", "within hosts", "between hosts")
 """Bandwidths that every file has."""
-LINE = 150
-"""Columns up to which a value is written on one line."""
 
 
 @dataclass(frozen=True)
@@ -411,19 +408,3 @@ def _follow(blocks: Iterable[tuple[int, int]], end: int) -> bool:
             return False
         reached += length
     return reached == end
-
-
-def layout(value: Any, indent: int = 0) -> str:
-    """JSON with what fits into a line, or holds numbers alone, on one line, and everything else indented; of several
-    objects in a list each has a line of its own."""
-    flat = json.dumps(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    plain = isinstance(value, list | tuple) and all(isinstance(part, int | float) for part in parts)
-    several = flat.count("{") > 1
-    if plain or not parts or (len(flat) + indent <= LINE and indent and not several):
-        return flat
-    pad = " " * (indent + 2)
-    if isinstance(value, dict):
-        lines = [f"{pad}{json.dumps(key)}: {layout(part, indent + 2)}" for key, part in value.items()]
-        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
-    return "[\n" + ",\n".join(f"{pad}{layout(part, indent + 2)}" for part in value) + "\n" + " " * indent + "]"

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 LONGEST_WORD = 100
 """Shown as it is."""
+LINE = 150
+"""Columns up to which a value of JSON is written on one line."""
 
 
 def short(name: str) -> str:
@@ -80,3 +84,19 @@ def some_of(names: Sequence[str], known: Iterable[str]) -> str:
     known = list(known)
     shown = ", ".join(f"{name!r}{nearest(name, known)}" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def layout(value: Any, indent: int = 0) -> str:
+    """JSON with what fits into a line, or holds numbers alone, on one line, and everything else indented; of several
+    objects in a list each has a line of its own."""
+    flat = json.dumps(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    plain = isinstance(value, list | tuple) and all(isinstance(part, int | float) for part in parts)
+    several = flat.count("{") > 1
+    if plain or not parts or (len(flat) + indent <= LINE and indent and not several):
+        return flat
+    pad = " " * (indent + 2)
+    if isinstance(value, dict):
+        lines = [f"{pad}{json.dumps(key)}: {layout(part, indent + 2)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+    return "[\n" + ",\n".join(f"{pad}{layout(part, indent + 2)}" for part in value) + "\n" + " " * indent + "]"
