@@ -296,10 +296,15 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
+        in_groups: bool = True,
     ) -> ShardingPlan:
         """Plan on rank 0 and broadcast; with ``refine`` all ranks measure. As in TorchRec, what the other ranks were
         given does not matter. An error on rank 0 is raised on every rank, so that none waits for ever, as
         :func:`~dreamshard_planner.planning.collective.plan_on_rank_0` says.
+
+        Args:
+            module, sharders, pg: as TorchRec's.
+            in_groups: whether the ranks may be several sharding groups of as many ranks as the topology has.
 
         Raises:
             DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
@@ -318,7 +323,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         def make(together: Together) -> ShardingPlan:
             refines = bool(self._request.settings.measuring_seconds)
-            check_ranks(self._topology.world_size, self._request.all_ranks, ranks)
+            check_ranks(self._topology.world_size, self._request.all_ranks, ranks, in_groups)
             check_patience(ranks, patience_seconds, self._request.settings.search_seconds, refines)
             self._together = together
             return self.plan(module, get_default_sharders() if sharders is None else sharders)

@@ -229,7 +229,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
                 continue
             is_state = "state" in path[:-1]
             left[is_state][".".join(map(str, path[: path.index("state") + 2])) if is_state else key] = None
-        for names, help in zip(left, ("", "call init_state() of the optimizer before, or "), strict=True):
+        none = "give its optimizer states before (a KeyedOptimizer's init_state() makes them), or "
+        for names, help in zip(left, ("", none), strict=True):
             if names:
                 yield (
                     f"{some_of(list(names), ())}: in the checkpoint, not in the state dict; {help}name what is not "

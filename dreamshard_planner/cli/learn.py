@@ -13,7 +13,7 @@ import typer
 
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import load_plan, tell_other_statistics
+from dreamshard_planner.cli.job import load_plan
 from dreamshard_planner.cli.options import (
     DEFAULT_RECIPE,
     SECONDS,
@@ -279,6 +279,7 @@ def calibrate(
 
 def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) -> tuple[list[Table] | None, list[int]]:
     """Tables of a list or of a plan, None where nobody gave them; and what batches the kernels of the plan see."""
+    from dreamshard_planner.offline.from_plan import check_statistics
     from dreamshard_planner.offline.jobs import read_model
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -293,7 +294,7 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
         if known is not None:
             known.unused(name for table in inputs.tables.values() for name in table.features)
         known = TableStatistics({**inputs.features, **(known or {})})
-        tell_other_statistics(saved, known or None, statistics)
+        check_statistics(saved, known or None, statistics is not None)
         of_plan = [table.table(name, known) for name, table in inputs.tables.items()]
         return of_plan, [inputs.batch_size * inputs.topology.world_size]
     if source is None or not (model := read_model(source)).specs:

@@ -155,8 +155,9 @@ class StageCheck:
         side = "off" if abs(self.bias) < self.before / 2 else "too low" if self.bias < 0 else "too high"
         return f"{100 * self.before:.0f} % {side}"
 
-    def to_dict(self, seconds: float | None = None) -> dict[str, Any]:
-        """For JSON; ``said`` is all of it in words, after so many seconds of measuring; None: of observed kernels."""
+    def to_dict(self, seconds: float | None = None, advise: bool = True) -> dict[str, Any]:
+        """For JSON; ``said`` is all of it in words, after so many seconds of measuring; None: of observed kernels.
+        ``advise``: how much longer, where that would help."""
         if self.good:
             verdict = "good"
         elif seconds is None:
@@ -166,7 +167,7 @@ class StageCheck:
         else:
             missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
             longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
-            verdict = longer if missing > 0 else "dreamshard train would learn it"
+            verdict = ("not good" if not advise else longer) if missing > 0 else "dreamshard train would learn it"
         now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
         return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}{self.remark}: {verdict}"}
 

@@ -178,20 +178,23 @@ class ObservedRun:
     @cached_property
     def outputs_ms(self) -> float:
         """All exchanges of outputs, as :attr:`ObservedCollective.ms`; several on their way together count once."""
-        if any(f"{OUTPUTS} span together" in rank.columns for rank in self.ranks):
-            return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together")[0]
-        return sum(one.ms for one in self._outputs)
+        return self._outputs_together[0]
 
     @cached_property
     def hides_outputs(self) -> bool:
         """Whether a rank does other work than fused kernels for much of the time that outputs are on their way: how
         long they take by themselves is then not told."""
-        beside_ms, step_ms = sum(one.beside_ms for one in self._outputs), min(r.median("step") for r in self.ranks)
-        return beside_ms > max(MOST_BESIDE * sum(one.ms for one in self._outputs), LEAST_BESIDE * step_ms)
+        ms, beside_ms = self._outputs_together
+        return beside_ms > max(MOST_BESIDE * ms, LEAST_BESIDE * min(rank.median("step") for rank in self.ranks))
 
-    @property
-    def _outputs(self) -> list[ObservedCollective]:
-        return [one for name, one in self.collectives.items() if name.startswith(OUTPUTS)]
+    @cached_property
+    def _outputs_together(self) -> tuple[float, float]:
+        """What they take, and what of that is beside other work."""
+        outputs = {name: one for name, one in self.collectives.items() if name.startswith(OUTPUTS)}
+        if any(f"{OUTPUTS} span together" in rank.columns for rank in self.ranks):
+            waited = [f"{name} waited" for name in outputs]
+            return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together", waited)
+        return sum(one.ms for one in outputs.values()), sum(one.beside_ms for one in outputs.values())
 
     @cached_property
     def lookups_ms(self) -> float | None:
@@ -202,9 +205,9 @@ class ObservedRun:
             return None
         return self._last("input_dist")[0]
 
-    def _last(self, column: str, without: str = "", waited: str = "") -> tuple[float, float]:
+    def _last(self, column: str, without: str = "", waited: Sequence[str] = ()) -> tuple[float, float]:
         """Of the rank that came to it last, in each step, since who was early has waited: the column without another;
-        and that without what it waited, nothing where it did nothing else."""
+        and that without what it waited, nothing where no waits were told."""
         together = set.intersection(*(set(rank.kept) for rank in self.ranks))
         late = sorted(index for index in together if index >= WARM_UP) or sorted(together)
         if not late:
@@ -213,14 +216,15 @@ class ObservedRun:
         for rank in self.ranks:
             at = [rank.kept.index(index) for index in late]
             own_X = (np.array(rank.column(column)) - np.array(rank.column(without)))[at]
+            waits = [np.array(rank.columns[name])[at] for name in waited if name in rank.columns]
             own_RX.append(own_X)
-            beside_RX.append(own_X - np.array(rank.column(waited))[at] if waited in rank.columns else 0 * own_X)
+            beside_RX.append(own_X - sum(waits) if waits else 0 * own_X)
         last_1X = np.argmin(own_RX, 0)[None]
         ms, beside_ms = (np.median(np.take_along_axis(np.array(each), last_1X, 0)) for each in (own_RX, beside_RX))
         return float(ms), float(beside_ms)
 
     def _collective(self, name: str) -> ObservedCollective:
-        ms, beside_ms = self._last(f"{name} span", f"{name} kernels", f"{name} waited")
+        ms, beside_ms = self._last(f"{name} span", f"{name} kernels", [f"{name} waited"])
         return ObservedCollective(
             ms=ms,
             beside_ms=beside_ms,

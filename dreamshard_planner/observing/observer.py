@@ -44,7 +44,7 @@ from dreamshard_planner.workload.tables import costed_optimizer
 logger = logging.getLogger(__name__)
 
 _BEGUN: Counter[str] = Counter()
-"""Observations that this process has begun, by the file that they go to."""
+"""Observations that this process has begun, by the name of the file that they go to."""
 
 
 class Observer:
@@ -161,11 +161,12 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[Save
 
 
 def _run_id(path: str) -> str:
-    """Of this observation, the same on every rank that begins as many for a file; ranks meet at the process group's
-    store, and none waits for another."""
-    _BEGUN[path] += 1
+    """Of this observation, the same on every rank that begins as many for a file of this name, in whatever folder;
+    ranks meet at the process group's store, and none waits for another."""
+    name = os.path.basename(path)
+    _BEGUN[name] += 1
     store = dist.distributed_c10d._get_default_store()
-    key = f"dreamshard_planner/observe/{_BEGUN[path]} {path}"
+    key = f"dreamshard_planner/observe/{_BEGUN[name]} {name}"
     return store.compare_set(key, "", secrets.token_hex(8)).decode()
 
 
@@ -184,7 +185,8 @@ def observe(
         model: sharded, as ``DistributedModelParallel`` has it.
         planner: a ``DreamShardPlanner`` that planned it, or the same model otherwise: what it predicts, on rank 0, is
             kept beside what is observed. Of other planners nothing is.
-        path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``. Where
+        path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``; of the
+            same name on all ranks. Where
             there is nothing to write, or it cannot be written any more, a warning is logged and training goes on.
         every: batches from one whose ids are counted to the next.
 

@@ -19,7 +19,8 @@ from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
-from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.plans.replan import Replan
+from dreamshard_planner.plans.stale import differences, stale_differences
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.files import brief
@@ -105,6 +106,27 @@ def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
         for inputs in (saved.inputs, now)
     )
     return differences(one, other)
+
+
+def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:
+    """What was found for the job of a plan's file, with what such a job lacks of it: ranks' own memory, SSDs, and
+    :data:`IN_WORDS`.
+
+    Args:
+        found: from :func:`job_of` the plan.
+        saved: the plan.
+        same_machine: whether it was for the file's own.
+        same_tables: whether the tables were the file's own.
+    """
+
+    def told(inputs: PlanInputs) -> PlanInputs:
+        topology = saved.inputs.topology if same_machine else inputs.topology
+        return replace(
+            inputs, topology=topology, constraints=saved.inputs.constraints if same_tables else inputs.constraints
+        )
+
+    plans = tuple(replace(plan, inputs=told(plan.inputs)) for plan in found.plans)
+    return replace(found, plans=plans, stale=tuple(stale_differences(saved.inputs, plans[0].inputs)))
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:
@@ -223,6 +245,8 @@ def _restored(kind: Any, value: Any) -> Any:
         make: Any = kind
         of = get_type_hints(kind)
         return make(**{name: _restored(of[name], part) for name, part in value.items() if name not in IN_WORDS})
+    if hasattr(kind, "_fields") and value is not None:  # of a named tuple
+        return kind(*map(_restored, get_type_hints(kind).values(), value))
     if get_origin(kind) is tuple and value is not None:
         return tuple(map(tuple, value))
     return value

@@ -162,17 +162,23 @@ def group_timeout_seconds(pg: dist.ProcessGroup) -> float | None:
         return None
 
 
-def check_ranks(planned: int, all_ranks: Topology | None, ranks: int) -> None:
+def check_ranks(planned: int, all_ranks: Topology | None, ranks: int, in_groups: bool) -> None:
     """Whether a plan serves a process group.
 
     Args:
         planned: ranks that the plan is for.
         all_ranks: of all sharding groups; None where nobody spoke of any.
         ranks: of the process group.
+        in_groups: whether these may form several sharding groups.
 
     Raises:
         DreamShardError: where not; says what would help.
     """
+    if not in_groups and planned != ranks:
+        raise DreamShardError(
+            f"the planner's topology has {planned} ranks, and there are {ranks} to shard over: plan for all of them "
+            "(sharding groups are for TorchRec's DMPCollection)"
+        )
     if all_ranks is not None and ranks not in (all_ranks.world_size, planned):
         raise DreamShardError(
             f"the process group has {ranks} ranks, and the planner's topology {all_ranks.world_size} in sharding "

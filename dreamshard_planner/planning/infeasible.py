@@ -38,7 +38,10 @@ def infeasible(problem: Problem, proven: bool) -> PlannerError:
         problem: theirs.
         proven: whether no placement fits; else none was found in time.
     """
-    return _refusal(problem, shortage(problem) or _packing_reason(problem, proven))
+    short, crowded = shortage(problem), _crowded_rules(problem)
+    if crowded and not short:
+        return PlannerError(f"placement_rules cannot be kept: {crowded}.", PlannerErrorType.INSUFFICIENT_STORAGE)
+    return _refusal(problem, short or _packing_reason(problem, proven))
 
 
 def infeasible_wide(problem: Problem) -> PlannerError:
@@ -93,8 +96,7 @@ def _total_shortages(problem: Problem, need_XM: torch.Tensor) -> str:
         if need > room
     ]
     largest = problem.names[int(need_XM.double().sum(-1).argmax())]
-    told = "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
-    return told or _crowded_rules(problem)
+    return "; ".join(lines) + (f" (largest table: {largest!r})" if lines else "")
 
 
 def _crowded_rules(problem: Problem) -> str:

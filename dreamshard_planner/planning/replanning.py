@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
 from dreamshard_planner.planning.session import PlanningSession
-from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, ShardPlace, TableInputs, TableSharding
+from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.replan import Move, Moving, Replan
 from dreamshard_planner.plans.stale import stale_differences
@@ -134,7 +134,7 @@ class Held:
         if not same and not gone:
             more_or_less = f"{was.all_ranks} -> {now.all_ranks} ranks"
             forced.append(f"{was} -> {now}" if was.all_ranks == now.all_ranks else more_or_less)
-        stale = tuple(stale_differences(current.inputs, _with_names(model.inputs, current.inputs)))
+        stale = tuple(stale_differences(current.inputs, model.inputs))
         return cls(current.name, model.inputs.tables, shards, whole, same and not gone, tuple(forced), stale)
 
     def received_SD(self, option: ShardingOption, ranks: int) -> np.ndarray:
@@ -268,15 +268,6 @@ class _Ways:
 def _weights(table: TableInputs) -> tuple[int, int, str]:
     """What two tables share of which the weights of one are the other's."""
     return table.rows, table.dim, table.data_type
-
-
-def _with_names(now: PlanInputs, was: PlanInputs) -> PlanInputs:
-    """With values of constraints that a file has by name alone, which are not there where the model is read of it."""
-    named = {table: {name: value for name, value in of_table.items() if isinstance(value, str)}
-             for table, of_table in was.constraints.items()}  # fmt: skip
-    tables = named.keys() | now.constraints.keys()
-    merged = {table: {**named.get(table, {}), **now.constraints.get(table, {})} for table in tables}
-    return replace(now, constraints=merged)
 
 
 def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:

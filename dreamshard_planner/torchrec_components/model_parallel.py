@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDistributedModelParallel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
 
 
@@ -59,27 +57,17 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]] | None,
     ) -> ShardingPlan:
         sharders = get_default_sharders() if sharders is None else sharders
-        _check_ranks(planner, env)
         attached = getattr(planner, "optimizers_attached", None)
         if attached is not None:
             planner.optimizers_attached = True
         try:
             if env is not None and env.process_group is None:
                 return planner.plan(module, sharders)
-            return planner.collective_plan(module, sharders, env.process_group if env is not None else None)
+            pg = None if env is None else env.process_group
+            if attached is None:
+                return planner.collective_plan(module, sharders, pg)
+            # A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's.
+            return planner.collective_plan(module, sharders, pg, in_groups=False)
         finally:
             if attached is not None:
                 planner.optimizers_attached = attached  # the next plan may be for TorchRec's own class
-
-
-def _check_ranks(planner: EmbeddingShardingPlanner, env: ShardingEnv | None) -> None:
-    """A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's."""
-    topology = getattr(planner, "_topology", None)  # TorchRec's heterogeneous planner has several
-    if topology is None or (env is None and not dist.is_initialized()):
-        return  # planning says what is missing
-    ranks, planned = dist.get_world_size() if env is None else env.world_size, topology.world_size
-    if planned != ranks:
-        raise DreamShardError(
-            f"the planner's topology has {planned} ranks, and there are {ranks} to shard over: plan for all of them "
-            "(sharding groups are for TorchRec's DMPCollection)"
-        )

@@ -179,11 +179,10 @@ def _refuse(sets: int, checks: Sequence[StageCheck], others_share: float, second
     if fewest < FEW_SETS:
         longer = f"fewer than {FEW_SETS} tell nothing: --seconds {math.ceil(seconds * 2 * FEW_SETS / max(1, fewest))}"
         reasons.append(f"{fewest} measured set(s) of some optimizer, and {longer}")
-        checks = [replace(check, sets=min(check.sets, fewest)) for check in checks]  # which advise nothing else then
     elif not any(check.changed or check.good for check in checks):
         reasons.append("no correction made the costs better on held-out sets, and they are not good")
     if reasons:
-        raise CalibrationRefused("; ".join(reasons), [check.to_dict(seconds) for check in checks])
+        raise CalibrationRefused("; ".join(reasons), [check.to_dict(seconds, fewest >= FEW_SETS) for check in checks])
 
 
 def _checked(checks: Sequence[StageCheck], data: CostDataset) -> str:

@@ -259,9 +259,9 @@ def test_the_ranks_of_a_host_that_dmp_collection_needs_are_told() -> None:
 def test_without_groups_the_plan_of_all_ranks_is_no_plan_of_one() -> None:
     all_ranks = Topology(8, "cpu")
     for ranks in (8, 4):  # all, or one group that plans
-        check_ranks(4, all_ranks, ranks)
+        check_ranks(4, all_ranks, ranks, in_groups=True)
     with pytest.raises(DreamShardError, match="has 16 ranks, and the planner's topology 8 in sharding groups of 4"):
-        check_ranks(4, all_ranks, 16)
+        check_ranks(4, all_ranks, 16, in_groups=True)
     with pytest.raises(DreamShardError, match="4 ranks are no whole number of sharding groups of 3"):
         DreamShardPlanner(topology=Topology(4, "cpu"), sharding_groups=ShardingGroups(size=3))
     with pytest.raises(ValueError, match="sync_interval of sharding groups must be a whole number above 0, got 0"):

@@ -23,7 +23,7 @@ from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.comparison import compare
-from dreamshard_planner.observing.exchanges import learn_exchanges
+from dreamshard_planner.observing.exchanges import _of_outputs, learn_exchanges
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps, rank_file
 from dreamshard_planner.observing.recorder import MOST_STEPS, DeviceClock, StepRecorder
@@ -131,6 +131,18 @@ def test_what_is_on_its_way_together_counts_once() -> None:
     assert {name: columns[name] for name in of_all | each} == {name: (ms,) for name, ms in (of_all | each).items()}
     run = observed_run("a", rank_steps(0, 0, steps=1, **columns))
     assert run.outputs_ms == 5.0 and len(run.collectives) == 2
+
+
+def test_exchanges_that_wait_for_one_another_share_the_time() -> None:
+    """Three operations sent at once, of which the first is waited for: no other work is done."""
+    columns = {"outputs span together": 40.0, "step": 100.0}
+    for name, waited in (("all_to_all", 40.0), ("reduce_scatter", 0.0), ("all_gather", 0.0)):
+        told = {"span": 40.0, "waited": waited, "bytes": 1e6, "calls": 1.0}
+        columns |= {f"outputs {name} forward {kind}": value for kind, value in told.items()}
+    ranks = [rank_steps(0, rank, **{name: (value,) * 8 for name, value in columns.items()}) for rank in range(2)]
+    run = observed_run("a", *ranks)
+    assert run.outputs_ms == 40.0 and not run.hides_outputs
+    assert [one.ms for one in _of_outputs(run)] == pytest.approx([40 / 3] * 3)
 
 
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import MultiPassPrefetchConfig
 from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import BoundsCheckMode
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
+from torchrec.distributed.types import BoundsCheckMode, CacheParams
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -323,11 +324,20 @@ def test_what_stays_of_a_plan_for_something_else_is_the_sharding_and_the_plan_fo
 
 
 @pytest.mark.usefixtures("impatient")
-def test_constraints_that_a_file_has_by_name_alone_are_not_told_as_changed(tmp_path: Path) -> None:
-    constraints = {"a": ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL)}
-    planned("abc", model("abc"), constraints=constraints).save_plan(tmp_path / "plan.json")
-    told = CliRunner().invoke(app, ["replan", str(tmp_path / "plan.json"), "--steps", "1"])
+def test_what_a_job_of_a_file_lacks_is_not_told_as_changed(tmp_path: Path) -> None:
+    cache = CacheParams(load_factor=0.2, multipass_prefetch_config=MultiPassPrefetchConfig(num_passes=3))
+    constraints = {"a": ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL, cache_params=cache)}
+    given = {"constraints": constraints, "topology": Topology(2, "cpu", ssd_cap=2**42)}
+    plan, new = tmp_path / "plan.json", tmp_path / "new.json"
+    planned("abc", model("abc"), **given).save_plan(plan)
+    told = CliRunner().invoke(app, ["replan", str(plan), "--steps", "1", "--out", str(new)])
     assert told.exit_code == 0 and "Stay with plan.json" in told.stdout, told.output
+    for file in (plan, new):
+        assert planned("abc", model("abc"), plan_loader=JsonPlanLoader(file), **given).options
+    machine = CliRunner().invoke(app, ["replan", str(plan), "--steps", "1", "--batch-size", "8"])
+    assert "made for something else" in machine.stdout, machine.output
+    found = planned("abc", model("abc"), topology=given["topology"]).replan(SavedPlan.load(plan), steps=1)
+    assert "bounds_check_mode" in str(found.stale)  # the model no longer has it
 
 
 def test_changed_tables_are_told_from_new_ones_and_carry_weights_of_the_same_shape() -> None:
