@@ -166,8 +166,9 @@ class StageCheck:
             verdict = f"{self.sets} set(s) are too few to tell"
         else:
             missing = math.ceil(seconds * (ENOUGH_SETS / self.sets - 1) / 60)
-            longer = f"measure {missing} minute{'s' * (missing > 1)} longer"
-            verdict = ("not good" if not advise else longer) if missing > 0 else "dreamshard train would learn it"
+            verdict = "dreamshard train would learn it"
+            if missing > 0:
+                verdict = f"measure {missing} minute{'s' * (missing > 1)} longer" if advise else "not good"
         now = f"was {self.off}, is now {100 * self.after:.0f} % off" if self.changed else f"is {self.off}"
         return {**asdict(self), "good": self.good, "said": f"{self.stage} {now}{self.remark}: {verdict}"}
 

@@ -80,19 +80,19 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     for way in ("forward", "backward"):
         expected = None if predicted is None else tuple(getattr(predicted, f"{way}_ms")[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
-    outputs = {name: one for name, one in run.collectives.items() if name.startswith(OUTPUTS)}
     # How long something is on its way while other work is done is nothing that was predicted.
     for carried, beside in ((OUTPUTS, run.hides_outputs), ("lookups", run.lookups_ms is None)):
         what = f"exchange of {carried}, {'on their way beside other work' if beside else 'of the last rank to come'}"
         expected = None if beside or predicted is None else (_predicted_ms(predicted, carried),) * len(ranks)
-        yield Compared(what, expected, (_observed_ms(run, carried),) * len(ranks))
+        observed_ms = run.outputs_ms if carried == OUTPUTS else _lookups_ms(run)
+        yield Compared(what, expected, (observed_ms,) * len(ranks))
     for name, one in run.collectives.items():
         yield Compared(f"{name}: until it is there", None, one.span_ms)
         yield Compared(f"{name}: waiting alone", None, one.waited_ms)
     inputs_ms = tuple(rank.median("input_dist") for rank in run.ranks)
     if any(inputs_ms):
         yield Compared("input_dist: until kernels have their lookups", None, inputs_ms)
-    waited = [sum(one.waited_ms[at] for one in outputs.values()) for at in range(len(ranks))]
+    waited = [sum(one.waited_ms[at] for one in run.outputs.values()) for at in range(len(ranks))]
     model = [rank.median("forward") + rank.median("backward") for rank in run.ranks]
     away = [sum(ms) for ms in zip(waited, inputs_ms, strict=True)]
     both = zip(model, run.ranks, away, strict=True)
@@ -103,13 +103,11 @@ def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     yield Compared("the whole step", None, tuple(rank.median("step") for rank in run.ranks))
 
 
-def _observed_ms(run: ObservedRun, carried: str) -> float:
-    """Of all exchanges that carry so; of lookups with what is done to them, where that was observed."""
-    if carried == OUTPUTS:
-        return run.outputs_ms
+def _lookups_ms(run: ObservedRun) -> float:
+    """With what is done to them, where that was observed; else of their exchanges alone."""
     if run.lookups_ms is not None:
         return run.lookups_ms
-    return sum(one.ms for name, one in run.collectives.items() if name.startswith(carried))
+    return sum(one.ms for name, one in run.collectives.items() if name.startswith("lookups"))
 
 
 def _predicted_ms(predicted: Predicted, carried: str) -> float:
@@ -173,7 +171,7 @@ def _of_exchange(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
         return
     ratio = observed_ms / expected_ms
     side = "slow link, or ranks that share cores" if ratio > 1 else "faster link than was assumed"
-    moved = sum(max(one.bytes) for name, one in run.collectives.items() if name.startswith(OUTPUTS))
+    moved = sum(max(one.bytes) for one in run.outputs.values())
     yield (
         f"{side}: outputs take {ratio:.2f} times the predicted time, at {moved / observed_ms / 1e6:.3g} GB/s "
         f"of a rank ({predicted.collectives_source})"

@@ -28,7 +28,7 @@ from dreamshard_planner.cost.collectives import (
     fits_of,
 )
 from dreamshard_planner.cost.correction import LEAST_GAIN
-from dreamshard_planner.observing.observation import OUTPUTS, Observation, ObservedRun
+from dreamshard_planner.observing.observation import Observation, ObservedRun
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.problem.exchanges import Links, lookup_exchanges
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -155,11 +155,11 @@ def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
     together share the time."""
     if run.hides_outputs:
         return
-    each_ms = sum(one.ms for name, one in run.collectives.items() if name.startswith(OUTPUTS))
+    each_ms = sum(one.ms for one in run.outputs.values())
     share = min(1.0, run.outputs_ms / max(each_ms, 1e-9))
-    for name, one in run.collectives.items():
-        carried, operation, *_ = name.split()
-        if carried != OUTPUTS or " of " in name or not sum(one.bytes) or one.ms <= 0:
+    for name, one in run.outputs.items():
+        operation = name.split()[1]
+        if " of " in name or not sum(one.bytes) or one.ms <= 0:
             continue
         total = sum(one.bytes)
         received = [(total - sent) / (run.world_size - 1) for sent in one.bytes]

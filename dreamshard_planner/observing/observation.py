@@ -175,6 +175,11 @@ class ObservedRun:
         names = {name.removesuffix(" span") for rank in self.ranks for name in rank.columns if name.endswith(" span")}
         return {name: self._collective(name) for name in sorted(names)}
 
+    @property
+    def outputs(self) -> dict[str, ObservedCollective]:
+        """The collectives that carry outputs and their gradients."""
+        return {name: one for name, one in self.collectives.items() if name.startswith(OUTPUTS)}
+
     @cached_property
     def outputs_ms(self) -> float:
         """All exchanges of outputs, as :attr:`ObservedCollective.ms`; several on their way together count once."""
@@ -190,11 +195,11 @@ class ObservedRun:
     @cached_property
     def _outputs_together(self) -> tuple[float, float]:
         """What they take, and what of that is beside other work."""
-        outputs = {name: one for name, one in self.collectives.items() if name.startswith(OUTPUTS)}
         if any(f"{OUTPUTS} span together" in rank.columns for rank in self.ranks):
-            waited = [f"{name} waited" for name in outputs]
+            waited = [f"{name} waited" for name in self.outputs]
             return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together", waited)
-        return sum(one.ms for one in outputs.values()), sum(one.beside_ms for one in outputs.values())
+        outputs = self.outputs.values()
+        return sum(one.ms for one in outputs), sum(one.beside_ms for one in outputs)
 
     @cached_property
     def lookups_ms(self) -> float | None:

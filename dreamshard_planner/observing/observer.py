@@ -186,8 +186,8 @@ def observe(
         planner: a ``DreamShardPlanner`` that planned it, or the same model otherwise: what it predicts, on rank 0, is
             kept beside what is observed. Of other planners nothing is.
         path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``; of the
-            same name on all ranks. Where
-            there is nothing to write, or it cannot be written any more, a warning is logged and training goes on.
+            same name on all ranks. Where there is nothing to write, or it cannot be written any more, a warning is
+            logged and training goes on.
         every: batches from one whose ids are counted to the next.
 
     Raises:

@@ -238,15 +238,16 @@ def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> Par
 
 def _restored(kind: Any, value: Any) -> Any:
     """What :func:`~dreamshard_planner.planning.plan_inputs.plain` was told, of some type or None."""
-    kind = next((of for of in get_args(kind) if of is not NoneType), kind) if get_origin(kind) is Union else kind
-    if isinstance(kind, type) and issubclass(kind, Enum) and value is not None:
+    if value is None:
+        return None
+    if get_origin(kind) is Union:
+        kind = next(given for given in get_args(kind) if given is not NoneType)
+    hints = get_type_hints(kind) if isinstance(kind, type) else {}
+    if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[value]
-    if is_dataclass(kind) and value is not None:
+    if is_dataclass(kind):
         make: Any = kind
-        of = get_type_hints(kind)
-        return make(**{name: _restored(of[name], part) for name, part in value.items() if name not in IN_WORDS})
-    if hasattr(kind, "_fields") and value is not None:  # of a named tuple
-        return kind(*map(_restored, get_type_hints(kind).values(), value))
-    if get_origin(kind) is tuple and value is not None:
-        return tuple(map(tuple, value))
-    return value
+        return make(**{name: _restored(hints[name], part) for name, part in value.items() if name not in IN_WORDS})
+    if hasattr(kind, "_fields"):  # of a named tuple
+        return kind(*map(_restored, hints.values(), value))
+    return tuple(map(tuple, value)) if get_origin(kind) is tuple else value

@@ -24,7 +24,7 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
 from dreamshard_planner.support.formatting import size_in_words
@@ -153,7 +153,7 @@ class PlanningContext:
             f"with its replicas takes {sync_ms:.3f} ms of each batch in the mean, counted as backward, and happens in "
             "place"
         )
-        if any(SHARDING_TYPES[option.sharding_type].span == "host" for option in plan):
+        if any(type_of(option).span == "host" for option in plan):
             text += f"; DMPCollection needs node_group_size={self.topology.local_world_size}"
         return (Note("source", text, {"sync_bytes": most, "sync_ms": sync_ms}),)
 
