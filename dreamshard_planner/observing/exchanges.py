@@ -30,9 +30,8 @@ from dreamshard_planner.cost.collectives import (
 from dreamshard_planner.cost.correction import LEAST_GAIN
 from dreamshard_planner.observing.observation import Observation, ObservedRun
 from dreamshard_planner.planning.cost_sources import links_of
-from dreamshard_planner.problem.exchanges import Links, lookup_exchanges
+from dreamshard_planner.problem.exchanges import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.workload.tables import INDEX_BYTES
 
 OTHER_SIZE = 1.5
 """Ratio of what bytes are predicted to take from which two exchanges tell a latency from a bandwidth."""
@@ -175,7 +174,7 @@ def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator
         for index, kernel in enumerate(rank.kernels):
             spec, lookups = SHARDING_TYPES[kernel.sharding_type], rank.median(f"kernel {index} lookups")
             if not spec.is_replicated:
-                told_2 = torch.tensor([kernel.lookup_bytes(lookups), lookups * INDEX_BYTES * spec.splits_rows])
+                told_2 = torch.tensor([kernel.lookup_bytes(lookups), sorting_bytes(spec, lookups, kernel.bags)])
                 sent[kernel.module, kernel.sharding_type][rank.rank] += told_2 / run.world_size
     of_groups = any(name.startswith("lookups") and " of " in name for name in run.collectives)
     if run.lookups_ms is None or of_groups or not sent:

@@ -77,10 +77,14 @@ class ObservedKernel:
         """Path of the sharded module that it belongs to."""
         return self.tables[0].name.rpartition(".")[0]
 
+    @property
+    def bags(self) -> int:
+        """Of a step, whether it pools them or not."""
+        return self.samples * sum(len(table.features) for table in self.tables)
+
     def lookup_bytes(self, lookups: float) -> float:
         """Of so many lookups in a step, as the cost counts them."""
-        bags = self.samples * sum(len(table.features) for table in self.tables)
-        return lookup_bytes(lookups, bags, self.weighted)
+        return lookup_bytes(lookups, self.bags, self.weighted)
 
     def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:
         """What it asks for, by statistics of the batches; ObservationError where they lack a feature."""
