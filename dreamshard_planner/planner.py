@@ -240,7 +240,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._planned = None, (without_weights(module), sharders)
+        self._best_plan, self._planned = None, (without_weights(module, sharders), sharders)
         try:
             loop = self._begin(module, sharders)
             for text in loop.session.doubtful:

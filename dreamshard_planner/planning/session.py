@@ -275,7 +275,7 @@ class PlanningSession:
         context = replace(self.context, constraints=all_types)
         return WiderSpace(
             context,
-            without_weights(module),
+            without_weights(module, sharders),
             sharders,
             self.request.batch_size,
             estimator(context),

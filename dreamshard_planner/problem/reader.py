@@ -335,7 +335,7 @@ class OptionReader:
         if feature.ids is None:
             return None
         if self._remaps_ids(option.module[1]):
-            return "its ids are mapped to rows as they come (managed collisions)"
+            return "its ids are mapped to rows as they come (managed collisions, ITEP)"
         if feature.ids.end > option.tensor.shape[0]:
             return f"its ids reach up to {feature.ids.end - 1:,}, the table has {option.tensor.shape[0]:,} rows"
         return None

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTypes, reasons_in_words
 from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE, serves
+from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE, in_host_memory, serves
 from dreamshard_planner.search_space.legality import MIXED_MEAN, is_mean, known_kernels, without_mixed_means
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
@@ -243,23 +243,25 @@ def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, P
 def _usable_kernels(
     table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
 ) -> list[str] | None:
-    """The compute kernels that a table may use: its sharder offers them, their cost is known, and its constraint names
-    them where it names any. None where TorchRec would take the same ones unasked: its statistics list the tables that
-    users constrained.
+    """The compute kernels that a table may use: its sharder offers them, the device runs them, their cost is known, and
+    its constraint names them where it names any. None where TorchRec would take the same ones unasked: its statistics
+    list the tables that users constrained.
 
     Raises:
         PlannerError: there are none; says whether the sharder or the constraint is the reason.
     """
     sharder = table.sharder
-    offered = {
+    told = {
         kernel
         for kind in sharder.sharding_types(compute_device)
         for kernel in sharder.compute_kernels(kind, compute_device)
     }
+    # Managed collisions' sharders offer kernels of GPUs on CPUs as well.
+    offered = {kernel for kernel in told if compute_device != "cpu" or not in_host_memory(kernel)}
     if not offered:
+        what = f"kernels {sorted(told)}, which need GPUs," if told else "no sharding type with a kernel"
         raise refused(
-            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers no sharding type on "
-            f"{compute_device}"
+            f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers {what} on {compute_device}"
         )
     # A sharder of trained tables that offers a kernel of quantized ones, or the other way round, cannot mean it.
     quantized = isinstance(sharder, BaseQuantEmbeddingSharder)
@@ -273,7 +275,7 @@ def _usable_kernels(
     named = constraint.compute_kernels
     if not named:
         unasked = {kernel for kernel in known if not KERNELS[kernel].store}
-        return None if unasked == offered - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(unasked)
+        return None if unasked == told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(unasked)
     usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != KEY_VALUE}
     if not usable & known:
         why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard
@@ -21,11 +20,15 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
     convert_optimizer_type_and_kwargs,
 )
+from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.quant.embedding_modules import MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_ATTRIBUTE
 
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.options import refused
+
+INNER_SHARDERS = ("_ebc_sharder", "_e_sharder", "_embedding_collection_sharder")
+"""Where TorchRec's sharders of modules around a collection keep the collection's."""
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
@@ -39,28 +42,39 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
     return configs
 
 
-def without_weights(module: nn.Module) -> nn.Module:
-    """A copy to plan once more, whose parameters take no memory: TorchRec shards the modules of a model in place."""
+def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> nn.Module:
+    """A copy to plan once more, whose parameters take no memory: TorchRec shards the modules of a model in place.
+    Modules that have no sharder are bare ones, since some cannot be copied, and planning counts their parameters
+    alone."""
+    sharded = {sharder_name(sharder.module_type) for sharder in sharders}
     copies: dict[int, nn.Module] = {}
+    weights: dict[int, nn.Parameter] = {}
 
     def bare(weight: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-        made.__dict__.update(weight.__dict__)  # its in-backward optimizer
-        return made
+        if id(weight) not in weights:
+            weights[id(weight)] = made = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+            made.__dict__.update(weight.__dict__)  # its in-backward optimizer
+        return weights[id(weight)]
 
-    def copied(one: nn.Module) -> nn.Module:
+    def copied(one: nn.Module, whole: bool) -> nn.Module:
         if id(one) not in copies:
-            copies[id(one)] = other = copy.copy(one)
+            whole = whole or sharder_name(type(one)) in sharded
+            copies[id(one)] = other = object.__new__(type(one)) if whole else nn.Module()
+            if whole:
+                other.__dict__.update(one.__dict__)
             other._parameters = {name: None if p is None else bare(p) for name, p in one._parameters.items()}
-            other._modules = {name: None if child is None else copied(child) for name, child in one._modules.items()}
+            other._buffers = dict(one._buffers)
+            other._modules = {
+                name: None if child is None else copied(child, whole) for name, child in one._modules.items()
+            }
         return copies[id(one)]
 
-    return copied(module)
+    return copied(module, False)
 
 
 def remaps_ids(module: nn.Module) -> bool:
     """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
-    return any(isinstance(child, ManagedCollisionCollection) for child in module.modules())
+    return any(isinstance(child, ManagedCollisionCollection | GenericITEPModule) for child in module.modules())
 
 
 def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
@@ -68,12 +82,19 @@ def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
 
 
+def sharder_of_tables(sharder: ModuleSharder[nn.Module] | None) -> ModuleSharder[nn.Module] | None:
+    """The one that TorchRec shards a module's tables with: where feature processors, ITEP or managed collisions are
+    around a collection, the collection's, whose settings the outer one may not show."""
+    inner = next((vars(sharder)[name] for name in INNER_SHARDERS if name in vars(sharder)), None) if sharder else None
+    return sharder if inner is None else sharder_of_tables(inner)
+
+
 def fused_params(
     module: nn.Module, sharder: ModuleSharder[nn.Module] | None, output_dtype: DataType | None = None
 ) -> dict[str, Any]:
-    """Arguments of the fused kernels of a module's tables: its sharder's, the optimizer that it brings itself, and what
-    a table's constraint says of its output, a ``SparseType``."""
-    given = getattr(sharder, "fused_params", None) or {}
+    """Arguments of the fused kernels of a module's tables: their sharder's, the optimizer that it brings itself, and
+    what a table's constraint says of its output, a ``SparseType``."""
+    given = getattr(sharder_of_tables(sharder), "fused_params", None) or {}
     output = given.get("output_dtype") if output_dtype is None else output_dtype
     if isinstance(output, DataType):
         given = given | {"output_dtype": data_type_to_sparse_type(output)}
