@@ -23,7 +23,7 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.kernels import CACHING, FUSED
-from dreamshard_planner.search_space.options import by_table, fqn_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, lacks_room, refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
@@ -129,10 +129,9 @@ class GivenPlans:
             return
         at = divmod(int(over_DM.flatten().argmax()), len(MEMORY_KINDS))
         used, room, over = (memory_in_words(max(0, int(values_DM[at]))) for values_DM in (used_DM, room_DM, over_DM))
-        raise PlannerError(
+        raise lacks_room(
             f"Tables do not fit: {name} puts {used} of {MEMORY_KINDS[at[1]]} on rank {at[0]}, the storage reservation "
-            f"leaves {room}: {over} are missing",
-            PlannerErrorType.INSUFFICIENT_STORAGE,
+            f"leaves {room}: {over} are missing"
         )
 
     def known(self, fqn: str, sharding: TableSharding) -> ShardingOption | None:
@@ -146,25 +145,22 @@ class GivenPlans:
         unknown = [fqn for fqn in given if fqn not in self.by_table]
         if unknown:
             named = [f"{fqn!r}{nearest(fqn, self.by_table)}" for fqn in unknown[:NAMED]]
-            raise PlannerError(
+            raise refused(
                 f"{name} shards {_count(unknown)} the planned model does not have, or not on this kind of device: "
-                f"{', '.join(named)}",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                f"{', '.join(named)}"
             )
         missing = [fqn for fqn in self.by_table if fqn not in given]
         if missing:
-            raise PlannerError(
+            raise refused(
                 f"{name} has no sharding of {_count(missing)} the planned model has: "
-                f"{', '.join(map(repr, missing[:NAMED]))}",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                f"{', '.join(map(repr, missing[:NAMED]))}"
             )
 
     def _check(self, fqn: str, sharding: TableSharding) -> None:
         if sharding.sharding_type not in SHARDING_TYPES:
-            raise PlannerError(
+            raise refused(
                 f"table {fqn!r}: unknown sharding type {sharding.sharding_type!r}; known are "
-                f"{', '.join(SHARDING_TYPES)}",
-                PlannerErrorType.STRICT_CONSTRAINTS,
+                f"{', '.join(SHARDING_TYPES)}"
             )
         rows, dim = self.by_table[fqn][0].tensor.shape
         try:
@@ -250,7 +246,7 @@ def tables_of(plan: ShardingPlan | SavedPlan | Sequence[ShardingOption]) -> dict
         if not isinstance(option, ShardingOption):
             raise TypeError(f"a list of a plan holds ShardingOption, got {type(option).__name__}")
         if given.setdefault(fqn_of(option), option) is not option:
-            raise PlannerError(f"the plan shards table {fqn_of(option)!r} twice", PlannerErrorType.STRICT_CONSTRAINTS)
+            raise refused(f"the plan shards table {fqn_of(option)!r} twice")
     return given
 
 

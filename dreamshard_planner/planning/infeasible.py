@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
+from dreamshard_planner.search_space.options import lacks_room
 from dreamshard_planner.support.formatting import memory_in_words
 
 MAX_NAMED = 5
@@ -40,7 +41,7 @@ def infeasible(problem: Problem, proven: bool) -> PlannerError:
     """
     short, crowded = shortage(problem), _crowded_rules(problem)
     if crowded and not short:
-        return PlannerError(f"placement_rules cannot be kept: {crowded}.", PlannerErrorType.INSUFFICIENT_STORAGE)
+        return lacks_room(f"placement_rules cannot be kept: {crowded}.")
     return _refusal(problem, short or _packing_reason(problem, proven))
 
 
@@ -53,10 +54,9 @@ def infeasible_wide(problem: Problem) -> PlannerError:
 
 def _refusal(problem: Problem, reason: str) -> PlannerError:
     under_rules = " where placement_rules leave them" if problem.num_rules else ""
-    return PlannerError(
+    return lacks_room(
         f"Tables do not fit{under_rules}: {reason}. More or larger devices, a smaller storage reservation, or smaller "
-        "tables would help.",
-        PlannerErrorType.INSUFFICIENT_STORAGE,
+        "tables would help."
     )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption
+from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from dreamshard_planner.cost.problem import Problem, Sharding
 from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search_space.alike_shards import set_ranks
-from dreamshard_planner.search_space.options import fqn_of, refused, same_option
+from dreamshard_planner.search_space.options import cannot_lie_so, fqn_of, refused, same_option
 from dreamshard_planner.workload.tables import Workload
 
 
@@ -63,10 +63,7 @@ class ReadProblem:
                 raise refused(f"the plan has no sharding of table {fqn_of(choices[0])!r} that could be rated")
             places = positions_of(option, units[index].units)
             if units[index].pinned not in (None, places):
-                raise PlannerError(
-                    f"table {fqn_of(option)!r} is pinned elsewhere than the plan has it",
-                    PlannerErrorType.PARTITION,
-                )
+                raise cannot_lie_so(f"table {fqn_of(option)!r} is pinned elsewhere than the plan has it")
             options.append(index)
             positions.append(places)
         return Sharding(tuple(options), tuple(positions))

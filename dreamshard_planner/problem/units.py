@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import Unit
 from dreamshard_planner.search_space.alike_shards import ranks_of
-from dreamshard_planner.search_space.options import fqn_of, type_of
+from dreamshard_planner.search_space.options import cannot_lie_so, fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
 
 
@@ -33,16 +33,14 @@ def units_of(option: ShardingOption, parts: Sequence[int], topology: Topology) -
     """
     span, impossible = num_ranks(type_of(option).span, topology), impossible_types(topology)
     if impossible and (option.dependency or option.sharding_type in impossible):
-        raise PlannerError(
+        raise cannot_lie_so(
             f"table {fqn_of(option)!r} belongs on one host, and {next(iter(impossible.values()))}: give Topology "
-            "a local_world_size (and pod_size) that divides its world_size",
-            PlannerErrorType.PARTITION,
+            "a local_world_size (and pod_size) that divides its world_size"
         )
     if not parts or len(parts) % span:
-        raise PlannerError(
+        raise cannot_lie_so(
             f"table {fqn_of(option)!r} is to be sharded {option.sharding_type} in {len(parts)} shards, "
-            f"which do not fill units of {span} ranks",
-            PlannerErrorType.PARTITION,
+            f"which do not fill units of {span} ranks"
         )
     return tuple(Unit(tuple(parts[first : first + span])) for first in range(0, len(parts), span))
 
@@ -58,10 +56,9 @@ def positions_of(option: ShardingOption, units: Sequence[Unit]) -> tuple[int, ..
         here = [next(ranks) for _ in range(unit.span)]
         position = (here[0] or 0) // unit.span
         if here != list(unit.ranks(position)):
-            raise PlannerError(
+            raise cannot_lie_so(
                 f"table {fqn_of(option)!r} is sharded {option.sharding_type} on ranks {here}, which "
-                "TorchRec would not run so",
-                PlannerErrorType.PARTITION,
+                "TorchRec would not run so"
             )
         positions.append(position)
     return tuple(positions)
@@ -85,8 +82,7 @@ def check_hosts(options: Iterable[ShardingOption], topology: Topology) -> None:
                 hosts.setdefault(option.dependency, {})[host] = fqn_of(option)
     for dependency, tables in hosts.items():
         if len(tables) > 1:
-            raise PlannerError(
+            raise cannot_lie_so(
                 f"tables {sorted(tables.values())} of {dependency!r} are on hosts {sorted(tables)}; TorchRec wants "
-                "them on one",
-                PlannerErrorType.PARTITION,
+                "them on one"
             )

@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.search_space.alike_shards import counted
-from dreamshard_planner.search_space.options import fqn_of, refused
+from dreamshard_planner.search_space.options import fqn_of, lacks_room, refused
 
 MAX_BYTES = 2**60
 """Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit
@@ -83,12 +83,11 @@ def check_needs(tables: Iterable[Sequence[ShardingOption]]) -> None:
         least = [min(options, key=need) for options in tables]
         total, largest = sum(map(need, least)), max(least, key=need)
         if total > MAX_BYTES:
-            raise PlannerError(
+            raise lacks_room(
                 f"Tables do not fit: they need {total:.3g} bytes of {kind}, more than any machine has; table "
                 f"{fqn_of(largest)!r} alone needs {need(largest):.3g}, with pooling factors "
                 f"{list(largest.input_lengths)} and {largest.batch_size:,} samples in a rank's batch. Pooling factors "
-                "are lookups per sample.",
-                PlannerErrorType.INSUFFICIENT_STORAGE,
+                "are lookups per sample."
             )
 
 

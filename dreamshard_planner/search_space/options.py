@@ -15,6 +15,16 @@ def refused(reason: str) -> PlannerError:
     return PlannerError(reason, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
+def lacks_room(reason: str) -> PlannerError:
+    """The error of tables that memory, or rules of placement, leave no ranks."""
+    return PlannerError(reason, PlannerErrorType.INSUFFICIENT_STORAGE)
+
+
+def cannot_lie_so(reason: str) -> PlannerError:
+    """The error of shards on ranks where TorchRec would not run them."""
+    return PlannerError(reason, PlannerErrorType.PARTITION)
+
+
 def fqn_of(option: ShardingOption) -> str:
     """Fully qualified name of the option's table, without the dot that TorchRec's begins with where the module that is
     sharded is the whole model."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Topology
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
 from dreamshard_planner.search_space.alike_shards import ranks_of, set_ranks
-from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
+from dreamshard_planner.search_space.options import by_table, fqn_of, lacks_room, same_option
 
 
 def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
@@ -30,12 +30,11 @@ def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:
     except PlannerError as error:
         reset_shard_rank(dependent)
         largest = max(dependent, key=_bytes)
-        raise PlannerError(
+        raise lacks_room(
             f"Tables do not fit: no host has room for all tables of one of "
             f"{sorted({option.dependency for option in dependent})}, of which the largest, "
             f"{fqn_of(largest)!r}, needs {_bytes(largest):,} bytes. Larger devices, a "
-            "smaller storage reservation, or fewer tables per tower would help.",
-            PlannerErrorType.INSUFFICIENT_STORAGE,
+            "smaller storage reservation, or fewer tables per tower would help."
         ) from error
 
 

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import (
     Enumerator,
-    PlannerError,
-    PlannerErrorType,
     Proposer,
     ShardingOption,
     Topology,
 )
 
 from dreamshard_planner.search_space.legality import known_kernels
-from dreamshard_planner.search_space.options import by_table
+from dreamshard_planner.search_space.options import by_table, refused
 from dreamshard_planner.search_space.sharding_types import TW
 
 PROBES = 16
@@ -45,11 +43,10 @@ class TableWiseProposer(Proposer):
         for fqn, options in by_table(search_space).items():
             table_wise = [o for o in options if o.sharding_type == TW]
             if not table_wise:
-                raise PlannerError(
+                raise refused(
                     f"table {fqn!r} may only be sharded "
                     f"{sorted({option.sharding_type for option in options})}, and TableWiseProposer proposes "
-                    "table-wise options only",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
+                    "table-wise options only"
                 )
             known = known_kernels(fqn, [option.compute_kernel for option in table_wise])
             table_wise = [option for option in table_wise if option.compute_kernel in known]
