@@ -76,7 +76,7 @@ def rolled_out(task: Task, policy: JointPolicy, episodes: int) -> list[Sharding]
     """One greedy roll-out, or several sampled ones, the cheapest first."""
     generator = None if episodes == 1 else torch.Generator().manual_seed(0)
     prepared = JointTask(task.cost, JointOptions(task.cost))
-    plans = joint_roll_out(policy, prepared, episodes, generator).environment.shardings()
+    plans = joint_roll_out(policy, prepared, episodes, generator).shardings()
     return sorted((plan for plan in plans if plan is not None), key=task.cost.overall_ms)
 
 
@@ -88,7 +88,7 @@ def levels(task: Task) -> list[Sharding]:
 def relaid(task: Task, plans: Sequence[Sharding], policy: JointPolicy) -> list[Sharding]:
     """Plans with the same options, each of whose rules of position the policy chooses, the cheapest first."""
     prepared, option_ET = JointTask(task.cost, JointOptions(task.cost)), torch.tensor([plan.options for plan in plans])
-    anew = joint_roll_out(policy, prepared, len(plans), option_ET=option_ET).environment.shardings()
+    anew = joint_roll_out(policy, prepared, len(plans), option_ET=option_ET).shardings()
     return sorted((plan for plan in anew if plan is not None), key=task.cost.overall_ms)
 
 

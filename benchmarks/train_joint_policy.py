@@ -21,13 +21,13 @@ import torch
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 
+from common.joint_reinforce import JointReinforceConfig, JointUpdate, save_joint_policy, train_joint_policy
 from common.meta_model import meta_collection
 from common.provenance import provenance
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.policy.joint_environment import JointTask
-from dreamshard_planner.policy.joint_network import JointPolicy, JointPolicyConfig, save_joint_policy
-from dreamshard_planner.policy.joint_reinforce import JointReinforceConfig, JointUpdate, train_joint_policy
+from dreamshard_planner.policy.joint_network import JointPolicy, JointPolicyConfig
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.workload.pools import meta_like

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.model import Cost
@@ -32,10 +30,9 @@ from dreamshard_planner.policy.joint_environment import (
     JointMDP,
     JointTask,
 )
-from dreamshard_planner.policy.network import drawn, scored
+from dreamshard_planner.policy.network import drawn
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
-from dreamshard_planner.support.files import write_whole
 
 WEIGHTS = {"mean": 0.6, "mean_2": 0.2, "mean_8": 0.2, "highest": 0.01}
 """Of what an action raises (:data:`~dreamshard_planner.policy.joint_environment.RISES`) in the score of an untrained
@@ -61,7 +58,7 @@ NEXT = 10
 
 @dataclass(frozen=True)
 class Seen:
-    """What the policy scores: actions of one step of all episodes, or, padded, of all steps."""
+    """What the policy scores: actions of one step of all episodes; in training, padded, of all steps."""
 
     excess_XAY: Tensor
     """What an action raises, above the least of all legal actions."""
@@ -87,21 +84,6 @@ class Seen:
             situation_EF[:, None].expand(-1, rise_EAY.shape[1], -1),
         )
         return cls(excess_EAY.clamp_max(EXCESS_CLIP), torch.cat(features, -1), legal_EA)
-
-    @classmethod
-    def all_steps(cls, steps: list[Seen]) -> Seen:
-        """Of all steps, [S, E, A, ...]; padded with illegal actions."""
-        most = max(seen.legal_XA.shape[1] for seen in steps)
-
-        def padded(values_EA: Tensor) -> Tensor:
-            trailing = (0, 0) * (values_EA.dim() - 2)
-            return nn.functional.pad(values_EA, (*trailing, 0, most - values_EA.shape[1]))
-
-        return cls(
-            torch.stack([padded(seen.excess_XAY) for seen in steps]),
-            torch.stack([padded(seen.features_XAF) for seen in steps]),
-            torch.stack([padded(seen.legal_XA) for seen in steps]),
-        )
 
 
 def _situation(environment: JointMDP, choices: Choices) -> Tensor:
@@ -164,15 +146,6 @@ class JointPolicy(nn.Module):
         return logit_XA.masked_fill(~seen.legal_XA, -torch.inf)
 
 
-@dataclass(frozen=True)
-class JointRollout:
-    """Finished episodes, and what the policy saw and did, if that was kept."""
-
-    environment: JointMDP
-    seen: list[Seen]
-    action_SE: Tensor | None
-
-
 @torch.no_grad()
 def joint_roll_out(
     policy: JointPolicy,
@@ -180,33 +153,23 @@ def joint_roll_out(
     episodes: int,
     generator: torch.Generator | None = None,
     types_EN: Tensor | None = None,
-    record: bool = False,
     option_ET: Tensor | None = None,
     seconds: float | None = None,
-) -> JointRollout:
+    on_step: Callable[[Seen, Tensor], None] | None = None,
+) -> JointMDP:
     """Play episodes: sampled with ``generator``, greedy without; of all sharding types and options, or of some in
     each, see :class:`~dreamshard_planner.policy.joint_environment.JointMDP`. TimeoutError as soon as they are found to
-    take more ``seconds``."""
-    environment = JointMDP(task, episodes, types_EN, option_ET)
-    kept, taken, began = [], [], time.monotonic()
+    take more ``seconds``. ``on_step`` is told what the policy sees and does."""
+    environment, began = JointMDP(task, episodes, types_EN, option_ET), time.monotonic()
     for step in range(task.num_tables):
         if seconds is not None and time.monotonic() - began > seconds * max(HEAD_START, step / task.num_tables):
             raise TimeoutError
         seen = Seen.of(environment, environment.observe())
         action_E = drawn(policy.logits(seen), generator)
         environment.step(action_E)
-        if record:
-            kept.append(seen)
-            taken.append(action_E)
-    return JointRollout(environment, kept, torch.stack(taken) if record else None)
-
-
-def score_joint_rollout(policy: JointPolicy, rollout: JointRollout) -> tuple[Tensor, Tensor]:
-    """See :func:`~dreamshard_planner.policy.network.scored`."""
-    if rollout.action_SE is None:
-        raise ValueError("what the policy saw was not kept: roll out with record=True")
-    seen = Seen.all_steps(rollout.seen)
-    return scored(policy.logits(seen), seen.legal_XA, rollout.action_SE)
+        if on_step is not None:
+            on_step(seen, action_E)
+    return environment
 
 
 def subset_types() -> Tensor:
@@ -242,8 +205,7 @@ def joint_starts(
     option_ET = torch.full((free + len(relaid), task.num_tables), -1)
     option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)
     types_EN = torch.cat([types_EN, types_EN[:1].expand(len(relaid), -1)])
-    rollout = joint_roll_out(policy, task, len(option_ET), types_EN=types_EN, option_ET=option_ET, seconds=seconds)
-    plans = rollout.environment.shardings()
+    plans = joint_roll_out(policy, task, len(option_ET), None, types_EN, option_ET, seconds).shardings()
     fitting = [
         [plan for plan in some if plan is not None and cost.problem.fits(plan)] for some in (plans[:free], plans[free:])
     ]
@@ -252,18 +214,6 @@ def joint_starts(
 
 
 SHIPPED = Path(__file__).with_name("joint.safetensors")
-FORMAT = "dreamshard_planner.joint_policy/1"
-
-
-def save_joint_policy(policy: JointPolicy, path: str | Path, description: Mapping[str, Any]) -> None:
-    """Write weights and how they came about as safetensors; an existing file is replaced as a whole.
-
-    Raises:
-        FileError: where that fails.
-    """
-    header = {"format": FORMAT, "description": json.dumps({**description, "config": asdict(policy.config)})}
-    tensors = {name: tensor.detach().contiguous() for name, tensor in policy.state_dict().items()}
-    write_whole(path, serialize(tensors, metadata=header), keep=True)
 
 
 @cache

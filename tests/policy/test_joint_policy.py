@@ -9,6 +9,13 @@ import pytest
 import torch
 from sharding_tasks import RANKS, sharding_cost
 
+from common.joint_reinforce import (
+    JointReinforceConfig,
+    Rollout,
+    joint_standing,
+    save_joint_policy,
+    train_joint_policy,
+)
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.policy.joint_environment import RULES, TYPES, JointMDP, JointTask
@@ -18,12 +25,9 @@ from dreamshard_planner.policy.joint_network import (
     JointPolicyConfig,
     joint_roll_out,
     joint_starts,
-    save_joint_policy,
-    score_joint_rollout,
     shipped_joint_policy,
     subset_types,
 )
-from dreamshard_planner.policy.joint_reinforce import JointReinforceConfig, joint_standing, train_joint_policy
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.starts import JointOptions, level_starts
@@ -43,7 +47,7 @@ def starts_of(cost: Cost, policy: JointPolicy) -> list[Sharding]:
 def rolled_out(cost: Cost, episodes: int = 8, seed: int = 0, types_EN: torch.Tensor | None = None) -> JointMDP:
     generator, policy = torch.Generator().manual_seed(seed), JointPolicy(JointPolicyConfig())
     torch.nn.init.zeros_(policy.log_greediness)  # choices that differ
-    return joint_roll_out(policy, task_of(cost), episodes, generator, types_EN).environment
+    return joint_roll_out(policy, task_of(cost), episodes, generator, types_EN)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -86,7 +90,7 @@ def test_given_options_are_laid_down_anew() -> None:
     cost = sharding_cost(6)
     options = (0, 1, 2, 3, 4, 0)
     option_ET = torch.tensor([options, (-1,) * 6])
-    environment = joint_roll_out(JointPolicy(JointPolicyConfig()), task_of(cost), 2, option_ET=option_ET).environment
+    environment = joint_roll_out(JointPolicy(JointPolicyConfig()), task_of(cost), 2, option_ET=option_ET)
     assert environment.shardings()[0].options == options
     assert environment.shardings()[1].options != options
 
@@ -136,8 +140,8 @@ def test_an_untrained_policy_evens_out() -> None:
 
 def test_what_was_not_legal_was_not_taken_and_teaches_nothing() -> None:
     policy, cost = JointPolicy(JointPolicyConfig()), sharding_cost(8, memory=420)
-    rollout = joint_roll_out(policy, task_of(cost), 16, torch.Generator().manual_seed(0), record=True)
-    log_probability_SE, entropy_SE = score_joint_rollout(policy, rollout)
+    rollout = Rollout.of(policy, task_of(cost), 16, torch.Generator().manual_seed(0))
+    log_probability_SE, entropy_SE = rollout.scored_by(policy)
     assert log_probability_SE.isfinite().all()
     for step, seen in enumerate(rollout.seen):
         assert seen.legal_XA.gather(1, rollout.action_SE[step][:, None]).all()

@@ -1,22 +1,31 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""REINFORCE on the joint estimated MDP: a batch baseline per task, an entropy term, no hardware.
+"""How the joint policy that ships is trained: REINFORCE on the joint estimated MDP, a batch baseline per task, an
+entropy term, no hardware.
 
 Shapes: E episodes of one task, S steps, N types of sharding.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
 
-from dreamshard_planner.policy.joint_environment import TYPES, JointTask
-from dreamshard_planner.policy.joint_network import JointPolicy, joint_roll_out, score_joint_rollout, subset_types
+from dreamshard_planner.policy.joint_environment import TYPES, JointMDP, JointTask
+from dreamshard_planner.policy.joint_network import JointPolicy, Seen, joint_roll_out, subset_types
+from dreamshard_planner.policy.network import scored
 from dreamshard_planner.policy.reinforce import advantages, copied
+from dreamshard_planner.support.files import write_whole
+
+FORMAT = "dreamshard_planner.joint_policy/1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,47 @@ class JointUpdate:
     entropy: float
     """Mean over the choices, nats."""
     infeasible_share: float
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Finished episodes, what the policy saw at each step, and what it did."""
+
+    environment: JointMDP
+    seen: list[Seen]
+    action_SE: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        policy: JointPolicy,
+        task: JointTask,
+        episodes: int,
+        generator: torch.Generator,
+        types_EN: Tensor | None = None,
+    ) -> Rollout:
+        """Play sampled episodes."""
+        seen: list[Seen] = []
+        taken: list[Tensor] = []
+
+        def keep(step: Seen, action_E: Tensor) -> None:
+            seen.append(step)
+            taken.append(action_E)
+
+        environment = joint_roll_out(policy, task, episodes, generator, types_EN, on_step=keep)
+        return cls(environment, seen, torch.stack(taken))
+
+    def scored_by(self, policy: JointPolicy) -> tuple[Tensor, Tensor]:
+        """See :func:`~dreamshard_planner.policy.network.scored`; steps are padded with illegal actions."""
+        most = max(seen.legal_XA.shape[1] for seen in self.seen)
+
+        def padded(name: str) -> Tensor:
+            values = [getattr(seen, name) for seen in self.seen]
+            trailing = (0, 0) * (values[0].dim() - 2)
+            return torch.stack([nn.functional.pad(part, (*trailing, 0, most - part.shape[1])) for part in values])
+
+        every = Seen(padded("excess_XAY"), padded("features_XAF"), padded("legal_XA"))
+        return scored(policy.logits(every), every.legal_XA, self.action_SE)
 
 
 def train_joint_policy(
@@ -111,13 +161,13 @@ def _backward(
     generator: torch.Generator,
 ) -> tuple[float, float, float]:
     """Add one task's gradient; returns spread, entropy and infeasible share, as in :class:`JointUpdate`."""
-    rollout = joint_roll_out(policy, task, config.episodes_per_task, generator, types_EN, record=True)
+    rollout = Rollout.of(policy, task, config.episodes_per_task, generator, types_EN)
     cost_E = rollout.environment.relative_cost().float()
     finite_E = cost_E[cost_E.isfinite()]
     if not len(finite_E):
         return 0.0, 0.0, 1.0
     advantage_E = advantages(cost_E, config.episodes_per_task, config.infeasible_factor)
-    log_probability_SE, entropy_SE = score_joint_rollout(policy, rollout)
+    log_probability_SE, entropy_SE = rollout.scored_by(policy)
     # Each episode weighs the same, whatever the number of its tables.
     loss = -(log_probability_SE * advantage_E + entropy_weight * entropy_SE).mean()
     (loss / config.tasks_per_update).backward()
@@ -131,7 +181,17 @@ def joint_standing(policy: JointPolicy, tasks: Sequence[JointTask]) -> float:
     of all subsets: less is better. Infeasible ones count as ten times the level height."""
     types_EN, logs = subset_types(), []
     for task in tasks:
-        environment = joint_roll_out(policy, task, len(types_EN), types_EN=types_EN).environment
-        cost_E = environment.relative_cost().clamp_max(10.0)
+        cost_E = joint_roll_out(policy, task, len(types_EN), types_EN=types_EN).relative_cost().clamp_max(10.0)
         logs.append((math.log(float(cost_E[0])) + math.log(float(cost_E.min()))) / 2)
     return sum(logs) / len(logs)
+
+
+def save_joint_policy(policy: JointPolicy, path: str | Path, description: Mapping[str, Any]) -> None:
+    """Write weights and how they came about as safetensors; an existing file is replaced as a whole.
+
+    Raises:
+        FileError: where that fails.
+    """
+    header = {"format": FORMAT, "description": json.dumps({**description, "config": asdict(policy.config)})}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in policy.state_dict().items()}
+    write_whole(path, serialize(tensors, metadata=header), keep=True)
