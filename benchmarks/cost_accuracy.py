@@ -155,7 +155,8 @@ def by_kind(sets: Sequence[Sequence[Workload]], relative_X2: np.ndarray) -> dict
 
 def spread_tells_error(network: CostNetwork, sets: LabelledSets, relative_X2: np.ndarray) -> dict[str, float]:
     """Spearman's correlation between the disagreement of the ensemble and its relative error."""
-    spread_X2 = network.spread(sets.sum(network.encode(sets.features_SF))).detach().numpy()
+    log_EX2 = network.member_log_cost(sets.sum(network.encode(sets.features_SF)))
+    spread_X2 = log_EX2.std(0, unbiased=False).detach().numpy()
     return {stage: float(spearmanr(spread_X2[:, i], relative_X2[:, i]).statistic) for i, stage in enumerate(STAGES)}
 
 

@@ -105,7 +105,7 @@ def check_refusal(case: MixedCase, planner: DreamShardPlanner, error: PlannerErr
     if theirs is not None:  # it counts less of what data-parallel takes
         model = planner._model()
         with pytest.raises(PlannerError, match="do not fit"):
-            model.check_room(theirs, f"seed {seed}: TorchRec finds a plan; ours: {text}")
+            model._given.check_room(model.rated(theirs), f"seed {seed}: TorchRec finds a plan; ours: {text}")
 
 
 def check_plan(case: MixedCase, planner: DreamShardPlanner, plan, seed: int) -> None:

@@ -193,11 +193,6 @@ class CostNetwork(AnyCostNetwork):
         cost_X2 = torch.where(flat_XH[:, :1] > 0.5, cost_X2, 0.0)
         return cost_X2.view(*latent_XH.shape[:-1], 2)
 
-    def spread(self, latent_XH: Tensor) -> Tensor:
-        """Relative standard deviation between members, [..., 2]: where the network is unsure."""
-        log_EX2 = self.member_log_cost(latent_XH.flatten(0, -2))
-        return log_EX2.std(0, unbiased=False).view(*latent_XH.shape[:-1], 2)
-
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """What some shard, or the sum over some group, has more of, or less, than anything measured."""
         notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))

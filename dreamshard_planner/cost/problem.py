@@ -109,10 +109,6 @@ class Sharding:
         positions[unit] = position
         return table, self.options[table], tuple(positions)
 
-    def moved(self, table: int, unit: int, position: int) -> Sharding:
-        """The same with one unit of a table somewhere else."""
-        return self.changed(*self.move(table, unit, position))
-
 
 class OptionRows:
     """All options of all tables in arrays, a row each, to look many up at once.

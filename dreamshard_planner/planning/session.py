@@ -166,10 +166,6 @@ class PlanningSession:
         statistics.unused(feature for table in tables for feature in table.features)
         return replace(self, context=self.context.with_statistics(statistics))
 
-    def check_room(self, plan: AnyPlan, name: str) -> None:
-        """PlannerError unless a plan keeps within what the storage reservation leaves, by all that we count."""
-        self._given.check_room(self.rated(plan), name)
-
     @torch.no_grad()
     def without_ms(self, plan: Sequence[ShardingOption], table: str) -> float:
         """Predicted cost of a plan, were one of its tables not there; PlannerError unless just one has that name."""

@@ -36,11 +36,6 @@ class Contender:
         """Overall cost; infinite where infeasible."""
         return float("inf") if self.costs is None else float(self.costs.overall_ms_B[0])
 
-    @property
-    def rank_ms(self) -> list[float]:
-        """Compute (forward + backward) per rank."""
-        return [] if self.costs is None else self.costs.device_ms_BD[0].tolist()
-
 
 @dataclass(frozen=True)
 class RefineResult:
