@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import typer
 from typer.cli import get_docs_for_click
@@ -79,9 +80,9 @@ def sharding_types() -> str:
 def never_proposed() -> str:
     """Reasons of the sharding types' table."""
     from dreamshard_planner.search_space.legality import MIXED_MEAN
-    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, CutReason, Reason
+    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
 
-    def rows(reasons: Mapping[str, Sequence[Reason | CutReason]], proposed: str) -> Iterator[str]:
+    def rows(reasons: Mapping[str, Sequence[Reason[Any]]], proposed: str) -> Iterator[str]:
         for reason in dict.fromkeys(chain(*reasons.values())):
             named = ", ".join(f"`{kind}`" for kind, its in reasons.items() if reason in its)
             yield f"| {named} | {reason.where} | {reason.text} | {proposed} |"

@@ -20,7 +20,7 @@ from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.modules import Quantized
 from dreamshard_planner.search_space.options import refused, type_of
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Case, Reason
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,11 @@ def inexact(sharding_type: str, situation: Situation) -> str | None:
 
 def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
     """Why the option is never proposed, though its type may be; None where it may be as well."""
-    cut = Cut(option, compute_device)
-    return next((reason.text for reason in type_of(option).broken_cuts if reason.holds(cut)), None)
+    return _holding(type_of(option).broken_cuts, Cut(option, compute_device))
 
 
-def _holding(reasons: tuple[Reason, ...], situation: Situation) -> str | None:
-    return next((reason.text for reason in reasons if reason.holds(situation)), None)
+def _holding(reasons: tuple[Reason[Case], ...], case: Case) -> str | None:
+    return next((reason.text for reason in reasons if reason.holds(case)), None)
 
 
 def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:

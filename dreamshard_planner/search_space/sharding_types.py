@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS, KEY_VALUE, SERVING_KERNELS
 
 if TYPE_CHECKING:
     from dreamshard_planner.search_space.legality import Cut, Situation
 
+Case = TypeVar("Case")
 Ranks = Literal["rank", "host", "world"]
 """One rank, the ranks of one host, or all ranks."""
 
@@ -38,24 +39,13 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why a type is not proposed for some tables."""
+class Reason(Generic[Case]):
+    """Why a type is not proposed for some tables, or some options of it are not: for how they cut the table."""
 
     where: str
-    """Which tables, in words, for the documentation."""
-    holds: Callable[[Situation], bool]
-    """The same of one table."""
-    text: str
-
-
-@dataclass(frozen=True)
-class CutReason:
-    """Why some options of a type are not proposed: for how they cut the table."""
-
-    where: str
-    """Which options, in words, for the documentation."""
-    holds: Callable[[Cut], bool]
-    """The same of one option."""
+    """Which tables or options, in words, for the documentation."""
+    holds: Callable[[Case], bool]
+    """The same of one table, or of one option."""
     text: str
 
 
@@ -84,11 +74,11 @@ class ShardingTypeSpec:
     """Of sequence tables; None: the same."""
     kernels: tuple[str, ...] = FUSED_KERNELS
     """Compute kernels that TorchRec may give it."""
-    broken: tuple[Reason, ...] = ()
+    broken: tuple[Reason[Situation], ...] = ()
     """Tables for which TorchRec accepts it and computes wrongly or crashes: never proposed, whoever asks."""
-    broken_cuts: tuple[CutReason, ...] = ()
+    broken_cuts: tuple[Reason[Cut], ...] = ()
     """The same of single options."""
-    inexact: tuple[Reason, ...] = ()
+    inexact: tuple[Reason[Situation], ...] = ()
     """Tables that train differently than whole ones: proposed where a table's constraint names the type, which is
     consent, or with ``exact_training=False``."""
     pooled_on: tuple[str, ...] = ("cuda",)
@@ -126,90 +116,90 @@ ELEMENTWISE_OPTIMIZERS = frozenset({"sgd", "exact_sgd", "exact_adagrad", "adam"}
 """FBGEMM's names of the in-backward optimizers whose state has the shape of the weights: a column slice updates its
 columns as the whole table would. Others keep a state, or a norm, per row, and every slice then has one of its own."""
 
-STATE_PER_SLICE = Reason(
+STATE_PER_SLICE: Reason[Situation] = Reason(
     "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
     lambda s: s.optimizer not in ELEMENTWISE_OPTIMIZERS,
     "every column slice keeps a row-wise optimizer state of its own",
 )
-OPTIMIZER_OUTSIDE = Reason(
+OPTIMIZER_OUTSIDE: Reason[Situation] = Reason(
     "unless optimizers are attached to the replicas",
     lambda s: not s.attached,
     "it takes the in-backward optimizer away, unless this package's DistributedModelParallel or "
     "attach_optimizers(model) gives it back (planned with optimizers_attached=True)",
 )
-REPLICAS_OF_GROUPS = Reason(
+REPLICAS_OF_GROUPS: Reason[Situation] = Reason(
     "several sharding groups (2D parallelism)",
     lambda s: s.in_groups,
     "its replicas step by the gradient of all groups, and other tables by that of their group, to be averaged",
 )
-REPLICAS_DIFFER = Reason(
+REPLICAS_DIFFER: Reason[Situation] = Reason(
     "attached optimizers, and any but SGD, Adagrad and row-wise Adagrad of float32 weights without weight decay",
     lambda s: s.attached and not s.replicas_follow,
     "no optimizer of its replicas does what the table's own does in the backward",
 )
-SUMS_FOR_MEANS = Reason(
+SUMS_FOR_MEANS: Reason[Situation] = Reason(
     "mean pooling",
     lambda s: s.is_mean,
     "TorchRec returns sums where mean pooling is asked for",
 )
-WEIGHTED_MEANS = Reason(
+WEIGHTED_MEANS: Reason[Situation] = Reason(
     "mean pooling of weighted lookups",
     lambda s: s.is_mean and s.is_weighted,
     "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
 )
-MEANS_ADDED_UP = Reason(
+MEANS_ADDED_UP: Reason[Situation] = Reason(
     "mean pooling of quantized tables",
     lambda s: s.quantized is not None and s.is_mean,
     "TorchRec adds up the means of a quantized table's blocks",
 )
-SCALES_IN_ROWS = Reason(
+SCALES_IN_ROWS: Reason[Situation] = Reason(
     "quantized tables whose scales lie in their rows",
     lambda s: s.quantized is not None and not s.quantized.shards_apart,
     "TorchRec shards quantized tables by rows or columns where scales lie apart from weights, as "
     "fused_params of the sharders say (DEFAULT_SHARDERS of torchrec.inference.modules do)",
 )
-SCALES_IN_COLUMNS = Reason(
+SCALES_IN_COLUMNS: Reason[Situation] = Reason(
     "quantized tables of which a column is no embedding dimension",
     lambda s: s.quantized is not None and not s.quantized.columns_are_dims,
     "its columns are bytes, among them scales, and TorchRec would cut through them (quantize it after "
     "torchrec.quant's quant_prep_enable_quant_state_dict_split_scale_bias_for_types)",
 )
-QUANTIZED_SEQUENCES = Reason(
+QUANTIZED_SEQUENCES: Reason[Situation] = Reason(
     "quantized EmbeddingCollection on CPUs",
     lambda s: s.quantized is not None and s.compute_device == "cpu" and s.is_sequence,
     "TorchRec has no such sharding of quantized sequences on CPUs",
 )
-DENSE_SEQUENCES = Reason(
+DENSE_SEQUENCES: Reason[Situation] = Reason(
     "EmbeddingCollection on CPUs",
     lambda s: s.compute_device == "cpu" and s.is_sequence,
     "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
 )
-VARIED_BATCHES = Reason(
+VARIED_BATCHES: Reason[Situation] = Reason(
     "batches whose size varies by feature, where batch_sizes of a constraint or statistics say so",
     lambda s: s.varied_batches,
     "TorchRec's replicas take no batches whose size varies by feature",
 )
-WHOLE_BAGS = Reason(
+WHOLE_BAGS: Reason[Situation] = Reason(
     "nn.EmbeddingBag",
     lambda s: s.bag_mode is not None,
     "TorchRec's ShardedEmbeddingBag refuses it",
 )
-BAGS_OF_MEANS = Reason(
+BAGS_OF_MEANS: Reason[Situation] = Reason(
     "nn.EmbeddingBag of another mode than sum",
     lambda s: s.bag_mode not in (None, "sum"),
     "TorchRec's ShardedEmbeddingBag knows sums alone (leave EmbeddingBagSharder out of the sharders)",
 )
-SLICES_OF_BAGS = CutReason(
+SLICES_OF_BAGS: Reason[Cut] = Reason(
     "several slices of an nn.EmbeddingBag",
     lambda cut: cut.is_bag and cut.has_slices,
     "TorchRec's ShardedEmbeddingBag sends lookups to one alone, and fails (raise min_partition to the table's dim)",
 )
-SLICES_OF_A_STORE = CutReason(
+SLICES_OF_A_STORE: Reason[Cut] = Reason(
     "several slices by compute kernel `key_value`",
     lambda cut: cut.kernel == KEY_VALUE and cut.has_slices,
     "TorchRec wants them on one rank each, which the planner cannot promise (raise min_partition to the table's dim)",
 )
-BLOCKS_WITHOUT_ROWS = CutReason(
+BLOCKS_WITHOUT_ROWS: Reason[Cut] = Reason(
     "fewer rows than leave every rank some, on CPUs",
     lambda cut: cut.compute_device == "cpu" and cut.lacks_rows,
     "some rank would have no rows of it, and FBGEMM's CPU kernels crash on that",

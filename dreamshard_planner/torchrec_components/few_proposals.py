@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
-from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
+from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption
 
 from dreamshard_planner.planning.placing import Countdown
 
@@ -41,15 +42,9 @@ class FewProposals(Proposer):
         self._proposed += 1
         return self._proposer.propose()
 
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
+    def feedback(self, *given: Any, **named: Any) -> None:
         """See ``Proposer.feedback``."""
-        self._proposer.feedback(partitionable, plan, perf_rating, storage_constraint)
+        self._proposer.feedback(*given, **named)
 
 
 def few_proposals(seconds: float | None) -> list[Proposer]:
