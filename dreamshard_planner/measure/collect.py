@@ -181,7 +181,6 @@ def collect(
     seed: int = 0,
     seconds: float | None = None,
     progress: bool = True,
-    cores: Iterable[int] | None = None,
     block: int = 8,
     arena: Arena | None = None,
     ranks: Ranks | None = None,
@@ -202,7 +201,6 @@ def collect(
         seconds: of measuring: one block at least, and the last one as small as what is left of them. 0: only read what
             the journals hold.
         progress: a bar on the first rank's stderr, of the seconds where these are given, else of the sets.
-        cores: pin to these cores. Default: those of the rank, where several share a host's CPU.
         block: sets whose repeats are interleaved; as many are measured again after an interruption.
         arena: weights to use. Default: one of default size.
         ranks: the processes that measure, each of which makes this call. Default: this one alone.
@@ -221,8 +219,7 @@ def collect(
     sets = [[as_measured(workload) for workload in group] for group in sets]  # as the journal will have them
     ranks = ranks or Ranks()
     hardware = describe_hardware(device, threads)
-    if cores is None and hardware["device"] == "cpu":
-        cores = ranks.cores()
+    cores = ranks.cores() if hardware["device"] == "cpu" else None
     with RankJournals(journal_path, sets, repeats, hardware, seed, ranks) as journals, pinned(threads, cores):
         todo = ranks.share(journals.missing)
         done = len(sets) - len(journals.missing)

@@ -42,22 +42,19 @@ def torchrec_plan(
     search_space: Sequence[ShardingOption],
     topology: Topology,
     estimate: Callable[[list[ShardingOption]], None],
-    proposals: int | None = None,
 ) -> TorchRecPlan | None:
-    """What TorchRec's planner would choose among the options, None where it finds no plan in so many proposals.
+    """What TorchRec's planner would choose among the options, None where no proposal tried is a plan.
 
     Args:
         search_space: options with storage; not changed.
         topology: what the storage reservation left.
         estimate: sets TorchRec's perf on options.
-        proposals: to try at most, shared evenly by TorchRec's four proposers; by the size of the task by default.
     """
     space = [copy.deepcopy(option) for option in search_space]
     estimate(space)
     size = len({option.fqn for option in space}) * topology.world_size
-    if proposals is None:
-        least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
-        proposals = max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size))
+    least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
+    proposals = max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size))  # shared evenly by TorchRec's four proposers
     read: list[Any] = [_AsRead(option) for option in space]
     best: tuple[float, list[ShardingOption]] | None = None
     proposers = [
