@@ -19,7 +19,6 @@ from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.alike_shards import is_torchrecs
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
-from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
 QUICK = JointConfig(starts=2, reshards=6_000, candidates=3_000)
@@ -112,8 +111,8 @@ class WiderSpace:
         context, topology = self.context, self.topology
         with single_thread():
             options = context.usable_options(self.search_space)
-            if not any(map(context.reader.is_guess, exact)):
-                options = certain_options(options, context.reader.is_guess)
+            if not any(map(context.is_guess, exact)):
+                options = context.certain_options(options)
             read = context.read([*options, *_others(exact, options)], topology)
             cost, start = context.cost(read), read.sharding(exact)
             offered = [option for option in options if is_torchrecs(option)]

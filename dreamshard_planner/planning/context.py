@@ -24,7 +24,7 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
-from dreamshard_planner.search_space.options import type_of
+from dreamshard_planner.search_space.options import by_table, type_of
 from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
 from dreamshard_planner.support.formatting import size_in_words
@@ -130,6 +130,15 @@ class PlanningContext:
     def without_left_out(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """The options whose sharding types are not left out of their modules."""
         return [option for option in options if (option.path, option.sharding_type) not in self.left_out]
+
+    def certain_options(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Options whose cost is no guess; all of a table that has no others."""
+        tables = by_table(options).values()
+        return [option for choices in tables for option in ([o for o in choices if not self.is_guess(o)] or choices)]
+
+    def is_guess(self, option: ShardingOption) -> bool:
+        """See :meth:`OptionReader.is_guess`; TorchRec's estimates assume no popularity of rows."""
+        return not self._costs.takes_estimates and self.reader.is_guess(option)
 
     def _prepare(self, option: ShardingOption) -> None:
         option.input_lengths = self.reader.pooling_factors(option)

@@ -29,7 +29,6 @@ from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
 from dreamshard_planner.search_space.options import fqn_of, refused, type_of
-from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
 from dreamshard_planner.support.torch_state import single_thread
 
@@ -273,8 +272,8 @@ def _weights(table: TableInputs) -> tuple[int, int, str]:
 def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[ShardingOption]:
     """The options that planning searches."""
     context, usable = model.context, model.context.searched_options(model.search_space)
-    guessed = any(map(context.reader.is_guess, fresh))
-    return usable if guessed else certain_options(usable, context.reader.is_guess)
+    guessed = any(map(context.is_guess, fresh))
+    return usable if guessed else context.certain_options(usable)
 
 
 def _may_stay(option: ShardingOption, searched: Sequence[ShardingOption]) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -62,10 +62,8 @@ def usable_options(search_space: Sequence[ShardingOption], compute_device: str) 
                 f"table {fqn!r} may only be sharded in ways that TorchRec cannot run ({why}): allow another type in "
                 "its ParameterConstraints.sharding_types, or another kernel in compute_kernels."
             )
-        # One slice, or one block, is the whole table in a kernel and an exchange of its own.
-        whole = {option.compute_kernel for option in runs if type_of(option).is_whole}
-        usable[fqn] = [o for o in runs if type_of(o).is_whole or o.num_shards > 1 or o.compute_kernel not in whole]
-    return _one_width_per_collection(usable)
+        usable[fqn] = runs
+    return _one_width_per_collection(_without_lone_parts(usable))
 
 
 def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tuple[str, ...]:
@@ -81,12 +79,27 @@ def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tu
     )
 
 
-def certain_options(
-    options: Sequence[ShardingOption], is_guess: Callable[[ShardingOption], bool]
-) -> list[ShardingOption]:
-    """Options whose cost is no guess; all of a table that has no others."""
-    tables = by_table(options).values()
-    return [option for choices in tables for option in ([o for o in choices if not is_guess(o)] or choices)]
+def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, list[ShardingOption]]:
+    """The options without those of one slice or block where no table of the module may be in several: that is the whole
+    table in a kernel and an exchange of its own. Beside others of that type it shares theirs."""
+
+    def is_part(option: ShardingOption, whole: Collection[str]) -> bool:
+        return not type_of(option).is_whole and (option.num_shards > 1 or option.compute_kernel not in whole)
+
+    whole = {
+        fqn: {option.compute_kernel for option in options if type_of(option).is_whole}
+        for fqn, options in tables.items()
+    }
+    shared = {
+        (option.path, option.sharding_type)
+        for fqn, options in tables.items()
+        for option in options
+        if is_part(option, whole[fqn])
+    }
+    return {
+        fqn: [one for one in options if type_of(one).is_whole or (one.path, one.sharding_type) in shared]
+        for fqn, options in tables.items()
+    }
 
 
 def _one_width_per_collection(tables: dict[str, list[ShardingOption]]) -> list[ShardingOption]:

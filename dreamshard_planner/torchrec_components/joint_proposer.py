@@ -24,7 +24,6 @@ from dreamshard_planner.search_space.alike_shards import set_ranks
 from dreamshard_planner.search_space.cache_sizes import uses_host_memory
 from dreamshard_planner.search_space.options import by_table, refused
 from dreamshard_planner.search_space.sharding_types import TW
-from dreamshard_planner.search_space.usable_options import certain_options
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
 
 
@@ -130,7 +129,7 @@ class JointProposer(Proposer):
 
     def _searched(self, topology: Topology) -> list[ShardingOption]:
         """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
-        options, how = certain_options(self._options, self._context.reader.is_guess), self._how()
+        options, how = self._context.certain_options(self._options), self._how()
         self.found = joint_plan(self._context, options, topology, how)
         if self.found.result is None and len(options) < len(self._options):
             options = self._options
