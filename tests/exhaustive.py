@@ -20,7 +20,6 @@ from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import has_room
 from dreamshard_planner.search_space.sharding_types import CW, DP, GRID, RW, TW, TWRW
-from dreamshard_planner.search_space.usable_options import certain_options
 from tests.small_models import collection, table
 
 Shape: TypeAlias = tuple[int, int, int, tuple[str, ...]]
@@ -76,7 +75,7 @@ def planned(seed: int, cost_source: str, shapes: Sequence[Shape] = SHAPES) -> tu
     planner, model = small_problem(seed, cost_source, shapes)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     session = planner._loop.session
-    options = certain_options(session.search_space, session.context.reader.is_guess)
+    options = session.context.certain_options(session.search_space)
     return planner.report().chosen.total_ms, session.context.cost(session.context.read(options, session.left))
 
 

@@ -83,8 +83,8 @@ def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, li
     """The options without those of one slice or block where no table of the module may be in several: that is the whole
     table in a kernel and an exchange of its own. Beside others of that type it shares theirs."""
 
-    def is_part(option: ShardingOption, whole: Collection[str]) -> bool:
-        return not type_of(option).is_whole and (option.num_shards > 1 or option.compute_kernel not in whole)
+    def is_alone(option: ShardingOption, whole: Collection[str]) -> bool:
+        return not type_of(option).is_whole and option.num_shards == 1 and option.compute_kernel in whole
 
     whole = {
         fqn: {option.compute_kernel for option in options if type_of(option).is_whole}
@@ -94,10 +94,12 @@ def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, li
         (option.path, option.sharding_type)
         for fqn, options in tables.items()
         for option in options
-        if is_part(option, whole[fqn])
+        if not is_alone(option, whole[fqn])
     }
+    # Those that join others last, so that ties go to whole tables.
     return {
-        fqn: [one for one in options if type_of(one).is_whole or (one.path, one.sharding_type) in shared]
+        fqn: [one for one in options if not is_alone(one, whole[fqn])]
+        + [one for one in options if is_alone(one, whole[fqn]) and (one.path, one.sharding_type) in shared]
         for fqn, options in tables.items()
     }
 

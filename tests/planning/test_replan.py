@@ -150,8 +150,8 @@ def test_a_model_that_was_sharded_in_place_since_is_replanned() -> None:
     module.sparse = nn.Identity()  # as TorchRec does
     after = made.replan(saved, steps=10**9, statistics=statistics("hgfedcba"))
     assert after.plan.sharding == before.plan.sharding and after.curve == before.curve
-    bare = without_weights(nn.ModuleList([weights, weights]), [])
-    assert bare[0] is bare[1] and bare[0] is not weights
+    bare = without_weights(nn.ModuleList([weights, weights]), SHARDERS)
+    assert bare.get_submodule("0") is bare.get_submodule("1") is not weights
     assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
 
 

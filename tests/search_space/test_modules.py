@@ -1,0 +1,129 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""How TorchRec's modules and sharders describe tables, and models around them that are hard to copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from small_models import SHARDERS, collection, planner, table, topology
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from dreamshard_planner import TableStatistics
+from dreamshard_planner.search_space.constraints import doubtful_inputs
+from dreamshard_planner.search_space.modules import sharder_of_tables, without_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+class NeverCopied(nn.Linear):
+    def __copy__(self) -> nn.Module:
+        raise RuntimeError("not to be copied")
+
+    __reduce_ex__ = __deepcopy__ = __copy__
+
+
+@pytest.mark.parametrize(
+    "dense", [nn.utils.parametrizations.weight_norm(nn.Linear(16, 1)), NeverCopied(16, 1)], ids=["parametrized", "own"]
+)
+def test_dense_layers_need_not_be_copied(dense: nn.Module) -> None:
+    made = planner()
+    made.plan(nn.ModuleDict({"sparse": collection(table("t")), "dense": dense}), SHARDERS)
+    assert made.replan(made.saved_plan(), steps=10).stays
+
+
+def test_a_copy_without_weights_counts_as_the_model_does() -> None:
+    """Parameters that layers share count once; modules that are sharded keep their types."""
+    model = nn.Sequential(collection(table("t")), nn.Linear(16, 16), nn.BatchNorm1d(16))
+    model.append(model[1])
+    bare = without_weights(model, SHARDERS)
+    sparse, linear, _, again = map(bare.get_submodule, "0123")
+    assert type(sparse) is type(model[0]) and linear is again is not model[1]
+    for what in ("named_parameters", "named_buffers"):
+        sizes = [{name: one.shape for name, one in getattr(of, what)()} for of in (model, bare)]
+        assert sizes[0] == sizes[1]
+    assert {parameter.device.type for parameter in bare.parameters()} == {"meta"}
+
+
+ADAGRAD = EmbeddingBagCollectionSharder(
+    fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD},
+    qcomm_codecs_registry=get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16)),
+)
+
+
+def test_sharders_around_a_sharder_are_read_as_it() -> None:
+    """ITEP's do not show the optimizer that tables are trained with."""
+    outer = ITEPEmbeddingBagCollectionSharder(ebc_sharder=ADAGRAD)
+    assert sharder_of_tables(outer) is ADAGRAD and sharder_of_tables(ADAGRAD) is ADAGRAD
+    inside = collection(table("t", 10_000, 256))
+    model = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
+    made = planner(topology=topology(4, device="cuda"))
+    made.plan(model, [outer])
+    (read,) = made.saved_plan().inputs.tables.values()
+    assert read.optimizer == "exact_rowwise_adagrad"
+
+
+def test_ids_that_itep_maps_to_rows_are_not_doubted() -> None:
+    inside = collection(table("t", 10_000))
+    statistics = TableStatistics.from_counts({"t_f0": (torch.full((64,), 10), torch.arange(20_000)[-640:])}, 64)
+    doubts = doubtful_inputs(nn.Sequential(inside), SHARDERS, statistics, "cuda")
+    assert [doubt for doubt in doubts if "10,000 rows" in doubt]
+    pruned = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
+    assert doubtful_inputs(pruned, [ITEPEmbeddingBagCollectionSharder()], statistics, "cuda") == ()
+
+
+def managed() -> nn.Module:
+    tables = [EmbeddingConfig(name="t", num_embeddings=1000, embedding_dim=16, feature_names=["f"])]
+    collisions = MCHManagedCollisionModule(
+        1000, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=2, buckets=2
+    )
+    return nn.Sequential(
+        ManagedCollisionEmbeddingCollection(
+            EmbeddingCollection(tables=tables, device=torch.device("meta")),
+            ManagedCollisionCollection({"t": collisions}, tables),
+        )
+    )
+
+
+@pytest.mark.parametrize("cost_source", ["auto", "torchrec"])
+def test_kernels_of_gpus_are_not_planned_on_cpus(cost_source: str) -> None:
+    """Sharders of managed collisions offer them there, and TorchRec's estimator knows none for CPUs."""
+    statistics = TableStatistics.from_counts(
+        {"f": (torch.ones(64, dtype=torch.int64), torch.randint(10**9, (64,)))}, 64
+    )
+    made = planner(statistics=statistics, cost_source=cost_source)
+    made.plan(managed(), get_default_sharders())
+    assert [option.compute_kernel for option in made.options] == ["fused"]
+
+
+class OnlyUvm(EmbeddingBagCollectionSharder):
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return ["fused_uvm"]
+
+
+class NoKernel(EmbeddingBagCollectionSharder):
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("sharder", "says"), [(OnlyUvm(), "fused_uvm.*need GPUs"), (NoKernel(), "with a kernel on cpu")]
+)
+def test_a_sharder_without_a_kernel_for_the_device_is_named(sharder, says: str) -> None:
+    with pytest.raises(PlannerError, match=f"'t' cannot be sharded: {type(sharder).__name__} offers .*{says}"):
+        planner().plan(collection(table("t")), [sharder])
