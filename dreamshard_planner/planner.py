@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
     PerfModel,
     PlanLoader,
     PlannerError,
+    PlannerErrorType,
     Proposer,
     ShardingOption,
     Stats,
@@ -44,6 +45,7 @@ from dreamshard_planner.planning.collective import (
     plan_on_rank_0,
 )
 from dreamshard_planner.planning.infeasible import reason_first
+from dreamshard_planner.planning.placing import Countdown
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.result import PlanResult
@@ -242,10 +244,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharders = list(sharders)
         self._best_plan, self._planned = None, (without_weights(module, sharders), sharders)
         try:
-            loop = self._begin(module, sharders)
+            clock = Countdown(self._request.seconds)
+            loop = self._begin(module, sharders, seconds=clock.left())
             for text in loop.session.doubtful:
                 warnings.warn(text, InputWarning, stacklevel=3)
-            sharding_plan = self._search(module, sharders)
+            try:
+                sharding_plan = self._search(module, sharders)
+            except PlannerError as error:
+                loop, sharding_plan = self._in_rows(module, sharders, loop.session, clock, error)
             if self._best_plan is None:
                 self._result = "the last planned module has no table that its sharders shard"
             else:
@@ -268,15 +274,22 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         sharders = list(sharders)
         self._result = "the last module was read, and not planned"
-        self._begin(module, sharders)
+        self._begin(module, sharders, seconds=self._request.seconds)
         self._enumerator.enumerate(module, sharders)
 
-    def _begin(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> SearchLoop:
+    def _begin(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        in_rows: frozenset[str] = frozenset(),
+        *,
+        seconds: float | None,
+    ) -> SearchLoop:
         """Read a module, and give TorchRec's loop what it runs with."""
         searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
         beyond = estimator_of if searches and self._request.settings.exact_training else None
-        session = PlanningSession.of(self._request, module, sharders, self._storage_reservation, beyond)
-        self._loop = loop = SearchLoop(session, self._given, self.plan_loader, self._together, self._keeps)
+        session = PlanningSession.of(self._request, module, sharders, self._storage_reservation, beyond, in_rows)
+        self._loop = loop = SearchLoop(session, self._given, self.plan_loader, self._together, self._keeps, seconds)
         self._constraints = session.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
@@ -290,6 +303,28 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
             reason = reason_first(error, self._proposers, self._request.timeout_seconds)
             raise PlannerError(" ".join(filter(None, (reason, left_out))), error.error_type) from None
+
+    def _in_rows(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        tried: PlanningSession,
+        clock: Countdown,
+        error: PlannerError,
+    ) -> tuple[SearchLoop, ShardingPlan]:
+        """The search once more where nothing fits, with modules in blocks of rows whose mean-pooled tables would
+        otherwise lie in none; raises ``error``, with what was tried, where nothing fits so either. A plan that is
+        loaded may come from such a search."""
+        told = str(error)
+        if self._num_proposals or error.error_type is PlannerErrorType.PLAN_LOADING_FAILED:
+            for in_rows in tried.rows_instead():
+                try:
+                    loop = self._begin(module, sharders, in_rows, seconds=clock.left())
+                    return loop, self._search(module, sharders)
+                except PlannerError as other:
+                    named = ", ".join(map(repr, sorted(in_rows)))
+                    told += f"\nWith all tables of module {named} in blocks of rows: {str(other).partition(chr(10))[0]}"
+        raise PlannerError(told, error.error_type) from None
 
     def collective_plan(
         self,

@@ -25,6 +25,7 @@ from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.options import by_table, type_of
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
 from dreamshard_planner.support.formatting import size_in_words
@@ -139,6 +140,14 @@ class PlanningContext:
     def is_guess(self, option: ShardingOption) -> bool:
         """See :meth:`OptionReader.is_guess`; TorchRec's estimates assume no popularity of rows."""
         return not self._costs.takes_estimates and self.reader.is_guess(option)
+
+    def splitting_left_out(self, table: str) -> dict[str, str]:
+        """The types in parts that a table may not take, and why, by its fully qualified name; empty where that is not
+        known."""
+        left_out = self.constraints.left_out.get(table, {}) if self.constraints is not None else {}
+        return {
+            kind: left_out[kind] for kind, spec in SHARDING_TYPES.items() if spec.splits_unasked and kind in left_out
+        }
 
     def _prepare(self, option: ShardingOption) -> None:
         option.input_lengths = self.reader.pooling_factors(option)

@@ -353,20 +353,14 @@ def _why_whole(
             return "its parts find no room on other ranks"
     if parts > 1:
         return "it has as many parts as it may have"
-    left_out = _splitting_left_out(context, table)
+    left_out = context.splitting_left_out(table)
     splitting = {kind for kind, spec in SHARDING_TYPES.items() if spec.splits_unasked}
     if splitting - left_out.keys():
         return "it has too few rows and columns"
-    opened = splitting - _splitting_left_out(wider.context, table).keys() if wider is not None else set()
+    opened = splitting - wider.context.splitting_left_out(table).keys() if wider is not None else set()
     if wider is not None and opened:
         return f"{wider.opened_by} would allow {' or '.join(sorted(opened))}"
     return reasons_in_words({kind: why for kind, why in left_out.items() if why != NOT_OFFERED} or left_out)
-
-
-def _splitting_left_out(context: PlanningContext, table: str) -> dict[str, str]:
-    """The types in parts that a table may not take, and why; empty where that is not known."""
-    left_out = context.constraints.left_out.get(table, {}) if context.constraints is not None else {}
-    return {kind: left_out[kind] for kind, spec in SHARDING_TYPES.items() if spec.splits_unasked and kind in left_out}
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:

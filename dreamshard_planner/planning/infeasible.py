@@ -6,15 +6,18 @@ Shapes: S shards, P parts, D ranks, M limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torchrec.distributed.planner.types import PlannerError
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
+from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.options import lacks_room
 from dreamshard_planner.support.formatting import memory_in_words
 
+LeftOut = Callable[[str], Mapping[str, str]]
+"""The sharding types in parts that a table may not take, and why, by its name."""
 MAX_NAMED = 5
 """Tables named in one error."""
 
@@ -32,17 +35,20 @@ def reason_first(error: PlannerError, proposers: Iterable[object], timeout_secon
     return f"{reason.strip()}\nTorchRec: {advice.strip()}" if last and reason.strip() else str(error)
 
 
-def infeasible(problem: Problem, proven: bool) -> PlannerError:
+def infeasible(problem: Problem, proven: bool, left_out: LeftOut) -> PlannerError:
     """TorchRec's error for shards that find no ranks.
 
     Args:
         problem: theirs.
         proven: whether no placement fits; else none was found in time.
+        left_out: ways to split a table.
     """
     short, crowded = shortage(problem), _crowded_rules(problem)
     if crowded and not short:
         return lacks_room(f"placement_rules cannot be kept: {crowded}.")
-    return _refusal(problem, short or _packing_reason(problem, proven))
+    too_large = _homeless(problem) or ([] if short else [_largest(problem)])
+    unsplit = _unsplit([problem.names[shard] for shard in too_large[:MAX_NAMED]], left_out)
+    return _refusal(problem, (short or _packing_reason(problem, proven)) + unsplit)
 
 
 def infeasible_wide(problem: Problem) -> PlannerError:
@@ -50,6 +56,16 @@ def infeasible_wide(problem: Problem) -> PlannerError:
     need_TM = torch.stack([problem.needs_PM[options[0].parts].sum(0) for options in problem.tables])
     reason = "; ".join(_wide_shortages(problem)[:MAX_NAMED]) or _total_shortages(problem, need_TM)
     return _refusal(problem, reason or _wide_reason(problem))
+
+
+def _unsplit(tables: Iterable[str], left_out: LeftOut) -> str:
+    """Which of these could be smaller and may not, and why, in words."""
+    together: dict[str, list[str]] = {}
+    for table in tables:
+        why = {kind: reason for kind, reason in left_out(table).items() if reason != NOT_OFFERED}
+        if why:
+            together.setdefault(reasons_in_words(why), []).append(repr(table))
+    return "".join(f". {', '.join(named)} may not be {why}" for why, named in together.items())
 
 
 def _refusal(problem: Problem, reason: str) -> PlannerError:
@@ -64,11 +80,7 @@ def shortage(problem: Problem) -> str:
     """Tables for which no rank is large enough, or else how much all of them need together; empty where neither is the
     reason."""
     need_SM, limits_DM = problem.needs_PM, problem.limits_DM
-    fits_SD = has_room(need_SM[:, None], limits_DM)
-    # Of the slices of one table, the first.
-    homeless = {problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}
-    homeless_S = sorted(homeless.values())
-    lines = []
+    homeless_S, lines = _homeless(problem), []
     for shard in homeless_S[:MAX_NAMED]:
         missing_DM = (need_SM[shard] - limits_DM).clamp_min(0) * (need_SM[shard] > 0)
         device = int(missing_DM.sum(-1).argmin())
@@ -84,6 +96,17 @@ def shortage(problem: Problem) -> str:
     if lines:
         return "; ".join(lines)
     return _total_shortages(problem, need_SM)
+
+
+def _homeless(problem: Problem) -> list[int]:
+    """Shards that no rank is large enough for; of the slices of one table, the first."""
+    fits_SD = has_room(problem.needs_PM[:, None], problem.limits_DM)
+    return sorted({problem.names[s]: s for s in reversed((~fits_SD.any(-1)).nonzero()[:, 0].tolist())}.values())
+
+
+def _largest(problem: Problem) -> int:
+    """The shard that needs most memory."""
+    return int(problem.needs_PM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
 
 
 def _total_shortages(problem: Problem, need_XM: torch.Tensor) -> str:
@@ -115,7 +138,7 @@ def _crowded_rules(problem: Problem) -> str:
 
 def _packing_reason(problem: Problem, proven: bool) -> str:
     """There is enough of all memories, but not for shards of these sizes, or not that anybody found."""
-    largest = int(problem.needs_PM[:, : len(MEMORY_KINDS)].double().sum(-1).argmax())
+    largest = _largest(problem)
     need_M = problem.needs_PM[largest, : len(MEMORY_KINDS)]
     used_M = problem.needs_PM.sum(0).tolist()
     kinds = [

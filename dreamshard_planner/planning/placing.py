@@ -132,7 +132,7 @@ def place_proposal(
             packing_seconds=packing_seconds,
         )
     except InfeasibleError as error:
-        raise infeasible(chosen.cost.problem, error.proven) from error
+        raise infeasible(chosen.cost.problem, error.proven, context.splitting_left_out) from error
     return Outcome(read, cost, chosen, placement, chosen.placed(placement.assignment_S))
 
 

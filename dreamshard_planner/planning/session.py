@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner import __version__
+from dreamshard_planner.cost.problem import has_room
 from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.assumptions import assumptions, knows_lookups
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
@@ -42,6 +43,7 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
+from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import (
     PlanningConstraints,
@@ -49,9 +51,9 @@ from dreamshard_planner.search_space.constraints import (
     planning_constraints,
     unused_names,
 )
-from dreamshard_planner.search_space.input_checks import check_topology
+from dreamshard_planner.search_space.input_checks import available_bytes, check_topology, needed_bytes
 from dreamshard_planner.search_space.modules import shardable_tables, without_weights
-from dreamshard_planner.search_space.options import fqn_of, refused
+from dreamshard_planner.search_space.options import by_table, fqn_of, refused
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.support.formatting import nearest
@@ -85,6 +87,8 @@ class PlanningSession:
     """What exact training leaves out; None where that is nothing, or nobody could ask for it."""
     search_space: Sequence[ShardingOption] = ()
     """All options of the module; none before they are enumerated."""
+    in_rows: frozenset[str] = frozenset()
+    """Paths of modules all of whose tables lie in blocks of rows, since mean-pooled ones fit in no other way."""
 
     @classmethod
     def of(
@@ -94,6 +98,7 @@ class PlanningSession:
         sharders: Sharders,
         reservation: StorageReservation,
         beyond: MakeEstimator | None,
+        in_rows: frozenset[str] = frozenset(),
     ) -> PlanningSession:
         """Read a module.
 
@@ -103,6 +108,7 @@ class PlanningSession:
             sharders: of its modules.
             reservation: of memory.
             beyond: estimates the options that exact training leaves out, where they are asked for; None to leave that.
+            in_rows: paths of modules to plan in blocks of rows, of :meth:`rows_instead`.
 
         Raises:
             PlannerError, StatisticsError: constraints, rules or statistics do not go with the module or topology.
@@ -113,7 +119,7 @@ class PlanningSession:
         )
         unused = unused_names(module, sharders, request.constraints, request.settings.statistics)
         legal = _legal_ranks(request, module, sharders)
-        constraints = _constraints(request, module, sharders, legal)
+        constraints = _constraints(request, module, sharders, legal, in_rows)
         settings = request.settings
         reader = OptionReader(
             constraints, settings.statistics, sharders, legal, settings.optimizers_attached, request.in_groups
@@ -135,7 +141,7 @@ class PlanningSession:
             sharders=sharders,
             constraints=constraints,
         )
-        session = cls(request, context, left, legal, reservation, doubtful, unused, None)
+        session = cls(request, context, left, legal, reservation, doubtful, unused, None, in_rows=in_rows)
         return session if beyond is None else replace(session, wider=session._wider(module, sharders, beyond))
 
     @property
@@ -146,6 +152,20 @@ class PlanningSession:
     def planned(self, search_space: Sequence[ShardingOption]) -> PlanningSession:
         """The same with all options of the module."""
         return replace(self, search_space=search_space)
+
+    def rows_instead(self) -> list[frozenset[str]]:
+        """Paths of modules that may be planned in blocks of rows alone where nothing fits: those with tables that no
+        rank has room for, where there are any, then all."""
+        constraints = self.context.constraints
+        every = frozenset() if constraints is None else constraints.rows_instead
+        tables = by_table(option for option in self.search_space if option.path in every)
+        homeless = {options[0].path for options in tables.values() if not any(map(self._has_room, options))}
+        return [some for some in dict.fromkeys([frozenset(homeless), every]) if some]
+
+    def _has_room(self, option: ShardingOption) -> bool:
+        """Whether every shard of an option finds a rank, were there no others."""
+        needs_SM = needed_bytes([shard for shard, _ in counted(option)])
+        return bool(has_room(needs_SM[:, None], available_bytes(self.left)).any(-1).all())
 
     @cached_property
     def inputs(self) -> PlanInputs:
@@ -261,7 +281,7 @@ class PlanningSession:
                 continue
             change: dict[str, Any] = {argument: value}
             wider = replace(self.request, settings=replace(self.request.settings, **change))
-            all_types = _constraints(wider, module, sharders, self.legal)
+            all_types = _constraints(wider, module, sharders, self.legal, self.in_rows)
             if opened := opened_types(self.constraints, all_types):
                 break
         else:
@@ -296,7 +316,7 @@ def _legal_ranks(request: PlanRequest, module: nn.Module, sharders: Sharders) ->
 
 
 def _constraints(
-    request: PlanRequest, module: nn.Module, sharders: Sharders, legal: LegalRanks | None
+    request: PlanRequest, module: nn.Module, sharders: Sharders, legal: LegalRanks | None, in_rows: frozenset[str]
 ) -> PlanningConstraints:
     settings, topology = request.settings, request.topology
     allowed = AllowedTypes(
@@ -309,4 +329,4 @@ def _constraints(
         legal=legal,
         impossible=impossible_types(topology),
     )
-    return planning_constraints(module, sharders, request.constraints, settings.statistics, allowed)
+    return planning_constraints(module, sharders, request.constraints, settings.statistics, allowed, in_rows)

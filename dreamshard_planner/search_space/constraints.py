@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
 from torch import nn
@@ -16,7 +16,13 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTypes, reasons_in_words
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE, in_host_memory, serves
-from dreamshard_planner.search_space.legality import MIXED_MEAN, is_mean, known_kernels, without_mixed_means
+from dreamshard_planner.search_space.legality import (
+    LATE_MEANS,
+    MIXED_MEAN,
+    is_mean,
+    known_kernels,
+    without_mixed_means,
+)
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
     per_feature,
@@ -44,6 +50,9 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         super().__init__(constraints)
         self.left_out: dict[str, dict[str, str]] = {}
         """By fully qualified name of a table, the sharding types that it may not take, and why."""
+        self.rows_instead: frozenset[str] = frozenset()
+        """Paths of modules whose mean-pooled tables may not lie in blocks of rows, since other tables need not, though
+        all of them may."""
 
 
 def planning_constraints(
@@ -52,6 +61,7 @@ def planning_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: TableStatistics | None,
     allowed: AllowedTypes,
+    in_rows: Collection[str] = (),
 ) -> PlanningConstraints:
     """Copies of the constraints, one per table, with the sharding types that may be used and with one pooling factor,
     ``num_poolings`` and batch size per feature, so that TorchRec's storage and estimates are right.
@@ -65,6 +75,8 @@ def planning_constraints(
         constraints: the user's, by table name.
         statistics: per feature.
         allowed: whatever the table.
+        in_rows: paths of modules all of whose tables are to lie in blocks of rows, of
+            :attr:`PlanningConstraints.rows_instead`.
 
     Raises:
         PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
@@ -107,7 +119,7 @@ def planning_constraints(
                 if values:
                     setattr(constraint, what, per_feature(values, len(features), name, what))
         expanded[name] = constraint
-    _keep_means_apart([table for table in tables if table.name in expanded], expanded)
+    _keep_means_apart([table for table in tables if table.name in expanded], expanded, in_rows)
     return expanded
 
 
@@ -216,8 +228,15 @@ def doubtful_inputs(
     return tuple(found)
 
 
-def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, ParameterConstraints]) -> None:
+def _keep_means_apart(
+    tables: Sequence[ShardableTable], constraints: PlanningConstraints, in_rows: Collection[str]
+) -> None:
     """Narrow the types of every module's tables to those that mean pooling survives, in place.
+
+    Args:
+        tables: of the model.
+        constraints: of these.
+        in_rows: paths of modules all of whose tables are to lie in blocks of rows.
 
     Raises:
         PlannerError: none is left for a table.
@@ -226,18 +245,25 @@ def _keep_means_apart(tables: Sequence[ShardableTable], constraints: dict[str, P
     for table in tables:
         modules.setdefault(table.path, []).append(table)
     for path, members in modules.items():
+        fqns = {table.name: table.fqn for table in members}
         types = {table.name: constraints[table.name].sharding_types for table in members}
         if None in types.values():
             continue  # of another device
         means = [table.name for table in members if is_mean(table.config)]
-        for name, kept in without_mixed_means(types, means).items():
+        never_in_rows = [name for name, kinds in types.items() if LATE_MEANS.isdisjoint(kinds)]
+        why = MIXED_MEAN + (f", and table {fqns[never_in_rows[0]]!r} may be neither" if never_in_rows else "")
+        narrowed = without_mixed_means(types, means, path in in_rows)
+        if not never_in_rows and any(LATE_MEANS.isdisjoint(narrowed[name]) for name in means):
+            constraints.rows_instead |= {path}
+        for name, kept in narrowed.items():
             if not kept:
                 raise refused(
-                    f"no sharding type is left for table {f'{path}.{name}'!r} of {types[name]}: {MIXED_MEAN}. Allow "
+                    f"no sharding type is left for table {fqns[name]!r} of {types[name]}: {MIXED_MEAN}. Allow "
                     "whole tables in ParameterConstraints.sharding_types of the module's mean-pooled tables, or those "
                     "two types for all of its tables."
                 )
             constraints[name].sharding_types = kept
+            constraints.left_out[fqns[name]].update((kind, why) for kind in types[name] or () if kind not in kept)
 
 
 def _usable_kernels(

@@ -110,6 +110,8 @@ MIXED_MEAN = (
     "one that is has mean pooling"
 )
 """Broken as well, but of a module's tables together: see :func:`without_mixed_means`."""
+LATE_MEANS = frozenset(kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late)
+"""The types of which some tables have mean pooling only where all tables of their module have one of these."""
 
 
 def broken(sharding_type: str, situation: Situation) -> str | None:
@@ -131,25 +133,27 @@ def _holding(reasons: tuple[Reason[Case], ...], case: Case) -> str | None:
     return next((reason.text for reason in reasons if reason.holds(case)), None)
 
 
-def without_mixed_means(types: Mapping[str, Collection[str]], means: Collection[str]) -> dict[str, list[str]]:
+def without_mixed_means(
+    types: Mapping[str, Collection[str]], means: Collection[str], in_rows: bool = False
+) -> dict[str, list[str]]:
     """The types that the tables of one module may be given whatever the others are: a mean-pooled table in blocks of
     rows leaves no other type to any table of its module, see :data:`MIXED_MEAN`.
 
     Args:
         types: what each table may be by itself.
         means: the tables with mean pooling.
+        in_rows: whether blocks of rows are wanted, of all tables.
 
     Returns:
-        By table; blocks of rows where some mean-pooled table may be nothing else, no such blocks of mean-pooled tables
-        elsewhere. A list may be empty.
+        By table; blocks of rows where they are wanted or some mean-pooled table may be nothing else, no such blocks of
+        mean-pooled tables elsewhere. A list may be empty.
     """
     kept = {name: list(kinds) for name, kinds in types.items()}
     if len(types) == 1:
         return kept
-    late = {kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late}
-    if any(late.issuperset(types[name]) for name in means):
-        return {name: [kind for kind in kinds if kind in late] for name, kinds in kept.items()}
-    return kept | {name: [kind for kind in kept[name] if kind not in late] for name in means}
+    if means and in_rows or any(LATE_MEANS.issuperset(types[name]) for name in means):
+        return {name: [kind for kind in kinds if kind in LATE_MEANS] for name, kinds in kept.items()}
+    return kept | {name: [kind for kind in kept[name] if kind not in LATE_MEANS] for name in means}
 
 
 def optimizer_name(parameter: torch.Tensor, fused_params: dict[str, Any] | None) -> str:

@@ -28,6 +28,7 @@ from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.alike_shards import counted, set_ranks
+from dreamshard_planner.search_space.legality import MIXED_MEAN
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
 from dreamshard_planner.torchrec_components.few_proposals import few_proposals
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
@@ -55,6 +56,7 @@ class SearchLoop:
         plan_loader: the planner's; ours is bound to this problem.
         together: the ranks that measure, with ``refine``.
         keeps: whether TorchRec's plan may be kept, where ours gains too little.
+        seconds: cap on the search; None for none.
 
     Attributes:
         enumerator, proposers, partitioner, perf_model: what TorchRec's loop runs with.
@@ -67,9 +69,9 @@ class SearchLoop:
         plan_loader: PlanLoader | None,
         together: Together | None,
         keeps: bool,
+        seconds: float | None,
     ) -> None:
-        request, context = session.request, session.context
-        settings, seconds = request.settings, request.seconds
+        request, context, settings = session.request, session.context, session.request.settings
         self._session, self._given, self._keeps = session, given, keeps
         self._kept: KeptPlan | None = None
         self._clock = Countdown(seconds)
@@ -152,6 +154,9 @@ class SearchLoop:
                 f"plans were rated by the {type(self.perf_model).__name__} that was given, not by the costs shown "
                 f"here: {proposals} proposals"
             )
+        if self._session.in_rows:
+            named = ", ".join(repr(path) for path in sorted(self._session.in_rows))
+            rated.append(f"all tables of module {named} lie in blocks of rows, since nothing else fits: {MIXED_MEAN}")
         came_to = CameTo(
             plan=tuple(plan),
             made_by=made_by,

@@ -150,6 +150,6 @@ class RulePartitioner(Partitioner):
         chosen = wide_units_laid_down(context.cost(read))
         assignment_S = place_by_heuristic(chosen.cost.problem, self._rule)
         if assignment_S is None:
-            raise infeasible(chosen.cost.problem, proven=False)
+            raise infeasible(chosen.cost.problem, False, context.splitting_left_out)
         read.assign(chosen.placed(assignment_S))
         return proposal
