@@ -23,7 +23,7 @@ from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
-from dreamshard_planner.search_space.enumeration import FastEnumerator, estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.enumeration import FastEnumerator, WithLengths, estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.options import by_table, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
@@ -88,6 +88,9 @@ class PlanningContext:
         self.links = self._costs.links()
         # Perf and storage.
         self._torchrec = [] if self.sharders is None else torchrec_estimators(self.topology, self.constraints)
+        if self._torchrec and self._costs.takes_estimates and self.constraints is not None:
+            # Costs are TorchRec's, while memory is for the lookups that there are.
+            self._torchrec[0] = WithLengths(self._torchrec[0], self.constraints.torchrec_lengths)
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place. Where such estimates are the cost source,

@@ -50,6 +50,9 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         super().__init__(constraints)
         self.left_out: dict[str, dict[str, str]] = {}
         """By fully qualified name of a table, the sharding types that it may not take, and why."""
+        self.torchrec_lengths: dict[str, list[float]] = {}
+        """By table name, the pooling factors that TorchRec itself counts, where these are fewer than features: one
+        given for all of them, or its default, is that of the table."""
         self.rows_instead: frozenset[str] = frozenset()
         """Paths of modules whose mean-pooled tables may not lie in blocks of rows, since other tables need not, though
         all of them may."""
@@ -105,6 +108,11 @@ def planning_constraints(
         # It holds no table's own statistics then, and the reader adds these.
         namesakes = [other for other in by_name[name] if other.feature_names != features]
         own = None if namesakes else statistics
+        known = any(feature in (statistics or {}) for one in by_name[name] for feature in one.feature_names)
+        # TorchRec wants as many of these as pooling factors.
+        each = known or constraint.num_poolings or constraint.batch_sizes
+        if not each and len(constraint.pooling_factors or ()) == 1:
+            expanded.torchrec_lengths[name] = constraint.pooling_factors
         if any(len(other.feature_names) != len(features) for other in namesakes):
             _check_shared(constraint, [table, *namesakes])
         elif features:

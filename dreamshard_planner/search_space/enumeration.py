@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -130,6 +130,24 @@ class TrainedOrServed(ShardEstimator):
         self._trained.estimate([o for o in sharding_options if not serves(o.compute_kernel)], *args, **kwargs)
         if quantized:
             self._served.estimate(quantized, *args, **kwargs)
+
+
+class WithLengths(ShardEstimator):
+    """An estimator to which the tables of some names have other ``input_lengths``."""
+
+    def __init__(self, estimator: ShardEstimator, lengths: Mapping[str, list[float]]) -> None:
+        self._estimator, self._lengths = estimator, lengths
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the other estimator raises."""
+        held = [option.input_lengths for option in sharding_options]
+        try:
+            for option in sharding_options:
+                option.input_lengths = self._lengths.get(option.name, option.input_lengths)
+            self._estimator.estimate(sharding_options, *args, **kwargs)
+        finally:
+            for option, lengths in zip(sharding_options, held, strict=True):
+                option.input_lengths = lengths
 
 
 def torchrec_estimators(

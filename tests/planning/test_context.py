@@ -192,3 +192,21 @@ def test_canonical_texts() -> None:
     endless.append(endless)
     with pytest.raises(ValueError, match="hold themselves: list"):
         canonical(endless)
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [(None, [1.0, 1.0, 1.0]), ([5.0], [5.0, 5.0, 1.0]), ([5.0, 2.0], [5.0, 2.0, 1.0])],
+)
+def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | None, expected: list[float]) -> None:
+    """It takes one pooling factor for that of a table with several features, where memory is for each of these."""
+    ranks, module = topology(2, device="cuda"), collection(table("t", 5000, 64, features=2), table("u", 5000, 64))
+    given = None if factors is None else {"t": ParameterConstraints(pooling_factors=factors)}
+    theirs = EmbeddingEnumerator(ranks, 64, given).enumerate(module, SHARDERS)
+    perfs = {(o.name, o.sharding_type, o.compute_kernel): [shard.perf for shard in o.shards] for o in theirs}
+    settings = {"cost_source": "torchrec", "sharding_types": ("table_wise", "row_wise")}
+    planner = DreamShardPlanner(ranks, 64, constraints=given, stats=[], debug=False, **settings)
+    planner.plan(module, SHARDERS)
+    for o in planner.options:
+        assert [shard.perf for shard in o.shards] == perfs[o.name, o.sharding_type, o.compute_kernel]
+    assert planner.lookups_per_sample() == dict(zip(["t_f0", "t_f1", "u_f0"], expected, strict=True))
