@@ -37,6 +37,8 @@ from dreamshard_planner.workload.counting import SAME_BATCH
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
+PER_FEATURE = ("pooling_factors", "num_poolings", "batch_sizes")
+"""What a constraint has of each feature."""
 DIM_STEP = 4
 """FBGEMM's kernels read four columns at once."""
 MAX_MEANT_DIM = 8192
@@ -93,6 +95,8 @@ def planning_constraints(
     for table in tables:
         name = table.name
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
+        for what in PER_FEATURE:  # also of tables that are left out, which memory is reserved for as well
+            check_per_feature(getattr(constraint, what) or (), name, what)
         if constraint.device_group and constraint.device_group != allowed.compute_device:
             continue
         _check_texts(table, constraint)
@@ -345,7 +349,7 @@ def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints
 def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
     """PlannerError where several tables of one name cannot share the constraint of that name."""
     counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
-    for what in ("pooling_factors", "num_poolings", "batch_sizes"):
+    for what in PER_FEATURE:
         values = getattr(constraint, what)
         if not values:
             continue

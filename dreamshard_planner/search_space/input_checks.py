@@ -33,6 +33,8 @@ def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
                 f"table {table!r}: {what} must be numbers from 0 to {MAX_PER_SAMPLE:,}, got {value!r}; they count per "
                 "sample and feature (batch_sizes: samples of a rank's batch)"
             )
+        if what == "batch_sizes" and (value < 1 or value % 1):
+            raise refused(f"table {table!r}: batch_sizes must be whole numbers from 1, got {value!r}")
 
 
 def checked_seed(seed: int) -> int:

@@ -61,6 +61,20 @@ def test_constraints_that_are_no_numbers_are_refused(value: object) -> None:
         planner(constraints=constraints).plan(small_model(), SHARDERS)
 
 
+@pytest.mark.parametrize("size", [0, 0.5, 64.5])
+def test_batch_sizes_are_whole(size: float) -> None:
+    constraints = {"t1": ParameterConstraints(batch_sizes=[64, size])}
+    with pytest.raises(PlannerError, match=f"table 't1': batch_sizes must be whole numbers from 1, got {size!r}"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
+@pytest.mark.parametrize("factor", [1e18, math.nan])
+def test_numbers_of_tables_that_are_left_out_are_checked_as_well(factor: float) -> None:
+    constraints = {"t0": ParameterConstraints(pooling_factors=[factor], device_group="cuda")}
+    with pytest.raises(PlannerError, match=f"table 't0': pooling_factors must be .* got {re.escape(repr(factor))}"):
+        planner(constraints=constraints).plan(small_model(), SHARDERS)
+
+
 def test_what_is_short_comes_before_torchrecs_advice() -> None:
     with pytest.raises(
         PlannerError, match=r"(?s)^Tables do not fit: .*GiB.*\nTorchRec: Unable to find a plan"
