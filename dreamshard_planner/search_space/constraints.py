@@ -289,15 +289,13 @@ def _usable_kernels(
         PlannerError: there are none; says whether the sharder or the constraint is the reason.
     """
     sharder = table.sharder
-    told = {
-        kernel
-        for kind in sharder.sharding_types(compute_device)
-        for kernel in sharder.compute_kernels(kind, compute_device)
-    }
+    types = sharder.sharding_types(compute_device)
+    told = {kernel for kind in types for kernel in sharder.compute_kernels(kind, compute_device)}
     # Managed collisions' sharders offer kernels of GPUs on CPUs as well.
     offered = {kernel for kernel in told if compute_device != "cpu" or not in_host_memory(kernel)}
     if not offered:
-        what = f"kernels {sorted(told)}, which need GPUs," if told else "no sharding type with a kernel"
+        of_gpus = f"kernels {sorted(told)}, which need GPUs," if told else "no kernel"
+        what = of_gpus if types else "no sharding type"
         raise refused(
             f"table {table.fqn!r} cannot be sharded: {type(sharder).__name__} offers {what} on {compute_device}"
         )

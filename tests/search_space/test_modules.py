@@ -122,8 +122,8 @@ class NoKernel(EmbeddingBagCollectionSharder):
 
 
 @pytest.mark.parametrize(
-    ("sharder", "says"), [(OnlyUvm(), "fused_uvm.*need GPUs"), (NoKernel(), "with a kernel on cpu")]
+    ("sharder", "says"), [(OnlyUvm(), "kernels .*fused_uvm.* need GPUs"), (NoKernel(), "no kernel on cpu")]
 )
 def test_a_sharder_without_a_kernel_for_the_device_is_named(sharder, says: str) -> None:
-    with pytest.raises(PlannerError, match=f"'t' cannot be sharded: {type(sharder).__name__} offers .*{says}"):
+    with pytest.raises(PlannerError, match=f"'t' cannot be sharded: {type(sharder).__name__} offers {says}"):
         planner().plan(collection(table("t")), [sharder])
