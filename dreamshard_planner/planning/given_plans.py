@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torchrec.distributed.planner.enumerators import get_partition_by_type
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
 from dreamshard_planner.cost.model import Cost, PlacementCosts
@@ -22,6 +29,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableShard
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search_space.alike_shards import counted, places_of, ranks_of, set_ranks
 from dreamshard_planner.search_space.kernels import CACHING, FUSED
 from dreamshard_planner.search_space.options import by_table, fqn_of, lacks_room, refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -187,17 +195,16 @@ class GivenPlans:
         elif known is None or sharding.cache_load_factor is not None:
             params = option.cache_params or CacheParams()
             option.cache_params = replace(params, load_factor=sharding.cache_load_factor)
-        for shard, place in zip(option.shards, sharding.shards, strict=True):
-            shard.rank = place.rank
+        set_ranks(option, [place.rank for place in sharding.shards])
         return _unestimated(option) if _is_stale(option, known) else option
 
     @staticmethod
     def _known(choices: Iterable[ShardingOption], sharding: TableSharding) -> ShardingOption | None:
         """The option that shards a table so, if it was enumerated."""
         places = [(shard.offset, shard.size) for shard in sharding.shards]
+        way = sharding.sharding_type, sharding.kernel, len(places)
         for choice in choices:
-            same = (choice.sharding_type, choice.compute_kernel) == (sharding.sharding_type, sharding.kernel)
-            if same and [(tuple(shard.offset), tuple(shard.size)) for shard in choice.shards] == places:
+            if (choice.sharding_type, choice.compute_kernel, choice.num_shards) == way and places_of(choice) == places:
                 return choice
         return None
 
@@ -206,9 +213,13 @@ def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
     """Whether an option's storage is still that of another kernel, or cache size, than the enumerated one has."""
     if known is None:
         return False
-    pairs = zip(option.shards, known.shards, strict=True)
-    same_storage = all(one.storage == other.storage for one, other in pairs)
+    same_storage = _storage(option) == _storage(known)
     return same_storage != (option.cache_load_factor == known.cache_load_factor)
+
+
+def _storage(option: ShardingOption) -> list[Storage | None]:
+    """Of each shard."""
+    return [shard.storage for shard, count in counted(option) for _ in range(count)]
 
 
 def _unestimated(option: ShardingOption) -> ShardingOption:
@@ -256,9 +267,10 @@ def sharding_of(
     """What is given of a table, PlannerError where shards have no ranks."""
     if isinstance(given, TableSharding):
         return given
+    ranks: Sequence[Any]
+    places: Sequence[Any]
     if isinstance(given, ShardingOption):
-        load_factor, ranks = given.cache_load_factor, [shard.rank for shard in given.shards]
-        places = [(shard.offset, shard.size) for shard in given.shards]
+        load_factor, ranks, places = given.cache_load_factor, ranks_of(given), places_of(given)
     else:
         load_factor, ranks = given.cache_params and given.cache_params.load_factor, given.ranks or []
         parts = getattr(given.sharding_spec, "shards", None)

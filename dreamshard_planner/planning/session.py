@@ -178,7 +178,7 @@ class PlanningSession:
 
     def rated(self, plan: AnyPlan) -> Rated:
         """A plan, read and rated; errors as of :meth:`GivenPlans.options`, and PlanError for a file."""
-        return self._given.rated(SavedPlan.load(plan) if isinstance(plan, str | Path) else plan)
+        return self._given.rated(_read(plan))
 
     def with_statistics(self, statistics: TableStatistics) -> PlanningSession:
         """The same by statistics of other data, for costs alone; StatisticsError where no table has their features."""
@@ -199,12 +199,16 @@ class PlanningSession:
 
     def saved(self, plan: AnyPlan, name: str, known: Report | None = None) -> SavedPlan:
         """A plan with all that it was made from, and with its report, if that is ``known``."""
-        rated = self.rated(plan)
+        if known is None:
+            rated = self.rated(plan)
+            options, known = rated.options, rated.report(self.context.notes(rated.options))
+        else:
+            options = self._given.options(_read(plan))
         return SavedPlan(
             libraries=libraries(),
-            predicted=Predicted.of_report(known or rated.report(self.context.notes(rated.options))),
+            predicted=Predicted.of_report(known),
             inputs=self.inputs,
-            sharding=shardings(rated.options),
+            sharding=shardings(options),
             name=name,
         )
 
@@ -299,6 +303,11 @@ class PlanningSession:
             f"{argument}={value}",
             opened,
         )
+
+
+def _read(plan: AnyPlan) -> ShardingPlan | SavedPlan | Sequence[ShardingOption]:
+    """A file's content."""
+    return SavedPlan.load(plan) if isinstance(plan, str | Path) else plan
 
 
 def libraries() -> dict[str, str]:

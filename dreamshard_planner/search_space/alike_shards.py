@@ -162,6 +162,19 @@ def counted(option: ShardingOption) -> list[tuple[Shard, int]]:
     return [(run.first, run.count) for run in runs_of(option)]
 
 
+def places_of(option: ShardingOption) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """First row and column of each shard, and how many rows and columns it has."""
+    kept = option._runs if isinstance(option, EnumeratedOption) else None
+    if kept is None:
+        return [(_pair(shard.offset), _pair(shard.size)) for shard in option.shards]
+    return [(_pair(run.offset(index)), _pair(run.first.size)) for run in kept for index in range(run.count)]
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    rows, columns = values
+    return rows, columns
+
+
 def ranks_of(option: ShardingOption) -> list[int | None]:
     """Of each shard."""
     if isinstance(option, EnumeratedOption) and option._runs is not None:
