@@ -20,7 +20,7 @@ This module knows neither models nor planners: it reads, checks and writes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -33,7 +33,7 @@ from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report, TableEntry
 from dreamshard_planner.search_space.kernels import KERNELS, sharding_in_words
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.documents import STRICT, Count, Rate, Several, Share, one_of, parsed
+from dreamshard_planner.support.documents import STRICT, Count, Rate, Several, Share, document_of, one_of, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import layout, ranks_in_words
 from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics, Table, costed_optimizer
@@ -310,7 +310,7 @@ class SavedPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        document = asdict(self)
+        document = document_of(self)
         del document["name"]
         if document["inputs"]["topology"]["groups"] is None:
             del document["inputs"]["topology"]["groups"]
@@ -365,18 +365,19 @@ def _document(path: Path) -> dict[str, Any]:
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:
     """ValueError, naming the table, unless its shards are on ranks that there are, one on each where its sharding type
     takes all of them, and cover it: once all together, or each the whole table where it is data-parallel."""
-    whole = ShardPlace(0, (0, 0), (rows, dim))
     for shard in sharding.shards:
         if not 0 <= shard.rank < world_size:
             raise ValueError(
                 f"table {fqn!r} has a shard on rank {shard.rank}, and the topology has ranks 0 to {world_size - 1}"
             )
-        if min(*shard.offset, *shard.size) < 0 or whole.common(shard) != shard.size[0] * shard.size[1]:
+        (row, column), (height, width) = shard.offset, shard.size
+        leaves = row + height > rows or column + width > dim
+        if min(row, column, height, width) < 0 or (leaves and height * width):
             raise ValueError(
                 f"table {fqn!r}: a shard of size {shard.size} at {shard.offset} leaves its {rows} rows of dim {dim}"
             )
     spec = SHARDING_TYPES.get(sharding.sharding_type)
-    replicated = spec and spec.is_replicated and all(shard.size == whole.size for shard in sharding.shards)
+    replicated = spec and spec.is_replicated and all(shard.size == (rows, dim) for shard in sharding.shards)
     if not sharding.shards or not (replicated or _cover(sharding.shards, rows, dim)):
         raise ValueError(
             f"table {fqn!r}: {len(sharding.shards)} {sharding.sharding_type} shard(s) do not cover its {rows} rows of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -42,6 +43,26 @@ def one_of(choices: Collection[str]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+PLAIN = {bool, int, float, str, type(None)}
+"""Types of values that JSON has, and that nothing changes in place."""
+_names: Callable[[type], tuple[str, ...]] = cache(lambda kind: tuple(entry.name for entry in fields(kind)))
+
+
+def document_of(value: Any) -> Any:
+    """What ``dataclasses.asdict`` makes of dataclasses, lists, tuples, dicts and plain values, in a fraction of its
+    time: it asks of every number what it is."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is dict:
+        return {name: document_of(part) for name, part in value.items()}
+    if kind in (list, tuple):
+        return kind(value if PLAIN.issuperset(map(type, value)) else map(document_of, value))
+    if is_dataclass(kind):
+        return {name: document_of(getattr(value, name)) for name in _names(kind)}
+    return deepcopy(value)
 
 
 def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:

@@ -89,12 +89,15 @@ def some_of(names: Sequence[str], known: Iterable[str]) -> str:
 def layout(value: Any, indent: int = 0) -> str:
     """JSON with what fits into a line, or holds numbers alone, on one line, and everything else indented; of several
     objects in a list each has a line of its own."""
-    flat = json.dumps(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     plain = isinstance(value, list | tuple) and all(isinstance(part, int | float) for part in parts)
-    several = flat.count("{") > 1
-    if plain or not parts or (len(flat) + indent <= LINE and indent and not several):
-        return flat
+    if plain or not parts:
+        return json.dumps(value)
+    # Most of a long document is seen to take several lines before it is written as one.
+    if indent and 3 * len(parts) <= LINE and sum(isinstance(part, dict) for part in parts) < 2:
+        flat = json.dumps(value)
+        if len(flat) + indent <= LINE and flat.count("{") < 2:
+            return flat
     pad = " " * (indent + 2)
     if isinstance(value, dict):
         lines = [f"{pad}{json.dumps(key)}: {layout(part, indent + 2)}" for key, part in value.items()]

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.support.documents import document_of
 from tests.mixed_models import EveryTypeSharder, mixed_case
 from tests.planning.test_context import model, statistics
 
@@ -78,6 +79,15 @@ def test_saved_plans_of_random_models_load_to_the_same_plan(seed: int, tmp_path:
     for entry in fresh.tables:
         assert shard_ms[entry.name] == pytest.approx(entry.shard_ms, abs=2e-6)
     assert one.predict(plan).total_ms == pytest.approx(report.chosen.total_ms, rel=1e-6)
+
+
+def test_a_plan_s_document_is_all_that_the_plan_holds(made: tuple[DreamShardPlanner, Any]) -> None:
+    plan = made[0].saved_plan()
+    assert document_of(plan) == asdict(plan) and document_of([plan.predicted, {"a": (1, None)}]) == [
+        asdict(plan.predicted),
+        {"a": (1, None)},
+    ]
+    assert document_of(held := {"list": [1, 2]}) == held and document_of(held)["list"] is not held["list"]
 
 
 def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) -> None:
