@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from types import NoneType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +20,7 @@ from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
-from dreamshard_planner.plans.replan import Replan
+from dreamshard_planner.plans.replan import OnRequest, Replan
 from dreamshard_planner.plans.stale import differences, stale_differences
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -125,8 +126,13 @@ def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_
             inputs, topology=topology, constraints=saved.inputs.constraints if same_tables else inputs.constraints
         )
 
-    plans = tuple(replace(plan, inputs=told(plan.inputs)) for plan in found.plans)
-    return replace(found, plans=plans, stale=tuple(stale_differences(saved.inputs, plans[0].inputs)))
+    def made(index: int) -> SavedPlan:
+        plan = found.plans[index]
+        return replace(plan, inputs=told(plan.inputs))
+
+    plans = OnRequest([partial(made, index) for index in range(len(found.plans))])
+    stale = tuple(stale_differences(saved.inputs, told(found.plan.inputs)))
+    return replace(found, plans=plans, stale=stale)
 
 
 def _spec(saved: SavedPlan, path: str, name: str) -> TableSpec:

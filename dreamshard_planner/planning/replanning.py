@@ -9,8 +9,9 @@ Shapes: S shards of an option, D ranks, U units, N positions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,14 +24,15 @@ from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tab
 from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
-from dreamshard_planner.plans.replan import Move, Moving, Replan
+from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
+from dreamshard_planner.search_space.alike_shards import places_of
 from dreamshard_planner.search_space.options import fqn_of, refused, type_of
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
-from dreamshard_planner.support.torch_state import single_thread
+from dreamshard_planner.support.torch_state import neutral, single_thread
 
 
 @torch.no_grad()
@@ -62,10 +64,16 @@ def replanned(
             ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh)
         )
     points = [now, *(point for point in found if point.overall_ms < now.overall_ms)]
+
+    @neutral()
+    @torch.no_grad()
+    def saved(point: Waypoint) -> SavedPlan:
+        return model.saved(ways.plan(point.sharding), "plan")
+
     return Replan(
         before=held.name,
         curve=tuple(ways.move(point, moving) for point in points),
-        plans=tuple(model.saved(ways.plan(point.sharding), "plan") for point in points),
+        plans=OnRequest([partial(saved, point) for point in points]),
         afresh=ways.move(afresh, moving),
         steps=steps,
         max_bytes_moved=max_bytes_moved,
@@ -139,15 +147,16 @@ class Held:
     def received_SD(self, option: ShardingOption, ranks: int) -> np.ndarray:
         """Bytes of each shard of an option, optimizer states with them, that each rank does not hold, were the shard
         there; none of new tables."""
-        new_SD = np.zeros((len(option.shards), ranks), dtype=np.int64)
-        if fqn_of(option) in self.shards:
-            for index, shard in enumerate(option.shards):
-                place = ShardPlace(0, tuple(shard.offset), tuple(shard.size))
-                new_SD[index] = place.common(place)
-                for held in self.shards[fqn_of(option)]:
-                    new_SD[index, held.rank] -= place.common(held)
-                new_SD[index] = self.tables[fqn_of(option)].trained_bytes(new_SD[index], max(1, place.size[1]))
-        return new_SD
+        held = self.shards.get(fqn_of(option))
+        start_S2, size_S2 = np.array(places_of(option), dtype=np.int64).swapaxes(0, 1)
+        if held is None:
+            return np.zeros((len(start_S2), ranks), dtype=np.int64)
+        new_SD = size_S2.prod(-1, keepdims=True).repeat(ranks, 1)
+        for shard in held:
+            start_2, end_2 = np.array(shard.offset), np.add(shard.offset, shard.size)
+            sides_S2 = np.minimum(start_S2 + size_S2, end_2) - np.maximum(start_S2, start_2)
+            new_SD[:, shard.rank] -= sides_S2.clip(0).prod(-1)
+        return self.tables[fqn_of(option)].trained_bytes(new_SD, size_S2[:, 1:].clip(1))
 
 
 class _Ways:
@@ -166,7 +175,8 @@ class _Ways:
         searched = _searched(model, named)
         known = {fqn: table for fqn, table in held.whole.items() if given.known(fqn, table) is not None}
         now = [given.as_option(fqn, table) for fqn, table in known.items()]
-        now = [option for option in now if _may_stay(option, searched)]
+        ways = set(map(_way, searched))
+        now = [option for option in now if _may_stay(option, ways)]
         options = list({_way(option): option for option in [*now, *named, *searched]}.values())
         model.context.complete(options)
         self.read = model.context.read(options, model.left)
@@ -236,10 +246,8 @@ class _Ways:
         made: dict[str, dict[str, TableSharding]] = {}
         for table, (index, ranks) in enumerate(self._laid(sharding)):
             option = self.read.options[table][index]
-            places = tuple(
-                ShardPlace(rank, tuple(shard.offset), tuple(shard.size))
-                for rank, shard in zip(ranks, option.shards, strict=True)
-            )
+            laid = zip(ranks, places_of(option), strict=True)
+            places = tuple(ShardPlace(rank, offset, size) for rank, (offset, size) in laid)
             cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor)
             made.setdefault(option.path, {})[option.name] = cut
         predicted = replace(self._saved.predicted, alone_ms={})
@@ -276,15 +284,15 @@ def _searched(model: PlanningSession, fresh: Sequence[ShardingOption]) -> list[S
     return usable if guessed else context.certain_options(usable)
 
 
-def _may_stay(option: ShardingOption, searched: Sequence[ShardingOption]) -> bool:
+def _may_stay(option: ShardingOption, searched: Collection[Hashable]) -> bool:
     """Unless an EmbeddingCollection could come to have column slices of two widths, which TorchRec cannot mix."""
     mixes = type_of(option).splits_columns and isinstance(option.module[1], EmbeddingCollection)
-    return not mixes or any(_way(option) == _way(other) for other in searched)
+    return not mixes or _way(option) in searched
 
 
 def _way(option: ShardingOption) -> Hashable:
     """What two options share that shard a table alike, shard by shard."""
-    cut = tuple((tuple(shard.offset), tuple(shard.size)) for shard in option.shards)
+    cut = tuple(places_of(option))
     return fqn_of(option), option.sharding_type, option.compute_kernel, option.cache_load_factor, cut
 
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, overload
 
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -60,6 +61,31 @@ class Move:
         return self.moving_seconds + steps * self.step_ms / 1e3
 
 
+class OnRequest(Sequence[SavedPlan]):
+    """Plans, each made when it is first asked for: on many ranks one takes a second and megabytes, and most of a curve
+    are never asked for. A copy, or what is pickled, is a tuple of them.
+
+    Args:
+        makers: of each plan.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], SavedPlan]]) -> None:
+        self._makers = [cache(maker) for maker in makers]
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> SavedPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SavedPlan]: ...
+    def __getitem__(self, index: int | slice) -> SavedPlan | Sequence[SavedPlan]:
+        return OnRequest(self._makers[index]) if isinstance(index, slice) else self._makers[index]()
+
+    def __reduce__(self) -> tuple[type[tuple[Any, ...]], tuple[list[SavedPlan]]]:
+        return tuple, ([*self],)
+
+
 @dataclass(frozen=True)
 class Replan:
     """What :meth:`~dreamshard_planner.planner.DreamShardPlanner.replan` found.
@@ -72,8 +98,8 @@ class Replan:
     """Name of the current plan."""
     curve: tuple[Move, ...]
     """By bytes; each plan costs less than all before it."""
-    plans: tuple[SavedPlan, ...]
-    """Of the curve."""
+    plans: Sequence[SavedPlan]
+    """Of the curve; each is made when it is first asked for."""
     afresh: Move
     """The plan as it would be made if nothing moved for free or at cost, with ranks named so that most bytes stay."""
     steps: int

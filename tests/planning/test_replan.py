@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from dreamshard_planner import (
 )
 from dreamshard_planner.cli import app
 from dreamshard_planner.planning.replanning import Held, _Ways
-from dreamshard_planner.plans.replan import Move, Moving, best
+from dreamshard_planner.plans.replan import Move, Moving, OnRequest, best
 from dreamshard_planner.search import few_moves
 from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search_space.modules import without_weights
@@ -202,6 +203,20 @@ def test_a_curve_answers_for_other_steps_and_bytes_without_a_search() -> None:
         limited = found.over(10**9, move.bytes_moved)
         assert limited.chosen == move and limited.plan == plan
         assert plan.predicted.total_ms == pytest.approx(move.step_ms, rel=1e-5)
+    assert pickle.loads(pickle.dumps(found)).plans == tuple(found.plans) == tuple(found.plans[:])
+
+
+def test_a_plan_of_a_curve_is_made_when_it_is_asked_for_and_once() -> None:
+    made: list[int] = []
+    one = then().saved_plan()
+
+    def make(index: int) -> SavedPlan:
+        made.append(index)
+        return replace(one, name=str(index))
+
+    plans = OnRequest([partial(make, index) for index in range(3)])
+    assert len(plans) == 3 and made == []
+    assert plans[1] is plans[1] and plans[-1].name == "2" and made == [1, 2]
 
 
 def test_few_moves_find_what_trying_all_finds() -> None:
