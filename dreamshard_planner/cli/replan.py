@@ -63,7 +63,9 @@ def replan(
     machine = replace(job.machine, ranks_per_host=gpus or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts)
     job = replace(job, machine=machine, batch_size=batch_size or job.batch_size)
     with working(f"planning {saved.name} for {job.machine.title}"):
-        found = job.plan().planner.replan(
+        planner = job.plan().planner
+    with working(f"looking for few moves from {saved.name}"):
+        found = planner.replan(
             saved,
             steps=steps,
             max_bytes_moved=max_bytes_moved,

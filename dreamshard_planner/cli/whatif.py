@@ -61,10 +61,12 @@ def what_if(
     if options.plan is not None:
         tell_other_statistics(load_plan(options.plan), job.model.statistics, options.statistics)
     from dreamshard_planner.offline.what_if import what_if
-    from dreamshard_planner.support.progress import progress_bar
+    from dreamshard_planner.support.progress import steps_told
 
-    with progress_bar("planning", None, enabled=True) as advance:
-        found = what_if(job, varied or _around(job), smallest, worst, advance, options.plan)
+    with steps_told("planning") as (begin, tell):
+        found = what_if(
+            job, varied or _around(job), smallest, worst, begin, options.plan, lambda point: tell(_line(point))
+        )
     show(found.to_dict(), format, *_tables(found))
 
 
@@ -138,6 +140,13 @@ def _row(label: str, point: Point, base: Point) -> tuple[Any, ...]:
         point.us_per_sample,
         f"{point.fullest:.0%}" + (f", {point.outside} table(s) in host memory" if point.outside else ""),
     )
+
+
+def _line(point: Point) -> str:
+    """While others are still being planned."""
+    label = _label(point) if point.axis else "now"
+    costs = f"{point.total_ms:,.3f} ms" if point.fits else "does not fit"
+    return f"{label}, {point.machine}, {point.batch_size:,} samples each: {costs}"
 
 
 def _label(point: Point) -> str:

@@ -51,7 +51,9 @@ HURTS = 5e-3
 MAX_HOSTS = 64
 """Up to which the smallest machine is looked for."""
 Step = Callable[[str], Any]
-"""Told of every plan that is made."""
+"""Told of every plan, before it is made."""
+Ready = Callable[["Point"], Any]
+"""Told what a plan costs, as soon as it is made."""
 
 
 @dataclass(frozen=True)
@@ -172,27 +174,36 @@ class Plans:
     """The report of each job's best plan, which is made once; or why there is none.
 
     Args:
-        step: told of every plan that is made.
+        step: told of every plan, before it is made.
+        ready: told what it costs.
         present: what is planned now. A plan that fits still is not passed over for a dearer one.
     """
 
-    def __init__(self, step: Step = lambda what: None, present: PlannedJob | None = None) -> None:
-        self._step, self._present = step, present
+    def __init__(
+        self,
+        step: Step = lambda what: None,
+        present: PlannedJob | None = None,
+        ready: Ready = lambda point: None,
+    ) -> None:
+        self._step, self._present, self._ready = step, present, ready
         self._made: list[tuple[Job, Report | str]] = []
         if present is not None:
             self._made.append((present.job, present.report))
 
     def point(self, axis: str, value: float | str, job: Job) -> Point:
         """What a job costs, or why it does not fit; its model is as it was when it was planned before."""
-        found = next((made for known, made in self._made if known == job), None)
-        if found is None:
-            self._step(f"{axis} {value if isinstance(value, str) else format(value, ',')}")
-            try:
-                found = self._cheaper(job.plan())
-            except (PlannerError, DreamShardError) as error:
-                found = " ".join(str(error).split())
-            self._made.append((job, found))
-        return Point.of(axis, value, job, found)
+        known = next((made for known, made in self._made if known == job), None)
+        if known is not None:
+            return Point.of(axis, value, job, known)
+        self._step(f"{axis} {value if isinstance(value, str) else format(value, ',')}")
+        try:
+            found: Report | str = self._cheaper(job.plan())
+        except (PlannerError, DreamShardError) as error:
+            found = " ".join(str(error).split())
+        self._made.append((job, found))
+        point = Point.of(axis, value, job, found)
+        self._ready(point)
+        return point
 
     def varied(self, axis: str, value: Any, job: Job) -> Point:
         """The same of a job with another value of an axis, where there is such a machine."""
@@ -226,6 +237,7 @@ def what_if(
     worst: bool = True,
     step: Step = lambda what: None,
     plan_file: Path | None = None,
+    ready: Ready = lambda point: None,
 ) -> WhatIf:
     """Plan a job, and its variations one by one.
 
@@ -236,6 +248,7 @@ def what_if(
         worst: also look for the table that hurts most, and what would help it.
         step: called before every plan, with what it is of.
         plan_file: of the plan that the job has; without it, one is made.
+        ready: called with the cost of every plan but those of single tables, as soon as it is made.
 
     Raises:
         PlannerError: the job's own tables do not fit.
@@ -247,12 +260,14 @@ def what_if(
     step("as it is")
     planned, refused = (job.plan(), ()) if plan_file is None else _as_filed(job, plan_file)
     report = planned.report
-    plans = Plans(step, planned)
+    base, plans = Point.of("", 0.0, job, report), Plans(step, planned, ready)
+    ready(base)
+    sweeps = {axis: sweep(job, axis, values, plans) for axis, values in (vary or {}).items()}  # first what was asked
     any_memory, on_device = smallest_that_fits(job, plans) if smallest else (None, None)
     return WhatIf(
-        base=Point.of("", 0.0, job, report),
+        base=base,
         cost_source=report.cost_source,
-        sweeps={axis: sweep(job, axis, values, plans) for axis, values in (vary or {}).items()},
+        sweeps=sweeps,
         smallest=any_memory,
         smallest_on_device=on_device,
         worst=worst_table(planned, step) if worst else None,

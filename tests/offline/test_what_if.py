@@ -150,9 +150,11 @@ def test_a_model_with_a_smaller_table_is_itself_afterwards() -> None:
 def test_all_together_and_unknown_axes() -> None:
     steps = []
     varied = {"hosts": [2, 1], "ranks": [4], "memory_bytes": [GB // 100, GB // 100]}
-    found = what_if(job(), varied, smallest=False, worst=False, step=steps.append)
+    ready: list[Any] = []
+    found = what_if(job(), varied, smallest=False, worst=False, step=steps.append, ready=ready.append)
     assert found.base.fits and found.sweeps["hosts"][0].ranks == 8
     assert steps == ["as it is", "hosts 2", "memory_bytes 10,000,000"]  # what comes again is not planned again
+    assert ready[0] == found.base and [point.axis for point in ready] == ["", "hosts", "memory_bytes"]
     assert found.sweeps["ranks"][0].total_ms == found.sweeps["hosts"][1].total_ms == found.base.total_ms
     assert not any(point.fits for point in found.sweeps["memory_bytes"])
     assert found.to_dict()["worst"] is None and "roofline" in found.cost_source
