@@ -66,22 +66,15 @@ def _features(
     constraints: Mapping[str, ParameterConstraints],
     statistics: TableStatistics,
 ) -> tuple[list[str], list[str]]:
-    """Features whose lookups per sample nobody told, and the others."""
+    """Features whose lookups per sample are TorchRec's default, and the others."""
     unknown: list[str] = []
     known: list[str] = []
     for option in plan:
-        told = _tells_lookups(constraints.get(option.name))
+        given = constraints.get(option.name)
+        told = given is not None and list(given.pooling_factors or ()) not in ([], [POOLING_FACTOR])
         for feature in context.reader.declared(option).features:
             (known if told or feature in statistics else unknown).append(feature)
     return sorted(unknown), known
-
-
-def _tells_lookups(given: ParameterConstraints | None) -> bool:
-    """Whether a constraint tells lookups per sample. TorchRec's default is one lookup and not None, so that one looks
-    the same given or not; it was given where the constraint says nothing else."""
-    if given is None or not given.pooling_factors:
-        return False
-    return list(given.pooling_factors) != [POOLING_FACTOR] or given == ParameterConstraints()
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.offline.from_plan import job_of
 
 SIZES = ((900, 64), (50_000, 16), (7_000, 128), (30_000, 32), (400, 16), (100_000, 64), (12_000, 8), (2_000, 32))
 
@@ -65,7 +64,6 @@ def test_a_plan_by_guessed_lookups_has_to_gain(types: Any) -> None:
     [
         {"statistics": TableStatistics({"t3_f0": FeatureStatistics(4.0)})},
         {"constraints": {"t3": ParameterConstraints(pooling_factors=[4.0])}},
-        {"constraints": {"t3": ParameterConstraints(pooling_factors=[1.0])}},
         {"cost_source": "torchrec"},
         {"least_gain": 0.0},
     ],
@@ -136,14 +134,3 @@ def test_a_plan_whose_ranks_would_send_other_types_gives_way_to_torchrecs() -> N
         assert any(ranks == [rank] and name not in halves for name, (_, ranks) in plan.items())
     assert any("different types" in str(note) for note in made.report().notes)
     assert "searched" in {rival.name for rival in made.report().rivals}
-
-
-def test_one_lookup_is_told_by_a_constraint_that_says_nothing_else() -> None:
-    """Beside other fields it may as well be TorchRec's default."""
-    every = {f"t{index}": ParameterConstraints(pooling_factors=[1.0]) for index in range(len(SIZES))}
-    told, _ = planned(constraints=every)
-    offline = job_of(told.saved_plan()).plan()
-    for report in (told.report(), offline.report):
-        assert not [note.text for note in report.notes if "one lookup per sample" in note.text]
-    either, _ = planned(constraints=every | {"t0": ParameterConstraints(compute_kernels=["fused"])})
-    assert any("assumed for 1 of 8 features (t0_f0)" in note.text for note in either.report().notes)
