@@ -59,7 +59,7 @@ from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import left_out_by_group
-from dreamshard_planner.search_space.modules import without_weights
+from dreamshard_planner.search_space.modules import of_modules, without_weights
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
@@ -316,14 +316,21 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         otherwise lie in none; raises ``error``, with what was tried, where nothing fits so either. A plan that is
         loaded may come from such a search."""
         told = str(error)
-        if self._num_proposals or error.error_type is PlannerErrorType.PLAN_LOADING_FAILED:
+        is_loaded = error.error_type in (
+            PlannerErrorType.PLAN_LOADING_FAILED,
+            PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+        )
+        # Where something did fit, it was refused for another reason, such as a callback's.
+        if is_loaded or (self._num_proposals and not self._num_plans):
             for in_rows in tried.rows_instead():
                 try:
                     loop = self._begin(module, sharders, in_rows, seconds=clock.left())
                     return loop, self._search(module, sharders)
                 except PlannerError as other:
-                    named = ", ".join(map(repr, sorted(in_rows)))
-                    told += f"\nWith all tables of module {named} in blocks of rows: {str(other).partition(chr(10))[0]}"
+                    if is_loaded and other.error_type is error.error_type:
+                        continue
+                    first, _, _ = str(other).partition("\n")
+                    told += f"\nWith all tables {of_modules(in_rows)} in blocks of rows: {first}"
         raise PlannerError(told, error.error_type) from None
 
     def collective_plan(

@@ -124,8 +124,8 @@ class PlanningContext:
         """The options of a model that planning searches; errors as of
         :func:`~dreamshard_planner.search_space.usable_options.as_constrained` and
         :func:`~dreamshard_planner.search_space.usable_options.usable_options`."""
-        usable = self.usable_options(as_constrained(search_space, self.constraints or {}))
-        return without_idle_halves(usable, self.topology.world_size)
+        allowed = as_constrained(search_space, self.constraints or {})
+        return self.usable_options(without_idle_halves(allowed, self.topology.world_size))
 
     def usable_options(self, search_space: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Those of :func:`~dreamshard_planner.search_space.usable_options.usable_options` that are not left out."""

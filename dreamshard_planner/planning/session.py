@@ -56,6 +56,7 @@ from dreamshard_planner.search_space.modules import shardable_tables, without_we
 from dreamshard_planner.search_space.options import by_table, fqn_of, refused
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.usable_options import as_constrained
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -158,7 +159,8 @@ class PlanningSession:
         rank has room for, where there are any, then all."""
         constraints = self.context.constraints
         every = frozenset() if constraints is None else constraints.rows_instead
-        tables = by_table(option for option in self.search_space if option.path in every)
+        allowed = as_constrained(self.search_space, self.constraints) if every else []
+        tables = by_table(option for option in allowed if option.path in every)
         homeless = {options[0].path for options in tables.values() if not any(map(self._has_room, options))}
         return [some for some in dict.fromkeys([frozenset(homeless), every]) if some]
 

@@ -31,11 +31,11 @@ INNER_SHARDERS = ("_ebc_sharder", "_e_sharder", "_embedding_collection_sharder")
 """Where TorchRec's sharders of modules around a collection keep the collection's."""
 
 
-def table_configs(module: nn.Module) -> dict[str, Any]:
-    """The ``EmbeddingBagConfig`` or ``EmbeddingConfig`` of every table of ``module``, by table name; empty
-    for modules without configs, such as ``nn.EmbeddingBag``."""
+def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
+    """The ``EmbeddingBagConfig`` or ``EmbeddingConfig`` of every table of ``module``, by table name, and if ``deep`` of
+    those inside; empty for modules without configs, such as ``nn.EmbeddingBag``."""
     configs: dict[str, Any] = {}
-    for child in module.modules():
+    for child in module.modules() if deep else (module,):
         for method in ("embedding_bag_configs", "embedding_configs"):
             if hasattr(child, method):
                 configs.update((config.name, config) for config in getattr(child, method)())
@@ -58,7 +58,7 @@ def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modul
 
     def copied(one: nn.Module, whole: bool) -> nn.Module:
         if id(one) not in copies:
-            whole = whole or sharder_name(type(one)) in sharded
+            whole = whole or sharder_name(type(one)) in sharded or bool(table_configs(one, deep=False))
             copies[id(one)] = other = object.__new__(type(one)) if whole else nn.Module()
             if whole:
                 other.__dict__.update(one.__dict__)
@@ -70,6 +70,12 @@ def without_weights(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modul
         return copies[id(one)]
 
     return copied(module, False)
+
+
+def of_modules(paths: Iterable[str]) -> str:
+    """Modules at these paths, in words."""
+    named = [repr(path) if path else "the model itself" for path in sorted(paths)]
+    return f"of module{'s' if len(named) > 1 else ''} {', '.join(named)}"
 
 
 def remaps_ids(module: nn.Module) -> bool:

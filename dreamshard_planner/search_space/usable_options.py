@@ -81,10 +81,15 @@ def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tu
 
 def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, list[ShardingOption]]:
     """The options without those of one slice or block where no table of the module may be in several: that is the whole
-    table in a kernel and an exchange of its own. Beside others of that type it shares theirs."""
+    table in a kernel and an exchange of its own. Beside others of that type it shares theirs, unless these would have
+    to be as wide, as in an EmbeddingCollection."""
 
     def is_alone(option: ShardingOption, whole: Collection[str]) -> bool:
         return not type_of(option).is_whole and option.num_shards == 1 and option.compute_kernel in whole
+
+    def joins(option: ShardingOption) -> bool:
+        one_width = isinstance(option.module[1], EmbeddingCollection)
+        return (option.path, option.sharding_type) in shared and not one_width
 
     whole = {
         fqn: {option.compute_kernel for option in options if type_of(option).is_whole}
@@ -99,7 +104,7 @@ def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, li
     # Those that join others last, so that ties go to whole tables.
     return {
         fqn: [one for one in options if not is_alone(one, whole[fqn])]
-        + [one for one in options if is_alone(one, whole[fqn]) and (one.path, one.sharding_type) in shared]
+        + [one for one in options if is_alone(one, whole[fqn]) and joins(one)]
         for fqn, options in tables.items()
     }
 

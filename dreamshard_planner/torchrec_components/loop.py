@@ -29,6 +29,7 @@ from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.alike_shards import counted, set_ranks
 from dreamshard_planner.search_space.legality import MIXED_MEAN
+from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
 from dreamshard_planner.torchrec_components.few_proposals import few_proposals
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
@@ -155,8 +156,8 @@ class SearchLoop:
                 f"here: {proposals} proposals"
             )
         if self._session.in_rows:
-            named = ", ".join(repr(path) for path in sorted(self._session.in_rows))
-            rated.append(f"all tables of module {named} lie in blocks of rows, since nothing else fits: {MIXED_MEAN}")
+            named = of_modules(self._session.in_rows)
+            rated.append(f"all tables {named} lie in blocks of rows, since nothing else fits: {MIXED_MEAN}")
         came_to = CameTo(
             plan=tuple(plan),
             made_by=made_by,
