@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_models import MB, SHARDERS, collection, planner, table, topology
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, ShardingOption
 from torchrec.modules.embedding_configs import PoolingType
 
 from dreamshard_planner import JsonPlanLoader
@@ -57,6 +57,18 @@ def test_tables_that_fit_one_by_one_but_not_together_lie_in_rows() -> None:
 
 def test_means_that_fit_whole_keep_out_of_rows() -> None:
     assert types_of(gpus().plan(model(400), SHARDERS))["large"] not in LATE_MEANS
+
+
+def test_what_fits_and_is_refused_is_not_planned_again() -> None:
+    seen: list[object] = []
+
+    def refuse(plan: list[ShardingOption]) -> list[ShardingOption]:
+        seen.append(plan)
+        raise PlannerError("not this one", PlannerErrorType.OTHER)
+
+    with pytest.raises(PlannerError, match="^not this one$"):
+        gpus(callbacks=[refuse]).plan(model(400), SHARDERS)
+    assert len(seen) == 1
 
 
 def test_the_rule_is_told_where_rows_do_not_help() -> None:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import pytest
-from small_models import SHARDERS, collection, table, topology
+import torch
+from small_models import SHARDERS, collection, planner, table, topology
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search_space.sharding_types import CW, TW
 from dreamshard_planner.search_space.usable_options import usable_options
@@ -32,19 +35,43 @@ def test_whole_tables_may_join_others_of_their_module_in_slices() -> None:
     assert slices == {"1.narrow": [1], "1.wide": [4]}
 
 
+def test_halves_that_nobody_takes_open_no_slices() -> None:
+    """Narrow tables may be halved where one is heavy; where none is, they are only whole."""
+    made = planner(topology=topology(4), sharding_types=[TW, CW])
+    made.plan(collection(*(table(f"t{i}", 1000, 64) for i in range(8))), SHARDERS)
+    session = made._loop.session
+    assert {option.sharding_type for option in session.context.searched_options(session.search_space)} == {TW}
+
+
+def test_slices_of_an_embedding_collection_keep_the_width_that_was_asked_for() -> None:
+    """They must be of one width, which lone slices of other tables, however large, do not decide."""
+    configs = [
+        EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=128, feature_names=[f"{name}_f"])
+        for name, rows in (("hot", 1_000_000), ("cold", 3_000_000), ("small", 100_000))
+    ]
+    hot = ParameterConstraints([TW, CW], min_partition=32, pooling_factors=[200.0])
+    others = ParameterConstraints([TW, CW], pooling_factors=[1.0])
+    made = planner(
+        topology=topology(4, 2**37, "cuda"),
+        constraints={"hot": hot, "cold": others, "small": others},
+        cost_source="torchrec",
+    )
+    made.plan(EmbeddingCollection(tables=configs, device=torch.device("meta")), [EmbeddingCollectionSharder()])
+    assert {option.name: (option.sharding_type, option.num_shards) for option in made.options} == {
+        "hot": (CW, 4),
+        "cold": (TW, 1),
+        "small": (TW, 1),
+    }
+
+
 def test_what_costs_the_same_stays_whole() -> None:
     """Tables that gain nothing by joining slices are not called column_wise."""
-    model = collection(table("wide", rows=500_000, dim=512), *(table(f"narrow{i}", dim=64) for i in range(3)))
-    planner = DreamShardPlanner(
-        topology=topology(4),
-        batch_size=512,
-        constraints={"wide": ParameterConstraints(pooling_factors=[50.0])},
-        cost_source="torchrec",
-        stats=[],
-        debug=False,
+    hot = {"wide": ParameterConstraints(pooling_factors=[50.0])}
+    made = planner(topology=topology(4), constraints=hot, cost_source="torchrec")
+    made.plan(
+        collection(table("wide", rows=500_000, dim=512), *(table(f"narrow{i}", dim=64) for i in range(3))), SHARDERS
     )
-    planner.plan(model, SHARDERS)
-    types = {option.name: option.sharding_type for option in planner.options}
+    types = {option.name: option.sharding_type for option in made.options}
     assert types.pop("wide") == CW and set(types.values()) == {TW}
 
 
