@@ -66,5 +66,5 @@ def main(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), nprocs=2)
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")  # each else imports all again
     assert not any(name.startswith("dreamshard") for name in sys.modules)
