@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -92,6 +93,12 @@ class GroupMix:
         }
 
 
+@lru_cache(maxsize=16)
+def _workloads(tables: tuple[Table, ...], batch_size: int) -> list[Workload]:
+    """Of tables that sets are drawn from again: calibration does so for each optimizer."""
+    return workloads_of(tables, batch_size)
+
+
 def draw_sets(
     tables: Sequence[Table],
     num_sets: int,
@@ -124,7 +131,7 @@ def draw_sets(
         raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
     mix = mix or GroupMix()
     generator = torch.Generator().manual_seed(seed)
-    pools = {batch: workloads_of(tables, batch) for batch in batch_sizes}
+    pools = {batch: _workloads(tuple(tables), batch) for batch in batch_sizes}
     of_dim: dict[int, list[int]] = {}
     for t, table in enumerate(tables):
         of_dim.setdefault(table.dim, []).append(t)
