@@ -31,6 +31,12 @@ def dreamshard(*arguments: str, status: int = 0):
     return result
 
 
+@pytest.fixture(autouse=True)
+def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much memory as ``--quick`` takes: filling more takes longer than what is measured in it here."""
+    monkeypatch.setattr(calibration, "_ARENA_BYTES", {"cpu": QUICK.arena_bytes})
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A tiny training from nothing on real kernels."""
