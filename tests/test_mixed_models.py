@@ -7,9 +7,6 @@ rated worse than its rivals, and there wherever TorchRec's planner has a plan.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -214,33 +211,3 @@ def check_constraints(case: MixedCase, planner: DreamShardPlanner, options, seed
         if kind in (CW, TWCW) and isinstance(module, EmbeddingCollection):
             widths.setdefault(option.path, set()).update(shard.size[1] for shard in option.shards)
     assert all(len(width) == 1 for width in widths.values()), (seed, widths)
-
-
-PRINT_PLANS = """
-import sys, torch, warnings
-warnings.simplefilter("ignore")
-torch.set_num_threads(int(sys.argv[1]))
-from tests.mixed_models import mixed_case
-for seed in (6, 7, 12, 13, 15, 19):
-    case = mixed_case(seed)
-    planner = case.planner()
-    try:
-        planner.plan(case.model, case.sharders)
-    except Exception as error:
-        print(type(error).__name__, error)
-        continue
-    print([(o.fqn, o.sharding_type, o.compute_kernel, [s.rank for s in o.shards]) for o in planner.options])
-    print(planner.report())
-"""
-
-
-def test_the_same_plans_in_every_process() -> None:
-    outputs = set()
-    for hash_seed, threads in (("0", "1"), ("1", "2")):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        result = subprocess.run(
-            [sys.executable, "-c", PRINT_PLANS, threads], env=environment, capture_output=True, text=True, check=False
-        )
-        assert result.returncode == 0, result.stderr
-        outputs.add(result.stdout)
-    assert len(outputs) == 1 and "milliseconds" in outputs.pop()
