@@ -124,10 +124,10 @@ class SplitSearch:
         table, index, _ = here[self._draw(len(here))]
         if there and self._draw(5) < 3:
             other, other_index, rank = there[self._draw(len(there))]
-            sharding = sharding.moved(other, other_index, slowest)
+            sharding = sharding.changed(*sharding.move(other, other_index, slowest))
         else:
             rank = self._draw(problem.num_ranks)
-        return sharding.moved(table, index, rank)
+        return sharding.changed(*sharding.move(table, index, rank))
 
     def _resharded(self, sharding: Sharding, here: Sequence[tuple[int, int, int]]) -> Sharding | None:
         """A table with a unit on the slowest rank, else any, under another option: its units where the measured load
