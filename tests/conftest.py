@@ -27,6 +27,20 @@ multiprocessing.set_forkserver_preload(
     ["torchrec", "dreamshard_planner.planner", "dreamshard_planner.training", "dreamshard_planner.cli"]
 )
 
+LONG = (
+    "test_cli.py",
+    "test_every_process.py",
+    "test_examples.py",
+    "test_fuzz.py",
+    "test_mixed_models.py",
+    "test_moved_training.py",
+    "test_plugin.py",
+    "test_replicas.py",
+    "test_sharding_types.py",
+    "test_splits.py",
+)
+"""Files with tests of ten seconds and more."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -62,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # One process takes from the other's last tests when it has none: what is left at the end should be short.
+    items.sort(key=lambda item: item.path.name not in LONG)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
