@@ -16,7 +16,7 @@ import torch
 
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
-from dreamshard_planner.training import QUICK
+from dreamshard_planner.training import QUICK, calibration
 from tests.faults import PATIENCE_SECONDS
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -61,6 +61,7 @@ def test_example_runs_on_two_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_example_says_what_has_to_start_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit, match=f"torchrun --nproc_per_node=2 examples/{name}.py"):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
@@ -72,6 +73,7 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *ALONE[name]])
+    monkeypatch.setattr(calibration, "_ARENA_BYTES", {"cpu": QUICK.arena_bytes})  # else filled for longer than measured
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     TELLS[name](capsys.readouterr().out)
 
