@@ -66,7 +66,8 @@ def test_options_are_torchrecs_and_halvings_come_on_top(tasks: list[SplitTask]) 
     for task in tasks:
         for choices, wider in zip(task.allowed.options, task.read.options, strict=True):
             assert wider[: len(choices)] == choices and len(choices) <= 2
-            widths = {shard.size[1] for choice in wider if choice.sharding_type == TYPES[1] for shard in choice.shards}
+            split = [choice for choice in wider if choice.sharding_type == TYPES[1] and choice.num_shards > 1]
+            widths = {shard.size[1] for choice in split for shard in choice.shards}
             assert all(width >= task.contest.min_partition for width in widths)
         workload = {w.name: w for w in workloads_of(task.contest.tables, task.contest.batch_size)}
         for part, shard in zip(task.workload_P, task.read.shard_P, strict=True):
