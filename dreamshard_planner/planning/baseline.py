@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import Perf, PlannerError, Shard, Shardi
 
 from dreamshard_planner.search_space.alike_shards import counted
 
-MAX_PROPOSALS = 256
+MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
 """Tables x ranks x proposals to try: about a second. Counted, and not timed, so that plans repeat."""
 LEAST_PROPOSALS = 4
