@@ -14,7 +14,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 
 from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, Collective, CollectiveModel
 from dreamshard_planner.search_space.kernels import serves
-from dreamshard_planner.search_space.modules import sharder_of_tables
+from dreamshard_planner.search_space.modules import exchange_codecs
 from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import THROUGH_HOSTS, ShardingTypeSpec
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
@@ -124,7 +124,7 @@ def wire_bytes(
         operation = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
     else:
         operation = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
-    codecs = (getattr(sharder_of_tables(sharder), "qcomm_codecs_registry", None) or {}).get(operation.name)
+    codecs = exchange_codecs(sharder).get(operation.name)
     if codecs is not None:
         return (codecs.forward.quantized_dtype.itemsize + codecs.backward.quantized_dtype.itemsize) / 2
     output = fused_params.get("output_dtype")

@@ -351,7 +351,6 @@ def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTa
         values = getattr(constraint, what)
         if not values:
             continue
-        check_per_feature(values, tables[0].name, what)
         if what != "pooling_factors" or len(values) not in {1, *counts}:
             raise refused(
                 f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "

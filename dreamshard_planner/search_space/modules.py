@@ -95,6 +95,11 @@ def sharder_of_tables(sharder: ModuleSharder[nn.Module] | None) -> ModuleSharder
     return sharder if inner is None else sharder_of_tables(inner)
 
 
+def exchange_codecs(sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:
+    """What a module's exchanges are quantized by, by TorchRec's name of the exchange; empty where they are not."""
+    return getattr(sharder_of_tables(sharder), "qcomm_codecs_registry", None) or {}
+
+
 def fused_params(
     module: nn.Module, sharder: ModuleSharder[nn.Module] | None, output_dtype: DataType | None = None
 ) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.kernels import serves
-from dreamshard_planner.search_space.modules import fused_params, sharder_of_tables
+from dreamshard_planner.search_space.modules import exchange_codecs, fused_params
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
 
@@ -77,7 +77,7 @@ def _outputs(
     sharder_of = {sharder_name(sharder.module_type): sharder for sharder in sharders}
     for option in options:
         sharder = sharder_of.get(sharder_name(type(option.module[1])))
-        quantizes = bool(getattr(sharder_of_tables(sharder), "qcomm_codecs_registry", None))
+        quantizes = bool(exchange_codecs(sharder))
         # Towers exchange within their host.
         if type_of(option).is_replicated or serves(option.compute_kernel) or option.dependency or quantizes:
             continue

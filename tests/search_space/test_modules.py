@@ -26,7 +26,7 @@ from torchrec.modules.mc_modules import (
 
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.search_space.constraints import doubtful_inputs
-from dreamshard_planner.search_space.modules import sharder_of_tables, without_weights
+from dreamshard_planner.search_space.modules import exchange_codecs, sharder_of_tables, without_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -70,6 +70,7 @@ def test_sharders_around_a_sharder_are_read_as_it() -> None:
     """ITEP's do not show the optimizer that tables are trained with."""
     outer = ITEPEmbeddingBagCollectionSharder(ebc_sharder=ADAGRAD)
     assert sharder_of_tables(outer) is ADAGRAD and sharder_of_tables(ADAGRAD) is ADAGRAD
+    assert exchange_codecs(outer) is ADAGRAD.qcomm_codecs_registry and not exchange_codecs(None)
     inside = collection(table("t", 10_000, 256))
     model = nn.Sequential(ITEPEmbeddingBagCollection(inside, GenericITEPModule({"t": 20_000})))
     made = planner(topology=topology(4, device="cuda"))
