@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import gpu_ranks, run_on_ranks
 
 
 @pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
@@ -21,3 +21,11 @@ def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     if gpus < 2:
         pytest.skip(f"NCCL ranks need a GPU each and at least two; this machine has {gpus}")
     return partial(run_on_ranks, world_size=gpus, backend="nccl")
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def launch_any(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """The same for what a single GPU shows as well."""
+    if request.param == "gloo":
+        return partial(run_on_ranks, world_size=2, backend="gloo")
+    return partial(run_on_ranks, world_size=gpu_ranks(), backend="nccl")

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -31,6 +32,13 @@ class Rank:
     rank: int
     world_size: int
     device: torch.device
+
+
+def gpu_ranks() -> int:
+    """One for each GPU; skips where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("NCCL ranks need a GPU each; this machine has none")
+    return torch.cuda.device_count()
 
 
 def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int, backend: str = "gloo") -> list[Any]:
@@ -52,7 +60,7 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int, back
             (world_size, store.port, backend, folder, function, args),
             nprocs=world_size,
             join=False,
-            start_method="forkserver",
+            start_method="spawn" if backend == "nccl" else "forkserver",  # asking for GPUs rules forks out
         )
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not context.join(timeout=max(0.0, deadline - time.monotonic())):

@@ -132,7 +132,8 @@ def batches(rank: Rank, first: int = 0, steps: int = STEPS) -> Iterator[Batch]:
                 indices.append(index_BL.flatten())
                 lengths.append(torch.full((len(index_BL),), LOOKUPS))
         label_B = torch.randint(2, (SAMPLES,), generator=generator).float()[mine]
-        yield Batch(KeyedJaggedTensor(FEATURES, torch.cat(indices), lengths=torch.cat(lengths)), label_B)
+        sparse = KeyedJaggedTensor(FEATURES, torch.cat(indices), lengths=torch.cat(lengths))
+        yield Batch(sparse, label_B).to(rank.device)
 
 
 def sharded(training: Training, kind: str, rank: Rank) -> TorchRecsDistributedModelParallel:
@@ -141,7 +142,7 @@ def sharded(training: Training, kind: str, rank: Rank) -> TorchRecsDistributedMo
         name: ParameterConstraints(sharding_types=[kind if name in TABLES else TW], compute_kernels=["fused", "dense"])
         for name in SHAPES
     }
-    topology = Topology(rank.world_size, "cpu", ddr_cap=8 << 30)
+    topology = Topology(rank.world_size, rank.device.type, hbm_cap=8 << 30, ddr_cap=8 << 30)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, stats=[], debug=False)
     plan = planner.collective_plan(model := Model(training), None, dist.group.WORLD)
     if training.torchrecs_class:
@@ -166,7 +167,7 @@ def train_steps(way: str, model: TorchRecsDistributedModelParallel, given: Itera
     fused, dense = model.fused_optimizer, dense_of(model)
     both = CombinedOptimizer([fused, dense])
     if way == "pipeline":
-        pipeline, left, losses = TrainPipelineSparseDist(model, both, torch.device("cpu")), iter(given), []
+        pipeline, left, losses = TrainPipelineSparseDist(model, both, next(model.parameters()).device), iter(given), []
         model.register_forward_hook(lambda _module, _inputs, output: losses.append(output[0].item()))
         try:
             while True:
@@ -231,13 +232,13 @@ def without_rows(batch: Batch) -> Batch:
 
 def seen(model: TorchRecsDistributedModelParallel, losses: list[float]) -> Trained:
     """What a rank has of a model."""
-    weights = {name: part.clone() for name, _, shards in local_shards(model) for _, part in shards}
+    weights = {name: part.cpu().clone() for name, _, shards in local_shards(model) for _, part in shards}
     states: dict[str, dict[str, Tensor]] = {}
     for parameter, state in model.fused_optimizer.state_dict()["state"].items():
         for name, value in state.items():
             local = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
             if local:
-                states.setdefault(parameter, {})[name] = local[0].detach().clone()
+                states.setdefault(parameter, {})[name] = local[0].detach().cpu().clone()
     dense = {name for name, _ in in_backward_optimizer_filter(model.named_parameters())}
     return Trained(losses, weights, states, dense)
 

@@ -53,8 +53,8 @@ def _refused(rank: Rank, file: Path) -> str:
     return "trained"
 
 
-def test_a_loaded_plan_trains_like_a_fresh_one(launch: Callable[..., list[Any]], tmp_path: Path) -> None:
-    results = launch(_fresh_then_loaded, tmp_path / "plan.json")
+def test_a_loaded_plan_trains_like_a_fresh_one(launch_any: Callable[..., list[Any]], tmp_path: Path) -> None:
+    results = launch_any(_fresh_then_loaded, tmp_path / "plan.json")
     for result in results:
         assert (
             f"made for something else (then -> now): batch size {LOCAL_BATCH + 1} -> {LOCAL_BATCH}" in result["stale"]

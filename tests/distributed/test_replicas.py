@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Rank, run_on_ranks
+from ranks import Rank, gpu_ranks, run_on_ranks
 from replicas import (
     DP,
     FEATURES,
@@ -52,9 +52,11 @@ TRAININGS = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 4, pytest.param("GPUs", marks=pytest.mark.gpu)])
 def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Trained]]]:
     """By rank, training and sharding type."""
+    if request.param == "GPUs":
+        return run_on_ranks(train_each, TRAININGS, world_size=gpu_ranks(), backend="nccl")
     return run_on_ranks(train_each, TRAININGS, world_size=request.param)
 
 

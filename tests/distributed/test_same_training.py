@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Rank
-from tiny import LOCAL_BATCH, make_planner, shard, train
+from ranks import Rank, gpu_ranks, run_on_ranks
+from tiny import LOCAL_BATCH, SHAPES, make_planner, shard, train
+from torchrec.distributed.planner import ParameterConstraints, Topology
+
+from dreamshard_planner import DreamShardPlanner
 
 PLANNERS = ("dreamshard", "torchrec", "lookup_greedy")
 STEPS = 20
@@ -20,11 +23,33 @@ def _train_under(rank: Rank, planners: tuple[str, ...], samples: int | None = No
     return {name: train(shard(make_planner(name, rank), rank), rank, STEPS, samples) for name in planners}
 
 
-def test_losses_do_not_depend_on_the_placement(launch: Callable[..., list[Any]]) -> None:
-    results = launch(_train_under, PLANNERS)
-    (alone,) = launch(_train_under, ("torchrec",), LOCAL_BATCH * len(results), world_size=1)
+def test_losses_do_not_depend_on_the_placement(launch_any: Callable[..., list[Any]]) -> None:
+    results = launch_any(_train_under, PLANNERS)
+    (alone,) = launch_any(_train_under, ("torchrec",), LOCAL_BATCH * len(results), world_size=1)
     expected = torch.tensor(alone["torchrec"])
     assert expected[-5:].mean() < 0.9 * expected[:5].mean()  # it learns, so that equal losses mean something
     for name in PLANNERS:
         losses = torch.tensor([result[name] for result in results]).mean(0)
         assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5), name
+
+
+def _train_from(rank: Rank, kernel: str) -> tuple[set[str], list[float]]:
+    constraints = {
+        f"t{index}": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=[kernel])
+        for index in range(len(SHAPES))
+    }
+    topology = Topology(rank.world_size, "cuda", hbm_cap=8 << 30, ddr_cap=8 << 30)
+    planner = DreamShardPlanner(topology=topology, batch_size=LOCAL_BATCH, constraints=constraints, stats=[])
+    model = shard(planner, rank)
+    (plan,) = model.plan.plan.values()
+    return {of.compute_kernel for of in plan.values()}, train(model, rank, STEPS, LOCAL_BATCH * rank.world_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_losses_do_not_depend_on_where_weights_lie(kernel: str) -> None:
+    runs = {each: run_on_ranks(_train_from, each, world_size=gpu_ranks(), backend="nccl") for each in ("fused", kernel)}
+    for each, of_ranks in runs.items():
+        assert all(kernels == {each} for kernels, _ in of_ranks)
+    for (_, on_device), (_, elsewhere) in zip(*runs.values(), strict=True):
+        assert elsewhere == pytest.approx(on_device, rel=1e-5)

@@ -21,8 +21,8 @@ def _plan_and_train(rank: Rank) -> tuple[dict[str, list[int]], list[float], list
     return ranks, losses, list(planner.report().chosen.rank_ms) if rank.rank == 0 else None
 
 
-def test_plans_and_trains(launch: Callable[..., list[Any]]) -> None:
-    results = launch(_plan_and_train)
+def test_plans_and_trains(launch_any: Callable[..., list[Any]]) -> None:
+    results = launch_any(_plan_and_train)
     placements, losses, predictions = zip(*results, strict=True)
     assert all(placement == placements[0] for placement in placements)
     assert set(placements[0]) == {f"t{index}" for index in range(len(SHAPES))}
