@@ -32,7 +32,9 @@ from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
 
 SCHEMA = 1
-"""Version of the ``.npz`` and journal layouts; files of a newer one are refused."""
+"""Version of the journal layout; files of a newer one are refused."""
+NPZ_SCHEMA = 2
+"""Version of the ``.npz`` layout. Files of 1 are read too: they have no ``shard_index``, but every column in full."""
 
 REFERENCE_STRENGTH = 0.5
 """How far a slow reference run excuses a slow sample: 0 not at all, 1 in full. The reference is noisy itself: on
@@ -48,6 +50,8 @@ FIELD_TYPES = {entry.name: str(entry.type) for entry in _MEASURED} | {"weight_by
 _AS_MEASURED: dict[str, Any] = {entry.name: entry.default for entry in fields(Workload) if entry not in _MEASURED}
 
 KIND = "dreamshard cost dataset"
+_STORED_ONCE = ("name", "rows", "pooling_factor", "distinct_rows", "num_features", "histogram_index", "dim")
+"""Columns of which a file has each combination once; the others are, as a rule, the same all over a set."""
 _KEY_FIELDS = ("device", "name", "threads", "fbgemm")
 _DTYPES = {"str": np.str_, "int": np.int64, "float": np.float64, "bool": np.bool_, "tuple[float, ...]": np.float64}
 
@@ -260,20 +264,19 @@ class CostDataset:
         """Write ``path`` (``.npz``) whole or not at all; FileError says why not."""
         header = {
             "kind": KIND,
-            "schema": SCHEMA,
+            "schema": NPZ_SCHEMA,
             "hardware": dict(self.hardware),
             "seed": self.seed,
             "created": self.created,
             "digest": self.digest,
         }
         arrays = self._arrays()
-        # A table comes in many sets with one histogram: store each histogram once.
+        # A table comes in many sets, in many shards with one histogram: store each shard and each histogram once.
         bins, index_S = np.unique(arrays.pop("reuse_histogram"), axis=0, return_inverse=True)
-        arrays |= {
-            "header": np.array(json.dumps(header)),
-            "histograms": bins,
-            "histogram_index": index_S.reshape(-1),
-        }
+        arrays |= {"header": np.array(json.dumps(header)), "histograms": bins, "histogram_index": index_S.reshape(-1)}
+        ranks = [np.unique(arrays[name], return_inverse=True)[1].reshape(-1) for name in _STORED_ONCE]
+        _, first_U, index_S = np.unique(np.stack(ranks, axis=1), axis=0, return_index=True, return_inverse=True)
+        arrays |= {name: arrays[name][first_U] for name in _STORED_ONCE} | {"shard_index": index_S.reshape(-1)}
         content = io.BytesIO()
         # As numpy's own, which reads it, but for LZMA: a third smaller than what numpy writes.
         with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as archive:
@@ -286,19 +289,14 @@ class CostDataset:
     def load(cls, path: str | os.PathLike[str]) -> CostDataset:
         """Read a file that :meth:`save` wrote; DatasetError names the file and what is wrong with it."""
         arrays = _read_arrays(path)
-        header = parse_header(path, str(arrays.pop("header", "")), KIND)
+        header = parse_header(path, str(arrays.pop("header", "")), KIND, NPZ_SCHEMA)
         names = {"histograms", "histogram_index", "set_offsets", "samples_ms", *WORKLOAD_FIELDS} - {"reuse_histogram"}
         if missing := sorted(names - set(arrays)):
             raise DatasetError(f"{path}: lacks {', '.join(missing)}")
-        bins, index_S = arrays["histograms"], arrays["histogram_index"]
-        if index_S.ndim != 1 or index_S.dtype.kind != "i" or bins.shape[1:] != (NUM_REUSE_BINS,):
-            raise DatasetError(f"{path}: histograms are {bins.dtype} {bins.shape} and {index_S.dtype} {index_S.shape}")
-        if index_S.size * bins.itemsize * NUM_REUSE_BINS > MAX_READ_BYTES:
-            raise DatasetError(f"{path}: {index_S.size:,} shards are more than are read")
-        if np.any(index_S < 0) or np.any(index_S >= len(bins)):
-            raise DatasetError(f"{path}: histogram_index points outside the histograms")
+        if "shard_index" in arrays:
+            arrays |= {name: _taken(path, arrays, name, "shard_index") for name in _STORED_ONCE}
         columns = {name: arrays[name] for name in WORKLOAD_FIELDS if name in arrays}
-        columns["reuse_histogram"] = bins[index_S]
+        columns["reuse_histogram"] = _taken(path, arrays, "histograms", "histogram_index")
         try:
             dataset = cls(
                 columns,
@@ -334,6 +332,18 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
+def _taken(path: object, arrays: Mapping[str, np.ndarray], name: str, by: str) -> np.ndarray:
+    """The entries of one array that another, which may hold anything, points at."""
+    array, index_S = arrays[name], arrays[by]
+    if index_S.ndim != 1 or index_S.dtype.kind != "i" or array.ndim < 1:
+        raise DatasetError(f"{path}: {by} is {index_S.dtype} {index_S.shape}, {name} {array.dtype} {array.shape}")
+    if index_S.size * array[:1].nbytes > MAX_READ_BYTES:
+        raise DatasetError(f"{path}: {index_S.size:,} shards are more than are read")
+    if np.any(index_S < 0) or np.any(index_S >= len(array)):
+        raise DatasetError(f"{path}: {by} points outside {name}")
+    return array[index_S]
+
+
 def _times(times_ms: ArrayLike | Tensor) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(times_ms, dtype=np.float64))
 
@@ -347,8 +357,8 @@ def require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> No
         )
 
 
-def parse_header(path: object, text: str, kind: str) -> dict[str, Any]:
-    """The JSON header of a file, after checking kind, schema and what must be in it."""
+def parse_header(path: object, text: str, kind: str, newest: int = SCHEMA) -> dict[str, Any]:
+    """The JSON header of a file, after checking kind, schema (1 to ``newest``) and what must be in it."""
     try:
         header = parse_json(text)
     except ValueError:
@@ -356,10 +366,10 @@ def parse_header(path: object, text: str, kind: str) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("kind") != kind:
         raise DatasetError(f"{path}: not a {kind}")
     schema = header.get("schema")
-    if schema != SCHEMA:
-        newer = type(schema) is int and schema > SCHEMA
+    if type(schema) is not int or not 1 <= schema <= newest:
+        newer = type(schema) is int and schema > newest
         hint = "written by a newer version, upgrade dreamshard_planner" if newer else "not readable by this version"
-        raise DatasetError(f"{path}: schema {str(schema)[:20]}, this version reads {SCHEMA}: {hint}")
+        raise DatasetError(f"{path}: schema {str(schema)[:20]}, this version reads {newest}: {hint}")
     required = {"hardware": dict, "seed": int, "created": str} | ({"digest": str} if kind == KIND else {})
     if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
         raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")

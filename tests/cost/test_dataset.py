@@ -70,6 +70,20 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["costs.npz"]
 
 
+def test_files_store_a_shard_once_and_those_of_version_1_are_read(tmp_path: Path) -> None:
+    data = dataset(seed=7)
+    data.save(tmp_path / "costs.npz")
+    with np.load(tmp_path / "costs.npz") as archive:
+        arrays = dict(archive)
+    assert arrays["rows"].shape == (4,) and arrays["shard_index"].shape == arrays["optimizer"].shape == (6,)
+    index_S = arrays.pop("shard_index")
+    once = ("name", "rows", "dim", "num_features", "pooling_factor", "distinct_rows", "histogram_index")
+    arrays |= {name: arrays[name][index_S] for name in once} | {"header": _header(arrays, schema=1)}
+    np.savez(tmp_path / "version_1.npz", **arrays)
+    loaded = CostDataset.load(tmp_path / "version_1.npz")
+    assert loaded.sets == SETS and loaded.digest == data.digest
+
+
 def test_digest_follows_content_and_not_the_date() -> None:
     data = dataset()
     other_date = CostDataset(data.columns, data.set_offsets, data.samples_ms, HARDWARE, data.reference_ms, 0, "today")
@@ -115,7 +129,9 @@ DAMAGE = {
     "lacks a column": (lambda a: {k: v for k, v in a.items() if k != "dim"}, "lacks dim"),
     "lacks hardware": (lambda a: a | {"header": np.array('{"kind":"dreamshard cost dataset","schema":1}')}, "lacks"),
     "object array": (lambda a: a | {"rows": np.array([{}] * 6, dtype=object)}, "not a readable"),
-    "short column": (lambda a: a | {"rows": a["rows"][:-1]}, "rows has shape"),
+    "short column": (lambda a: a | {"batch_size": a["batch_size"][:-1]}, "batch_size has shape"),
+    "short column of shards stored once": (lambda a: a | {"rows": a["rows"][:-1]}, "shard_index points outside rows"),
+    "index of another kind": (lambda a: a | {"shard_index": a["shard_index"] / 2}, "shard_index is float64"),
     "altered": (lambda a: a | {"rows": a["rows"] + 1}, "digest"),
     "NaN statistics": (lambda a: a | {"distinct_rows": a["distinct_rows"] * np.nan}, "distinct_rows holds NaN"),
     "empty set": (lambda a: a | {"set_offsets": np.array([0, 2, 2, 6])}, "set_offsets must grow"),
