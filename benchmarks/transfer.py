@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """How far a short calibration carries a checkpoint to other hardware: here, to kernels with other threads.
 
-    python benchmarks/transfer.py --threads 2 --json benchmarks/results/2026-11-21-transfer.json
+    python benchmarks/transfer.py --threads 2 --json benchmarks/results/2026-11-22-transfer.json
 
 Measures sets of training tables on the target, first for as long as a calibration would and then for the rest of a
 training from nothing, and sets of held-out tables in several rounds, as cost_accuracy.py does. Judged on the latter:
