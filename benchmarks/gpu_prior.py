@@ -23,7 +23,10 @@ import torch
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
+from dreamshard_planner.cost.dataset import CostDataset
+from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
+from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
@@ -32,18 +35,47 @@ PUBLISHED = Path(__file__).parent / "data" / "published_gpu.json"
 KERNELS_ALONE_MS = 0.06
 """Launch floor of rows that leave out the sort."""
 FITTED = {
-    "forward_share": (0.3, 1.0),
-    "backward_share": (0.3, 1.0),
-    "cache_speedup": (1.5, 6.0),
-    "row_bytes": (32.0, 256.0),
-    "lane_dims": (32.0, 256.0),
-    "state_bytes": (1.0, 6000.0),
-    "row_ns": (0.05, 3.0),
+    "forward_share": (0.5, 1.0),
+    "backward_share": (0.5, 1.0),
+    "gradient_speedup": (1.5, 50.0),
+    "rows_held": (0.05, 1.0),
+    "gradients_held": (0.05, 1.0),
+    "row_bytes": (32.0, 512.0),
+    "far_row_bytes": (1.0, 512.0),
+    "far_table_bytes": (1e7, 1e11),
+    "update_bytes": (32.0, 512.0),
+    "lane_dims": (4.0, 256.0),
+    "state_bytes": (1.0, 2000.0),
+    "lookup_ns": (1e-4, 1.0),
+    "lookup_lane_ns": (1e-6, 0.01),
+    "bags_in_flight": (100.0, 1e5),
+    "bag_ns": (1e-3, 10.0),
+    "bag_lane_ns": (1e-6, 0.1),
+    "sequence_bytes": (1.0, 3000.0),
+    "table_ns": (1.0, 1e4),
+    "update_lookup_ns": (1e-4, 1.0),
+    "update_lane_ns": (1e-6, 0.01),
+    "update_row_ns": (1e-4, 10.0),
+    "update_table_ns": (1.0, 1e4),
+    "weighted_lookup_ns": (1e-3, 10.0),
     "link_reads": (0.5, 4.0),
+    "link_repeats": (0.05, 1.0),
     "link_updates": (0.5, 4.0),
+    "link_exchanges": (0.5, 4.0),
     "cache_row_ns": (0.5, 30.0),
+    "forward_launch_ms": (0.005, 0.1),
+    "backward_launch_ms": (0.02, 0.2),
+    "sort_launch_ms": (0.01, 0.2),
+    "sort_lookups": (100.0, 1e5),
 }
 """Parameters of the kernels, and bounds that their meaning sets."""
+MEASURED = Path(__file__).parent / "data" / "h100_settings.json"
+"""What ``kernel_settings.py`` measured."""
+TRAIN, TEST = (Path(__file__).parent / "data" / f"cuda-{name}.npz" for name in ("train", "test"))
+LEAST_RATIO = 0.1
+"""Of predicted over measured, that counts: kernels with nothing to do take next to nothing."""
+PUBLISHED_WEIGHT, SETTINGS_WEIGHT = 6.0, 3.0
+"""Of a published time, and of a measured setting, over that of a measured set of tables: there are many of these."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +103,8 @@ class Row:
         kernels = replace(kernels, row_ns=(kernels.row_ns or AMD_KERNELS.row_ns) if self.amd else 0.0)
         if self.without_sort:
             kernels = replace(kernels, backward_launch_ms=KERNELS_ALONE_MS)
-        cost = RooflineCost(gb_per_s * 1e6, 64e6, kernels, self.l2_mb * 1e6)
+        usual = RooflineCost.of_bandwidths("cuda", gb_per_s * 1e6, 64e6)
+        cost = replace(usual, kernels=kernels, cache_bytes=self.l2_mb * 1e6)
         forward, backward = cost.group_cost_ms(cost.encode(self.features_SF).sum(0)).tolist()
         found = {
             "forward": (forward, self.forward_ms),
@@ -137,30 +170,51 @@ def _reuse(rows: int, lookups: float, exponent: float, drawn: bool) -> tuple[tor
     return histogram_of_counts(torch.from_numpy(counts[counts > 0]))
 
 
-def fit(rows: Sequence[Row]) -> tuple[Kernels, dict[str, float]]:
-    """Parameters that explain the rows best, by the log of predicted over published, and the bandwidths of the cards
-    that sources do not name."""
+def measured() -> list[Row]:
+    """Settings that an H100 measured, with optimizers that the features know."""
+    known = json.loads(MEASURED.read_text())
+    card = {"source": "an H100", "card": known["card"]["card"], "memory_gb_per_s": 3350, "l2_mb": 50}
+    rows = (row for row in known["rows"] if row["optimizer"] in ("sgd", "rowwise_adagrad", "adagrad"))
+    return [_row(row | card) for row in rows]
+
+
+def sets_of(path: Path) -> LabelledSets:
+    """Sets of tables that an H100 measured."""
+    return LabelledSets.of_dataset(CostDataset.load(path))
+
+
+def h100(kernels: Kernels) -> RooflineCost:
+    """The card that measured them."""
+    gpu = GPUS["h100"]
+    usual = RooflineCost.of_bandwidths("cuda", gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3)
+    return replace(usual, kernels=kernels)
+
+
+def fit(rows: Sequence[Row], settings: Sequence[Row], sets: LabelledSets) -> tuple[Kernels, dict[str, float]]:
+    """Parameters that explain published rows, measured settings and measured sets best, by the log of predicted over
+    measured, and the bandwidths of the cards that sources do not name."""
     unnamed = sorted({row.source for row in rows if row.inferred})
-    low, high = (
-        np.log([*(bounds[side] for bounds in FITTED.values()), *([card] * len(unnamed))])
-        for side, card in ((0, 500.0), (1, 8000.0))
-    )
+    bounds = [*FITTED.values(), *([(500.0, 8000.0)] * len(unnamed))]
+    low, high = np.log(np.array(bounds).T)
+    start = np.log([*(getattr(GPU_KERNELS, name) for name in FITTED), *([1555.0] * len(unnamed))]).clip(low, high)
 
     def read(logs: np.ndarray) -> tuple[Kernels, dict[str, float]]:
         values = np.exp(logs).tolist()
-        named = dict(zip(FITTED, values, strict=False))
-        kernels = replace(GPU_KERNELS, **named, gradient_speedup=named["cache_speedup"])
+        kernels = replace(GPU_KERNELS, **dict(zip(FITTED, values, strict=False)))
         return kernels, dict(zip(unnamed, values[len(FITTED) :], strict=True))
 
-    def residuals(logs: np.ndarray) -> list[float]:
+    def residuals(logs: np.ndarray) -> np.ndarray:
         kernels, cards = read(logs)
-        return [
-            float(np.log(predicted / told))
-            for row in rows
+        log_X2 = (predict_ms(h100(kernels), sets) / sets.labels_ms_X2).clamp_min(LEAST_RATIO).log()
+        of_rows = [
+            weight * float(np.log(predicted / told))
+            for some, weight in ((rows, PUBLISHED_WEIGHT), (settings, SETTINGS_WEIGHT))
+            for row in some
             for predicted, told in row.predicted(kernels, cards).values()
         ]
+        return np.concatenate([log_X2.flatten().numpy(), of_rows])
 
-    found = least_squares(residuals, (low + high) / 2, bounds=(low, high), loss="soft_l1", f_scale=0.3)
+    found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", f_scale=0.3, x_scale=0.1, max_nfev=60)
     return read(found.x)
 
 
@@ -183,23 +237,35 @@ def told(rows: Sequence[Row], kernels: Kernels, cards: dict[str, float]) -> None
     print(f"  published over predicted: median {factor:.2f}; tau {tau:.2f}; error at that scale {error:.0%}")
 
 
+def tell_sets(kernels: Kernels) -> None:
+    """Errors on sets of tables that no fit has seen."""
+    sets = sets_of(TEST)
+    predicted_X2 = predict_ms(h100(kernels), sets)
+    forward, backward = mape_2(predicted_X2, sets.labels_ms_X2).tolist()
+    factors = (predicted_X2 / sets.labels_ms_X2).median(0).values.tolist()
+    print(f"{len(sets)} sets of held-out tables on an H100: mean error {forward:.0%} forward, {backward:.0%} backward")
+    print(f"  predicted over measured, median: {factors[0]:.2f}, {factors[1]:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args()
-    rows = published()
-    if not arguments.fit:
-        for source, some in by_source(rows).items():
-            print(f"{source}:")
-            told(some, GPU_KERNELS, {})
-        return
-    kernels, cards = fit(rows)
-    print("all rows:", {f.name: round(getattr(kernels, f.name), 3) for f in fields(kernels)}, cards)
-    told(rows, kernels, cards)
-    for source, some in by_source(rows).items():
-        print(f"without {source}:")
-        kernels, _ = fit([row for row in rows if row.source != source])
-        told(some, kernels, {})
+    rows, settings = published(), measured()
+    kernels: Kernels = GPU_KERNELS
+    cards: dict[str, float] = {}
+    if arguments.fit:
+        sets = sets_of(TRAIN)
+        for source in by_source(rows):
+            without, _ = fit([row for row in rows if row.source != source], settings, sets)
+            print(f"without {source}:")
+            told(by_source(rows)[source], without, {})
+        kernels, cards = fit(rows, settings, sets)
+        print("all:", {f.name: float(f"{getattr(kernels, f.name):.3g}") for f in fields(kernels)}, cards)
+    for source, some in by_source([*rows, *settings]).items():
+        print(f"{source}:")
+        told(some, kernels, cards)
+    tell_sets(kernels)
 
 
 if __name__ == "__main__":

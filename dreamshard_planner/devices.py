@@ -35,6 +35,8 @@ class Gpu:
     memory_bytes_per_s: float
     l2_bytes: int
     """Of the cache that all of its cores share."""
+    multiprocessor_hz: float
+    """Multiprocessors times the clock that they reach."""
     link_bytes_per_s: float
     """Between GPUs of one host, one direction, to all peers together."""
     host_bytes_per_s: float
@@ -49,6 +51,7 @@ _A100 = Gpu(
     memory_bytes=40 * GB,
     memory_bytes_per_s=1555 * GB,
     l2_bytes=40 * 10**6,
+    multiprocessor_hz=108 * 1.41e9,
     link_bytes_per_s=300 * GB,
     host_bytes_per_s=32 * GB,
     network_bytes_per_s=25 * GB,
@@ -59,6 +62,7 @@ _H100 = Gpu(
     memory_bytes=80 * GB,
     memory_bytes_per_s=3350 * GB,
     l2_bytes=50 * 10**6,
+    multiprocessor_hz=132 * 1.98e9,
     link_bytes_per_s=450 * GB,
     host_bytes_per_s=64 * GB,
     network_bytes_per_s=50 * GB,
@@ -81,6 +85,7 @@ GPUS = {
         memory_bytes=180 * GB,
         memory_bytes_per_s=8000 * GB,
         l2_bytes=126 * 10**6,
+        multiprocessor_hz=148 * 1.965e9,
         link_bytes_per_s=900 * GB,
         source="NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
     ),
@@ -89,6 +94,7 @@ GPUS = {
         memory_bytes=24 * GB,
         memory_bytes_per_s=300 * GB,
         l2_bytes=48 * 10**6,
+        multiprocessor_hz=58 * 2.04e9,
         link_bytes_per_s=32 * GB,
         host_bytes_per_s=32 * GB,
         network_bytes_per_s=None,
@@ -96,6 +102,26 @@ GPUS = {
     ),
 }
 """By name."""
+_CARDS = {
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L4": "l4",
+}
+
+
+def gpu_of(card: str) -> str | None:
+    """Name in :data:`GPUS` of what the driver calls a card; None where it is none of these."""
+    return _CARDS.get(card)
+
+
+def card_of(topology: Topology) -> str | None:
+    """What the driver calls the GPUs of a topology, by their memory bandwidth; None for others."""
+    bandwidths = {card: GPUS[name].memory_bytes_per_s for card, name in _CARDS.items()}
+    named = (card for card, bandwidth in bandwidths.items() if bandwidth == topology.hbm_mem_bw * 1e3)
+    return next(named, None) if topology.compute_device == "cuda" else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import (
@@ -199,7 +200,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             batch_size=self._batch_size,
             given_batch_size=batch_size,
             constraints=constraints,
-            checkpoint=resolve(checkpoint, self._topology.compute_device, recipe),
+            checkpoint=resolve(checkpoint, self._topology.compute_device, recipe, card=card_of(self._topology)),
             settings=settings,
             timeout_seconds=timeout_seconds,
             sync_ms_per_byte=sync_ms_per_byte,

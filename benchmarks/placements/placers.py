@@ -26,7 +26,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
 from common.meta_model import meta_collection
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.dataset import CostDataset
@@ -143,6 +143,7 @@ class Field:
             "policy": lambda contest: self._learned(contest, self.learned, None),
             "policy_best_of_16": self._best_of,
             "search_alone": lambda contest: self._search(contest, self.network, bare),
+            "prior": lambda contest: self._learned(contest, self.prior, DEFAULT_SEARCH),
             "dreamshard": lambda contest: self._learned(contest, self.learned, DEFAULT_SEARCH),
         }
 
@@ -160,6 +161,11 @@ class Field:
     def autoshard(self) -> Checkpoint:
         """AutoShard's policy, trained on the same data and with the same budget as ours."""
         return resolve(DATA / f"{self._device}-autoshard.safetensors", self._device, "autoshard")
+
+    @cached_property
+    def prior(self) -> Checkpoint:
+        """What plans where nobody has measured."""
+        return Checkpoint.load(SHIPPED / "roofline.safetensors")
 
     @cached_property
     def network(self) -> ComputeCost:

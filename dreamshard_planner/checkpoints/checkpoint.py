@@ -117,7 +117,9 @@ class Checkpoint:
             policy = network_of(path, "policy", recipe.policy, recipe.policy_config, description.get("policy"), file)
             cost = None
             if description.get("cost") is not None:
-                cost = network_of(path, "cost", recipe.cost, recipe.cost_config, description["cost"], file)
+                over_prior = recipe.cost_over_prior if "cost.prior" in file.keys() else None
+                make = over_prior or recipe.cost
+                cost = network_of(path, "cost", make, recipe.cost_config, description["cost"], file)
         check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         checkpoint = cls(policy, cost, metadata, path.name)
@@ -134,26 +136,28 @@ def resolve(
     compute_device: str,
     recipe: str = "default",
     threads: int | None = None,
+    card: str | None = None,
 ) -> Checkpoint:
     """The checkpoint to plan with: a :class:`Checkpoint`, a path, ``"roofline"`` (bandwidths, whatever was measured),
     or ``"auto"``.
 
     ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.checkpoints.user_folder`) that was
     measured on this machine's kind of processor, or on the card that this process sees; else the one that ships for
-    this type of device, and the roofline model with the policy trained on it where nothing was measured.
+    the card, or for CPUs, and the roofline model with the policy trained on it where nothing was measured.
 
     Args:
         checkpoint: what to look for.
         compute_device: ``cpu`` or ``cuda``.
         recipe: that it must be of.
         threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
+        card: what the driver calls the GPU that is planned for, of those that ship; default: that this process sees.
 
     Raises:
         CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own
             can't be read, since plans would be made by other costs than those that the user measured.
     """
     if checkpoint == "auto":
-        checkpoint = _auto(compute_device, recipe, threads)
+        checkpoint = _auto(compute_device, recipe, threads, card)
     elif checkpoint == "roofline":
         checkpoint = shipped(SHIPPED, "roofline", recipe)
     if not isinstance(checkpoint, Checkpoint):
@@ -163,12 +167,12 @@ def resolve(
     return checkpoint
 
 
-def _auto(compute_device: str, recipe: str, threads: int | None) -> Checkpoint:
+def _auto(compute_device: str, recipe: str, threads: int | None, card: str | None) -> Checkpoint:
     """One of the user's own, else what ships."""
     try:
         described = {path: describe(path) for path in user_folder.files()}
     except OSError as error:  # of a home that is not this user's, say, where nobody can have kept anything
-        made = _shipped(compute_device, recipe)
+        made = _shipped(compute_device, recipe, card)
         return replace(
             made, why=f"{made.name} ships: {user_folder.folder()}, for your own, cannot be read ({error.strerror})"
         )
@@ -182,13 +186,13 @@ def _auto(compute_device: str, recipe: str, threads: int | None) -> Checkpoint:
         if metadata.get("hardware", {}).get("device") == compute_device
     }
     if not alike:
-        return _shipped(compute_device, recipe)
+        return _shipped(compute_device, recipe, card)
     here = user_folder.Here.of(compute_device, threads)  # for CUDA this asks for the card, which starts CUDA
     best = here.best(
         {path: metadata for path, metadata in alike.items() if metadata.get("recipe", "default") == recipe}
     )
     if best is None:
-        made = _shipped(compute_device, recipe)
+        made = _shipped(compute_device, recipe, card)
         which = f"is of recipe {recipe!r} and was measured on {here.name or 'a card that is here'}"
         return replace(made, why=f"{made.name} ships: none of your own in {user_folder.folder()} {which}")
     found = best.stat()
@@ -202,13 +206,10 @@ def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
     return Checkpoint.load(path)
 
 
-def _shipped(compute_device: str, recipe: str) -> Checkpoint:
-    """What ships for the device that this process sees."""
-    card = None
-    if compute_device == "cuda" and torch.cuda.device_count():
-        # Asking for its name starts CUDA, so nobody asks where no card's checkpoint ships.
-        sources = {path.stem.partition("-")[0] for path in SHIPPED.glob("*.safetensors")}
-        card = None if sources <= {"cpu", "roofline"} else torch.cuda.get_device_name()
+def _shipped(compute_device: str, recipe: str, card: str | None) -> Checkpoint:
+    """What ships for this card, or for the device that this process sees."""
+    if card is None and compute_device == "cuda" and torch.cuda.device_count():
+        card = torch.cuda.get_device_name()
     return shipped(SHIPPED, compute_device, recipe, card)
 
 

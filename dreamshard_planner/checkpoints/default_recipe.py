@@ -4,6 +4,7 @@
 from dreamshard_planner.checkpoints.recipes import Recipe
 from dreamshard_planner.cost.fit import FitConfig, fit_cost_network
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
@@ -19,4 +20,5 @@ DEFAULT = Recipe(
     quick_fit_config=FitConfig(epochs=10),
     reinforce=ReinforceConfig(),
     search=DEFAULT_SEARCH,
+    cost_over_prior=NetworkOverPrior,
 )

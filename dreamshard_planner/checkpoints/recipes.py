@@ -46,6 +46,9 @@ class Recipe:
     """Of moves and swaps; None for one policy roll-out and nothing else."""
     sharding_types: tuple[str, ...] | None = None
     """That a planner uses where it is not told; None for all."""
+    cost_over_prior: Callable[[Any], AnyCostNetwork] | None = None
+    """What ``fit`` makes of sets that have a ``prior``, if that is another network: of the same configuration, with a
+    state named ``prior``."""
 
     def with_updates(self, updates: int | None) -> Recipe:
         """The same with another number of policy updates; None: as it is."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.over_prior import NetworkOverPrior
+from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.workload.features import feature_matrix, features_of
 from dreamshard_planner.workload.tables import Workload
 
@@ -29,6 +31,8 @@ class LabelledSets:
     offsets_X1: Tensor
     """First shard of each set, and the end: int64 [X + 1]."""
     labels_ms_X2: Tensor
+    prior: RooflineCost | None = None
+    """Of the device that measured them, where that knows more than they show: on GPUs."""
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[Workload]], labels_ms_X2: Tensor) -> LabelledSets:
@@ -42,7 +46,9 @@ class LabelledSets:
         """From what was measured, as at the speed of ``usual_ms``, see :meth:`CostDataset.at_speed_ms`; default: its
         own."""
         offsets = torch.from_numpy(data.set_offsets)
-        return cls(features_of(data.columns), offsets, data.at_speed_ms(usual_ms).float())
+        on_gpu = data.hardware["device"] == "cuda"
+        prior = RooflineCost.of_card(str(data.hardware["name"])) if on_gpu else None
+        return cls(features_of(data.columns), offsets, data.at_speed_ms(usual_ms).float(), prior)
 
     def __len__(self) -> int:
         return len(self.labels_ms_X2)
@@ -58,7 +64,7 @@ class LabelledSets:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         start_S = torch.repeat_interleave(self.offsets_X1[:-1][index_X] - offsets[:-1], lengths)
         shard_S = start_S + torch.arange(int(offsets[-1]))
-        return LabelledSets(self.features_SF[shard_S], offsets, self.labels_ms_X2[index_X])
+        return LabelledSets(self.features_SF[shard_S], offsets, self.labels_ms_X2[index_X], self.prior)
 
     def sum(self, values_SH: Tensor) -> Tensor:
         """Sum of per-shard values over each set, [X, H]."""
@@ -104,7 +110,8 @@ def fit_cost_network(
     config: FitConfig | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> CostNetwork:
-    """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss).
+    """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss), around the prior of the sets,
+    where they have one.
 
     Members differ in initialisation and in the random weights they give to the training sets (the Bayesian
     bootstrap), so that their spread says where data is thin. ``on_epoch(epoch, loss)`` reports progress.
@@ -112,7 +119,12 @@ def fit_cost_network(
     config = config or FitConfig()
     if len(train) < 8:
         raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
-    network = CostNetwork(network_config or CostNetworkConfig(), seed=config.seed)
+    network_config = network_config or CostNetworkConfig()
+    if train.prior is None:
+        network = CostNetwork(network_config, seed=config.seed)
+    else:
+        network = NetworkOverPrior(network_config, seed=config.seed)
+        network.set_prior(train.prior)
     network.initialize(train)
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)

@@ -86,6 +86,8 @@ class AnyCostNetwork(nn.Module, ComputeCost):
     """A cost network: a module made from a configuration, which it keeps."""
 
     config: Any
+    knows_states = False
+    """Whether it tells optimizers apart by the states that they keep."""
 
 
 class CostNetwork(AnyCostNetwork):
@@ -122,14 +124,25 @@ class CostNetwork(AnyCostNetwork):
         with torch.no_grad():  # start from the additive cost: the correction begins at nothing
             self.table.weights[-1].mul_(0.1)
             self.head.weights[-1].zero_()
-        for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", num_work), ("log_cost", 2)):
+        self._register_scalers()
+        self.eval()
+
+    def _register_scalers(self) -> None:
+        for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", len(WORK)), ("log_cost", 2)):
             for statistic, value in (("mean", 0.0), ("scale", 1.0), ("low", -math.inf), ("high", math.inf)):
                 self.register_buffer(f"{name}_{statistic}", torch.full((size,), value))
-        self.eval()
 
     @torch.no_grad()
     def initialize(self, train: LabelledSets) -> None:
         """Set the scalers, the trained ranges and the additive start from measured sets."""
+        labels_ms_X2, work_XP = train.labels_ms_X2, self._fit_scalers(train)
+        rates_2P = _additive_rates(work_XP, labels_ms_X2.double())
+        self.table.biases[-1].zero_()
+        self.table.biases[-1][:, 0, : 2 * len(WORK)] = rates_2P.log().flatten().float()
+        self.log_floor_E2.copy_((labels_ms_X2.double().quantile(0.01, dim=0) * 0.1).log().float())
+
+    def _fit_scalers(self, train: LabelledSets) -> Tensor:
+        """Scalers and trained ranges; returns the work of the sets, [X, P]."""
         labels_ms_X2 = train.labels_ms_X2
         work_XP = train.sum(train.features_SF[:, columns(WORK)].double())
         for name, values in (
@@ -142,18 +155,28 @@ class CostNetwork(AnyCostNetwork):
             fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
             for statistic, value in fitted.items():
                 getattr(self, f"{name}_{statistic}").copy_(value)
-        rates_2P = _additive_rates(work_XP, labels_ms_X2.double())
-        self.table.biases[-1].zero_()
-        self.table.biases[-1][:, 0, : 2 * len(WORK)] = rates_2P.log().flatten().float()
-        self.log_floor_E2.copy_((labels_ms_X2.double().quantile(0.01, dim=0) * 0.1).log().float())
+        return work_XP
+
+    def _descriptors(self, features_SF: Tensor) -> Tensor:
+        """What the table MLPs read, [E, S, descriptors]."""
+        descriptor_SF = (features_SF[:, columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
+        return descriptor_SF.clamp(self.descriptor_low, self.descriptor_high).expand(self.config.members, -1, -1)
+
+    def _log_work(self, latent_XH: Tensor) -> Tensor:
+        """What the heads read of the work, [X, P]."""
+        log_work_XP = latent_XH[:, : len(WORK)].float().clamp_min(0).log1p()
+        return ((log_work_XP - self.log_work_mean) / self.log_work_scale).clamp(self.log_work_low, self.log_work_high)
+
+    def _scaled(self, log_start_EX2: Tensor) -> Tensor:
+        """What they read of the cost that they correct. Outside the trained range the correction keeps its last value,
+        and that cost carries on."""
+        scaled_EX2 = (log_start_EX2 - self.log_cost_mean) / self.log_cost_scale
+        return scaled_EX2.clamp(self.log_cost_low - 0.5, self.log_cost_high + 0.5)
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`; channel 0 is the work named ``tables``, one per shard."""
-        members, num_work = self.config.members, len(WORK)
-        descriptor_SF = (features_SF[:, columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
-        descriptor_SF = descriptor_SF.clamp(self.descriptor_low, self.descriptor_high)
-        work_SP = features_SF[:, columns(WORK)]
-        out_ESO = self.table(descriptor_SF.expand(members, -1, -1))
+        num_work, work_SP = len(WORK), features_SF[:, columns(WORK)]
+        out_ESO = self.table(self._descriptors(features_SF))
         rate_ES2P = out_ESO[..., : 2 * num_work].clamp(-40, 8).exp().unflatten(-1, (2, num_work))
         additive_ES2 = torch.einsum("estp,sp->est", rate_ES2P, work_SP)
         context_ESK = out_ESO[..., 2 * num_work :].clamp(-8, 8).exp()
@@ -164,19 +187,15 @@ class CostNetwork(AnyCostNetwork):
         """Logarithm of forward and backward milliseconds by each of the first ``members`` (default: all),
         [E, X, 2]; X is one dimension."""
         num_work, members = len(WORK), members or self.config.members
-        log_work_XP = (latent_XH[:, :num_work].float().clamp_min(0).log1p() - self.log_work_mean) / self.log_work_scale
-        log_work_XP = log_work_XP.clamp(self.log_work_low, self.log_work_high)
         channels = 2 + self.config.context
         member_XH = latent_XH[:, num_work : num_work + members * channels]
         member_EXH = member_XH.unflatten(-1, (members, channels)).transpose(0, 1).float()
         additive_EX2 = member_EXH[..., :2].clamp_min(0) + self.log_floor_E2[:members, None].exp()
         log_additive_EX2 = additive_EX2.log()
-        # Outside the trained range the correction keeps its last value, and the additive cost carries on.
-        scaled_EX2 = (log_additive_EX2 - self.log_cost_mean) / self.log_cost_scale
-        scaled_EX2 = scaled_EX2.clamp(self.log_cost_low - 0.5, self.log_cost_high + 0.5)
         log_context_EXK = member_EXH[..., 2:].clamp_min(MIN_LOG_SUM).log().clamp(-8, 16)
-        inputs = torch.cat([log_work_XP.expand(members, -1, -1), scaled_EX2, log_context_EXK * 0.3], dim=-1)
-        return log_additive_EX2 + self.head(inputs)
+        log_work_EXP = self._log_work(latent_XH).expand(members, -1, -1)
+        inputs = [log_work_EXP, self._scaled(log_additive_EX2), log_context_EXK * 0.3]
+        return log_additive_EX2 + self.head(torch.cat(inputs, dim=-1))
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`: the geometric mean of the members."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource, both_passes
-from dreamshard_planner.devices import GPUS
-from dreamshard_planner.workload.features import FEATURE_INDEX
+from dreamshard_planner.devices import GPUS, gpu_of
+from dreamshard_planner.workload.features import FEATURE_INDEX, REUSE_FEATURES, columns
+from dreamshard_planner.workload.reuse import bin_mean_reuse
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
 
 if TYPE_CHECKING:
@@ -30,49 +31,92 @@ SORT_PASSES = 4.0
 CACHE_SET_BYTES = 32 * 8
 """Keys that one lookup in a UVM cache compares: FBGEMM's sets are as wide as a warp. Before, the indices are sorted, to
 find the distinct ones."""
+LINK_BYTES = 64
+"""That reading a row over the link to the host takes at least."""
 L2_BYTES = 40e6
 """Of a GPU that :data:`~dreamshard_planner.devices.GPUS` does not name."""
+USUAL_CORES = 0.6
+"""Power of its bandwidth by which its multiprocessors and their clock are taken to grow: from V100 to H100 they did."""
+GENERATIONS = 1.5
+"""Power of these by which kernels' nanoseconds shrink: later generations do more in a clock as well."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How FBGEMM's kernels use a device's bandwidth. Each parameter has a meaning; together they are few enough to be
-    fitted to a few dozen published rows."""
+    """How FBGEMM's kernels use a device: its bandwidth, and on GPUs its lanes. Each parameter has a meaning; together
+    they are few enough to be fitted. Nanoseconds are those of an H100's multiprocessors."""
 
     forward_share: float = 1.0
     """Of the memory's bandwidth that the forward reaches."""
     backward_share: float = 1.0
     cache_speedup: float = 4.0
-    """Cache over memory bandwidth, for reads of a row after the first where the cache holds what is read."""
+    """Cache over memory bandwidth, for reads of a row after the first where the cache holds it."""
     gradient_speedup: float = 4.0
     """The same for gradients, which are read again for every lookup."""
+    rows_held: float = 1.0
+    """Share of the cache that holds rows: those that are read most."""
+    gradients_held: float = 1.0
+    """The same for gradients."""
     row_bytes: float = 0.0
-    """That reading a row takes at least, however narrow it is, in the forward and in the backward."""
+    """That reading a row takes at least, however narrow it is."""
+    far_row_bytes: float = 0.0
+    """That it takes more where the table is much larger than ``far_table_bytes``: addresses have to be looked up."""
+    far_table_bytes: float = 1e9
     update_bytes: float = 0.0
-    """The same of updating a row, where that is more."""
+    """That reading or writing a row takes at least as it is updated; 0: ``row_bytes``."""
+    update_weight_bytes: float = 0.0
+    """The same of one weight, where narrower ones are computed as if they were as wide."""
     lookup_bytes: float = INDEX_BYTES
     """That a lookup takes in the forward beside its row: its index, and what finding the row takes."""
+    sequence_bytes: float = 0.0
+    """That a lookup takes more in the forward where none are pooled."""
     table_bytes: float = 0.0
     """That each table takes in either direction beside its rows: kernels that go from table to table start anew."""
     lane_dims: float = 0.0
     """Columns that a warp adds up in one pass of the backward: narrower gradients take as long."""
     state_bytes: float = 0.0
-    """Of the backward, for each distinct row that has an optimizer state, beside the bytes of both: what reaching one
+    """Of the backward, for each distinct row that has one optimizer state, beside the bytes of both: what reaching one
     scattered word per row takes."""
     row_ns: float = 0.0
     """The same of AMD's GPUs beside that, whose bandwidth does not tell it."""
+    lookup_ns: float = 0.0
+    """Of the forward, for each lookup, wherever its row is found, and more for each lane of the kernel: all tables of
+    a fused kernel take the lanes that its widest one needs."""
+    lookup_lane_ns: float = 0.0
+    bags_in_flight: float = 0.0
+    """Fewer bags leave multiprocessors idle: lookups take as much longer."""
+    bag_ns: float = 0.0
+    """Of the forward, for each bag, and more for each lane."""
+    bag_lane_ns: float = 0.0
+    table_ns: float = 0.0
+    """Of the forward, for each table."""
+    update_lookup_ns: float = 0.0
+    """Of the backward, for each lookup, and more for each lane."""
+    update_lane_ns: float = 0.0
+    update_row_ns: float = 0.0
+    """Of the backward, for each distinct row."""
+    update_table_ns: float = 0.0
+    """Of the backward, for each table."""
+    weighted_lookup_ns: float = 0.0
+    """Of the backward, for each lookup that has a weight."""
     link_reads: float = 1.0
-    """Times that a lookup of a row in unified memory takes the link to the host in the forward: a GPU caches little of
-    another's memory, so that a row read again comes over the link again."""
+    """Times that a row of unified memory takes the link to the host in the forward, over its bandwidth."""
+    link_repeats: float = 1.0
+    """Share of the reads of a row after its first that take the link again: a GPU caches little of another's memory."""
     link_updates: float = 2.0
     """In the backward, of each distinct row, and of its optimizer state, which stays in the host's memory though rows
     have a cache: there and back; in both directions at once, for all that is known of GPUs."""
+    link_exchanges: float = 2.0
+    """Of each row that misses a cache: it comes, and another goes."""
     cache_row_ns: float = 0.0
     """Of the forward, for each distinct row looked up in a UVM cache, whether it hits or not: ids are made distinct
     before the cache is searched."""
     forward_launch_ms: float = 0.02
     """Launch floors: a handful of kernels of some 5 to 10 us each, more in the backward."""
     backward_launch_ms: float = 0.06
+    sort_launch_ms: float = 0.0
+    """More of the backward where there is much to sort, by the share of lookups over these and ``sort_lookups``."""
+    sort_lookups: float = 2500.0
 
 
 CPU_KERNELS = Kernels(
@@ -89,22 +133,50 @@ CPU_KERNELS = Kernels(
 """Fitted by ``benchmarks/cpu_prior.py`` to sets that an AMD EPYC (family 25 model 17) measured, each optimizer and
 direction up to a factor: the level is that of the topology's bandwidth, which one core does not reach."""
 GPU_KERNELS = Kernels(
-    forward_share=0.87,
-    backward_share=0.52,
-    cache_speedup=1.65,
-    gradient_speedup=1.65,
-    row_bytes=100.0,
-    lane_dims=176.0,
-    state_bytes=440.0,
-    link_reads=0.9,
-    link_updates=1.6,
-    cache_row_ns=4.5,
-    forward_launch_ms=0.03,
-    backward_launch_ms=0.10,
+    forward_share=1.0,
+    backward_share=0.828,
+    cache_speedup=1000.0,
+    gradient_speedup=7.5,
+    rows_held=0.33,
+    gradients_held=0.8,
+    row_bytes=133.0,
+    far_row_bytes=82.0,
+    far_table_bytes=351000000.0,
+    update_bytes=67.2,
+    update_weight_bytes=4.0,
+    sequence_bytes=311.0,
+    lane_dims=23.6,
+    state_bytes=419.0,
+    lookup_ns=0.0049,
+    lookup_lane_ns=0.000101,
+    bags_in_flight=21800.0,
+    bag_ns=0.358,
+    bag_lane_ns=0.00104,
+    table_ns=453.0,
+    update_lookup_ns=0.0563,
+    update_lane_ns=0.000475,
+    update_row_ns=0.123,
+    update_table_ns=469.0,
+    weighted_lookup_ns=0.244,
+    link_reads=1.35,
+    link_repeats=0.422,
+    link_updates=1.53,
+    link_exchanges=1.42,
+    cache_row_ns=3.78,
+    forward_launch_ms=0.0132,
+    backward_launch_ms=0.0517,
+    sort_launch_ms=0.0685,
+    sort_lookups=3310.0,
 )
-"""Fitted to published rows by ``benchmarks/gpu_prior.py``; the launch floors are those published for a B200."""
+"""Fitted by ``benchmarks/gpu_prior.py`` to what an H100 measured (FBGEMM 1.6) and to what others published of other
+cards."""
 AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
 """Of ROCm builds, from rows of one card."""
+LANES = (32, 64, 128, 256, 512, 1024)
+"""That fused kernels take, by their widest table: FBGEMM's warps share a bag between 8, 16 or 32 threads of four
+columns each, and take several turns for wider ones."""
+_WORK = 8
+"""Latents before those of the lanes."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +188,14 @@ class RooflineCost(ComputeCost):
     kernels: Kernels = CPU_KERNELS
     cache_bytes: float = math.inf
     """Of the cache that rows are read from again; infinite: all of them are."""
+    slowness: float = 1.0
+    """An H100's multiprocessors over the device's: what the kernels' nanoseconds take here."""
     source: CostSource = field(init=False, repr=False, compare=False)
     """Names the bandwidths."""
 
     def __post_init__(self) -> None:
         gb_per_s = self.memory_bytes_per_ms * 1e3 / 1e9
-        prior = "" if self.kernels is CPU_KERNELS else "prior from published kernels of other machines, "
+        prior = "" if self.kernels is CPU_KERNELS else "prior from kernels of an H100 and others, "
         source = CostSource("roofline", f"{prior}topology's {gb_per_s:.0f} GB/s, {NOT_MEASURED}")
         object.__setattr__(self, "source", source)
 
@@ -134,37 +208,57 @@ class RooflineCost(ComputeCost):
 
     @classmethod
     def of_bandwidths(cls, compute_device: str, memory_bytes_per_ms: float, uvm_bytes_per_ms: float) -> RooflineCost:
-        """Of a kind of device; one with the memory bandwidth of a known GPU has its L2."""
+        """Of a kind of device; one with the memory bandwidth of a known GPU has its L2 and multiprocessors, of another
+        they are what is usual."""
         if compute_device == "cpu":
             return cls(memory_bytes_per_ms, uvm_bytes_per_ms)
         named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == memory_bytes_per_ms * 1e3)
-        gpu = next(named, None)
-        return cls(
-            memory_bytes_per_ms=memory_bytes_per_ms,
-            uvm_bytes_per_ms=uvm_bytes_per_ms,
-            kernels=AMD_KERNELS if torch.version.hip else GPU_KERNELS,
-            cache_bytes=L2_BYTES if gpu is None else gpu.l2_bytes,
-        )
+        gpu, h100 = next(named, None), GPUS["h100"]
+        if gpu is None:
+            cache_bytes, fewer = L2_BYTES, (h100.memory_bytes_per_s / (memory_bytes_per_ms * 1e3)) ** USUAL_CORES
+        else:
+            cache_bytes, fewer = gpu.l2_bytes, h100.multiprocessor_hz / gpu.multiprocessor_hz
+        kernels = AMD_KERNELS if torch.version.hip else GPU_KERNELS
+        return cls(memory_bytes_per_ms, uvm_bytes_per_ms, kernels, cache_bytes, fewer**GENERATIONS)
+
+    @classmethod
+    def of_card(cls, name: str) -> RooflineCost:
+        """Of a card by its own name, such as ``NVIDIA H100 80GB HBM3``; of one that nobody listed, an H100's."""
+        gpu = GPUS[gpu_of(name) or "h100"]
+        return cls.of_bandwidths("cuda", gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3)
+
+    @property
+    def channels(self) -> int:
+        """Of its latents."""
+        return _WORK + len(LANES)
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 5]: count; milliseconds of forward and backward without launches; milliseconds that prefetching takes the
-        link to the host beside these; and how many have a backward, which those that only serve have not.
+        """[S, 8 + lanes]: count; milliseconds of forward and backward without launches and what lanes take; those that
+        prefetching takes the link to the host beside these; how many have a backward, which those that only serve have
+        not; lookups, bags with any, and lookups with a backward; and a count by the lanes that the shard needs.
 
-        Reads of a row after its first come from the cache as far as that holds the rows that the shard reads, and those
-        of its gradients as far as it holds these: fused kernels go from table to table."""
+        Reads of a row after its first come from the cache as far as that holds the rows that the shard reads most, and
+        those of its gradients as far as it holds these: fused kernels go from table to table."""
 
         def column(name: str) -> Tensor:
             return features_SF[:, FEATURE_INDEX[name]].double()
 
         kernels = self.kernels
         dim, lookups, distinct_rows = column("dim"), column("lookups"), column("distinct_rows")
-        row_bytes = (dim * column("weight_bytes")).clamp_min(kernels.row_bytes)
+        weight_bytes = column("weight_bytes")
+        far = column("size") / (column("size") + kernels.far_table_bytes)
+        row_bytes = (dim * weight_bytes).clamp_min(kernels.row_bytes) + kernels.far_row_bytes * far
         first_reads = distinct_rows * row_bytes
-        repeats = (lookups - distinct_rows).clamp_min(0) * row_bytes
+        repeats, missed = self._repeats(features_SF, row_bytes)
+        link_row_bytes = (dim * weight_bytes).clamp_min(LINK_BYTES)
         outputs = column("output_elements") * OUTPUT_BYTES
         indices, tables = lookups * INDEX_BYTES, torch.full_like(lookups, kernels.table_bytes)
         states = distinct_rows * (1 + column("adagrad") * (dim - 1))
         optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES
+        scattered = column("stateful_optimizer") * (1 - column("adagrad")) * distinct_rows
+        sequence, samples = column("sequence"), column("samples")
+        bags = samples * -torch.expm1(-lookups / samples.clamp_min(1e-9))  # that are not empty
+        ns = 1e-6 * self.slowness
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
         backward_ms = 1 / (kernels.backward_share * self.memory_bytes_per_ms)
@@ -173,47 +267,86 @@ class RooflineCost(ComputeCost):
         # updated in the cache, their optimizer states are not.
         uvm, cached, link_ms = column("uvm"), column("uvm_caching"), 1 / self.uvm_bytes_per_ms
         link_update_ms = kernels.link_updates * link_ms
-        update_ms = 2 * (1 - uvm) * backward_ms + uvm * link_update_ms
         state_ms = 2 * (1 - uvm - cached) * backward_ms + (uvm + cached) * link_update_ms
-        exchanges = 2 * first_reads * cached * column("cache_misses") * link_ms
+        misses = distinct_rows * cached * column("cache_misses")
+        exchanges = kernels.link_exchanges * misses * link_row_bytes * link_ms
         ahead = exchanges * column("cache_prefetched")
         keys = cached * (SORT_PASSES * 2 * indices + lookups * CACHE_SET_BYTES)
 
         found = lookups * kernels.lookup_bytes
-        out_of_memory = first_reads + repeats * self._slowed(first_reads, kernels.cache_speedup)
+        out_of_memory = first_reads + (missed + (repeats - missed) / kernels.cache_speedup) * row_bytes
+        over_link = (distinct_rows + repeats * kernels.link_repeats) * link_row_bytes * kernels.link_reads
         forward = (
             out_of_memory * (1 - uvm) * forward_ms
-            + (first_reads + repeats) * uvm * kernels.link_reads * link_ms
-            + (outputs + found + keys + tables) * forward_ms
-            + cached * distinct_rows * (kernels.cache_row_ns * 1e-6)
+            + over_link * uvm * link_ms
+            + (outputs + found + keys + tables + sequence * lookups * kernels.sequence_bytes) * forward_ms
+            + (cached * distinct_rows * kernels.cache_row_ns + kernels.table_ns) * ns
             + (exchanges - ahead)
         )
         gradient_reads = lookups * dim.clamp_min(kernels.lane_dims) * OUTPUT_BYTES
+        updated_bytes = (dim * weight_bytes.clamp_min(kernels.update_weight_bytes)).clamp_min(
+            kernels.update_bytes or kernels.row_bytes
+        )
         backward = (
-            distinct_rows * row_bytes.clamp_min(kernels.update_bytes) * update_ms
+            distinct_rows * (updated_bytes * 2 * (1 - uvm) * backward_ms + link_row_bytes * uvm * link_update_ms)
             + (outputs + SORT_PASSES * 2 * indices + tables) * backward_ms
             + optimizer_state * state_ms
-            + column("stateful_optimizer") * distinct_rows * (kernels.row_ns * 1e-6 + kernels.state_bytes * backward_ms)
+            + scattered * (kernels.row_ns * 1e-6 + kernels.state_bytes * backward_ms)
+            + (distinct_rows * kernels.update_row_ns + kernels.update_table_ns) * ns
+            + lookups * column("weighted") * kernels.weighted_lookup_ns * ns
         )
         again = (gradient_reads - outputs).clamp_min(0) * backward_ms
-        backward += again * self._slowed(outputs, kernels.gradient_speedup)
+        held = (kernels.gradients_held * self.cache_bytes / outputs.clamp_min(1.0)).clamp_max(1.0)
+        backward += again * (1 - held * (1 - 1 / kernels.gradient_speedup))
         count, trained = torch.ones_like(forward), 1 - column("served")
-        return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
+        work = [count, forward, backward * trained, ahead, trained, lookups, bags, lookups * trained]
+        wide = torch.bucketize(dim, dim.new_tensor(LANES)).clamp_max(len(LANES) - 1)
+        lanes_SL = torch.nn.functional.one_hot(wide, len(LANES)).double() * (lookups > 0)[:, None]
+        return torch.cat([torch.stack(work, dim=-1), lanes_SL], dim=-1)
 
-    def _slowed(self, bytes_S: Tensor, speedup: float) -> Tensor:
-        """Time of reads that find part of so many bytes in the cache, over that of reads out of memory, [S]."""
-        hit_S = (self.cache_bytes / bytes_S.clamp_min(1.0)).clamp_max(1.0)
-        return 1 - hit_S * (1 - 1 / speedup)
+    def _repeats(self, features_SF: Tensor, row_bytes_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads of rows after their first, and those of them that no cache serves, [S] each: the cache holds what is
+        read most."""
+        lookups_S1, distinct_S1 = features_SF[:, columns(("lookups", "distinct_rows"))].double().split(1, dim=1)
+        share_SK = features_SF[:, columns(REUSE_FEATURES)].double()
+        reads_SK = share_SK * bin_mean_reuse()
+        rows_SK = share_SK / share_SK.sum(1, keepdim=True).clamp_min(1e-9) * distinct_S1
+        reads_SK *= lookups_S1 / reads_SK.sum(1, keepdim=True).clamp_min(1e-9)
+        again_SK = (reads_SK - rows_SK).clamp_min(0)
+        if math.isinf(self.cache_bytes):
+            return again_SK.sum(1), torch.zeros_like(row_bytes_S)
+        room_S1 = (self.kernels.rows_held * self.cache_bytes / row_bytes_S)[:, None]
+        hotter_SK = rows_SK.flip(1).cumsum(1).flip(1) - rows_SK
+        held_SK = ((room_S1 - hotter_SK) / rows_SK.clamp_min(1e-9)).clamp(0, 1)
+        return again_SK.sum(1), (again_SK * (1 - held_SK)).sum(1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """[..., 2]: launch floor plus the sum over shards, nothing for an empty group. What prefetching moves for the
-        next batch passes beside the group's kernels, on a stream of its own, so that the group takes the longer of the
-        two; the rest of the step, which hides more of it, is not known here. What sticks out delays the forward."""
-        launch_2 = latent_XH.new_tensor([self.kernels.forward_launch_ms, self.kernels.backward_launch_ms])
-        kernels_X2 = latent_XH[..., 1:3] + (latent_XH[..., [0, 4]] > 0) * launch_2
+        """[..., 2]: launch floor plus the sum over shards, and what the lanes of the widest take all of them; nothing
+        for an empty group. What prefetching moves for the next batch passes beside the group's kernels, on a stream of
+        its own, so that the group takes the longer of the two; the rest of the step, which hides more of it, is not
+        known here. What sticks out delays the forward."""
+        kernels = self.kernels
+        launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
+        if kernels.lookup_ns:
+            # A GPU's backward returns at once where nothing was looked up.
+            kernels_X2 = (latent_XH[..., 1:3] + launch_2) * (latent_XH[..., [0, 7]] > 1e-3) + self._lanes_ms(latent_XH)
+        else:
+            kernels_X2 = latent_XH[..., 1:3] + (latent_XH[..., [0, 4]] > 0) * launch_2
         out_X = (latent_XH[..., 3] - both_passes(kernels_X2)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
+
+    def _lanes_ms(self, latent_XH: Tensor) -> Tensor:
+        """What a GPU's multiprocessors take a group beside its traffic, [..., 2]."""
+        kernels, ns = self.kernels, 1e-6 * self.slowness
+        lookups_X, bags_X, updates_X = latent_XH[..., 5:8].clamp_min(0).unbind(-1)
+        lanes_X = ((latent_XH[..., _WORK:] > 0.5) * latent_XH.new_tensor(LANES)).amax(-1)
+        idle_X = (kernels.bags_in_flight / bags_X.clamp_min(1.0)).clamp_min(1.0)
+        lookup_X = lookups_X * (kernels.lookup_ns + kernels.lookup_lane_ns * lanes_X) * idle_X
+        forward_X = lookup_X + bags_X * (kernels.bag_ns + kernels.bag_lane_ns * lanes_X)
+        backward_X = updates_X * (kernels.update_lookup_ns + kernels.update_lane_ns * lanes_X)
+        sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
+        return torch.stack([forward_X * ns, backward_X * ns + sorted_X], dim=-1)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""
@@ -225,11 +358,12 @@ class RooflineCost(ComputeCost):
         )
 
 
-DENSE_PASSES = {"sgd": 8, "rowwise_adagrad": 9, "adagrad": 16, "other": 16}
+DENSE_PASSES = {"sgd": 8, "rowwise_adagrad": 12, "adagrad": 16, "other": 16}
 """Times that a data-parallel table's size passes through memory beside its kernels, by optimizer: the gradient is
 zeroed, read and written into DDP's bucket, read and written by DDP's division by the number of ranks, and read by an
-optimizer that reads and writes all weights; row-wise Adagrad reads it once more, and one with a state for every weight
-passes over that, and a temporary, eight times."""
+optimizer that reads and writes all weights; row-wise Adagrad reads it once more, and passes over its squares; one with
+a state for every weight passes over that, and a temporary, eight times. An H100 takes 8.6, 12.4 and 17.5 of them
+(``benchmarks/replica_steps.py``)."""
 CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.2e-6
 """Measured on one core of an AMD EPYC (family 25 model 17), with SGD and without DDP: what four such passes add to a
 fused backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""

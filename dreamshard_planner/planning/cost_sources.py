@@ -78,8 +78,11 @@ class NetworkCosts:
         """What a reader of a plan's cost should know of where it came from."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
-        # Networks tell Adagrad from row-wise Adagrad where calibration did.
-        told_apart = not self.uses_network or "adagrad" in self.checkpoint.metadata.get("corrections", {})
+        # Networks tell Adagrad from row-wise Adagrad where calibration did, or the roofline that they start from.
+        network = self.checkpoint.cost if self.uses_network else None
+        told_apart = (
+            network is None or network.knows_states or "adagrad" in self.checkpoint.metadata.get("corrections", {})
+        )
         unknown = () if self.takes_estimates else ("other",) if told_apart else ("other", "adagrad")
         return (
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
