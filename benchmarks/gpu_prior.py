@@ -48,7 +48,7 @@ FITTED = {
     "state_bytes": (1.0, 2000.0),
     "lookup_ns": (1e-4, 1.0),
     "lookup_lane_ns": (1e-6, 0.01),
-    "bags_in_flight": (100.0, 1e5),
+    "step_ns": (1.0, 2000.0),
     "bag_ns": (1e-3, 10.0),
     "bag_lane_ns": (1e-6, 0.1),
     "sequence_bytes": (1.0, 3000.0),

@@ -100,7 +100,7 @@ def _counted(told: str) -> None:
 
 
 def _planned(told: str) -> None:
-    assert "Compute: roofline" in told and " of 16 ranks" in told and "Rank " in told
+    assert "Compute: network (nvidia-h100" in told and " of 16 ranks" in told and "Rank " in told
     saved = json.loads(Path("plan.json").read_text())
     assert len(saved["inputs"]["tables"]) == 30 and saved["inputs"]["topology"]["world_size"] == 16
 

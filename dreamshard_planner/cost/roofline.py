@@ -1,9 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The roofline model: bytes moved over bandwidths, and a few times that kernels take whatever they move.
+"""The roofline model: bytes moved over bandwidths, and times that kernels take whatever they move.
 
-It serves topologies that no checkpoint covers. On GPUs its few parameters are fitted to what others published of
-FBGEMM's kernels on other machines (``benchmarks/gpu_prior.py``), on CPUs to the shape of what one kind of CPU measured
-(``benchmarks/cpu_prior.py``), whatever its speed; nothing of it was measured on the machine at hand.
+It serves topologies that no checkpoint covers, and is what networks for GPUs start from
+(:mod:`dreamshard_planner.cost.over_prior`). On GPUs its parameters are fitted to FBGEMM's kernels as an H100 measured
+them and as others published them of other cards (``benchmarks/gpu_prior.py``), on CPUs to the shape of what one kind of
+CPU measured (``benchmarks/cpu_prior.py``), whatever its speed; nothing of it was measured on the machine at hand.
 
 Shapes: S shards, F features, H latent channels.
 """
@@ -83,8 +84,9 @@ class Kernels:
     """Of the forward, for each lookup, wherever its row is found, and more for each lane of the kernel: all tables of
     a fused kernel take the lanes that its widest one needs."""
     lookup_lane_ns: float = 0.0
-    bags_in_flight: float = 0.0
-    """Fewer bags leave multiprocessors idle: lookups take as much longer."""
+    step_ns: float = 0.0
+    """Of the forward, for each lookup of the longest bags, whose lookups come one after the other: while few bags last,
+    the GPU is idle."""
     bag_ns: float = 0.0
     """Of the forward, for each bag, and more for each lane."""
     bag_lane_ns: float = 0.0
@@ -134,39 +136,39 @@ CPU_KERNELS = Kernels(
 direction up to a factor: the level is that of the topology's bandwidth, which one core does not reach."""
 GPU_KERNELS = Kernels(
     forward_share=1.0,
-    backward_share=0.828,
+    backward_share=0.814,
     cache_speedup=1000.0,
-    gradient_speedup=7.5,
-    rows_held=0.33,
-    gradients_held=0.8,
-    row_bytes=133.0,
-    far_row_bytes=82.0,
-    far_table_bytes=351000000.0,
-    update_bytes=67.2,
+    gradient_speedup=7.26,
+    rows_held=0.239,
+    gradients_held=0.835,
+    row_bytes=117.0,
+    far_row_bytes=43.3,
+    far_table_bytes=260000000.0,
+    update_bytes=64.0,
     update_weight_bytes=4.0,
-    sequence_bytes=311.0,
-    lane_dims=23.6,
-    state_bytes=419.0,
-    lookup_ns=0.0049,
-    lookup_lane_ns=0.000101,
-    bags_in_flight=21800.0,
-    bag_ns=0.358,
-    bag_lane_ns=0.00104,
-    table_ns=453.0,
-    update_lookup_ns=0.0563,
-    update_lane_ns=0.000475,
-    update_row_ns=0.123,
-    update_table_ns=469.0,
-    weighted_lookup_ns=0.244,
+    sequence_bytes=298.0,
+    lane_dims=24.0,
+    state_bytes=415.0,
+    lookup_ns=0.000428,
+    lookup_lane_ns=0.000105,
+    step_ns=156.0,
+    bag_ns=0.4,
+    bag_lane_ns=0.00095,
+    table_ns=252.0,
+    update_lookup_ns=0.0556,
+    update_lane_ns=0.000472,
+    update_row_ns=0.12,
+    update_table_ns=460.0,
+    weighted_lookup_ns=0.245,
     link_reads=1.35,
-    link_repeats=0.422,
+    link_repeats=0.421,
     link_updates=1.53,
     link_exchanges=1.42,
-    cache_row_ns=3.78,
-    forward_launch_ms=0.0132,
-    backward_launch_ms=0.0517,
-    sort_launch_ms=0.0685,
-    sort_lookups=3310.0,
+    cache_row_ns=3.77,
+    forward_launch_ms=0.0135,
+    backward_launch_ms=0.0518,
+    sort_launch_ms=0.0686,
+    sort_lookups=3330.0,
 )
 """Fitted by ``benchmarks/gpu_prior.py`` to what an H100 measured (FBGEMM 1.6) and to what others published of other
 cards."""
@@ -175,8 +177,10 @@ AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
 LANES = (32, 64, 128, 256, 512, 1024)
 """That fused kernels take, by their widest table: FBGEMM's warps share a bag between 8, 16 or 32 threads of four
 columns each, and take several turns for wider ones."""
-_WORK = 8
+_WORK = 9
 """Latents before those of the lanes."""
+_MAXIMUM = 6
+"""Power whose sum over tables stands for the largest of them."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +237,10 @@ class RooflineCost(ComputeCost):
         return _WORK + len(LANES)
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 8 + lanes]: count; milliseconds of forward and backward without launches and what lanes take; those that
+        """[S, 9 + lanes]: count; milliseconds of forward and backward without launches and what lanes take; those that
         prefetching takes the link to the host beside these; how many have a backward, which those that only serve have
-        not; lookups, bags with any, and lookups with a backward; and a count by the lanes that the shard needs.
+        not; lookups, bags with any, lookups with a backward, and a power of lookups per bag; and a count by the lanes
+        that the shard needs.
 
         Reads of a row after its first come from the cache as far as that holds the rows that the shard reads most, and
         those of its gradients as far as it holds these: fused kernels go from table to table."""
@@ -257,7 +262,8 @@ class RooflineCost(ComputeCost):
         optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES
         scattered = column("stateful_optimizer") * (1 - column("adagrad")) * distinct_rows
         sequence, samples = column("sequence"), column("samples")
-        bags = samples * -torch.expm1(-lookups / samples.clamp_min(1e-9))  # that are not empty
+        pooling = lookups / samples.clamp_min(1e-9)
+        bags, longest = samples * -torch.expm1(-pooling), pooling**_MAXIMUM  # bags that are not empty
         ns = 1e-6 * self.slowness
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
@@ -299,7 +305,7 @@ class RooflineCost(ComputeCost):
         held = (kernels.gradients_held * self.cache_bytes / outputs.clamp_min(1.0)).clamp_max(1.0)
         backward += again * (1 - held * (1 - 1 / kernels.gradient_speedup))
         count, trained = torch.ones_like(forward), 1 - column("served")
-        work = [count, forward, backward * trained, ahead, trained, lookups, bags, lookups * trained]
+        work = [count, forward, backward * trained, ahead, trained, lookups, bags, lookups * trained, longest]
         wide = torch.bucketize(dim, dim.new_tensor(LANES)).clamp_max(len(LANES) - 1)
         lanes_SL = torch.nn.functional.one_hot(wide, len(LANES)).double() * (lookups > 0)[:, None]
         return torch.cat([torch.stack(work, dim=-1), lanes_SL], dim=-1)
@@ -339,11 +345,13 @@ class RooflineCost(ComputeCost):
     def _lanes_ms(self, latent_XH: Tensor) -> Tensor:
         """What a GPU's multiprocessors take a group beside its traffic, [..., 2]."""
         kernels, ns = self.kernels, 1e-6 * self.slowness
-        lookups_X, bags_X, updates_X = latent_XH[..., 5:8].clamp_min(0).unbind(-1)
+        lookups_X, bags_X, updates_X, longest_X = latent_XH[..., 5:9].clamp_min(0).unbind(-1)
         lanes_X = ((latent_XH[..., _WORK:] > 0.5) * latent_XH.new_tensor(LANES)).amax(-1)
-        idle_X = (kernels.bags_in_flight / bags_X.clamp_min(1.0)).clamp_min(1.0)
-        lookup_X = lookups_X * (kernels.lookup_ns + kernels.lookup_lane_ns * lanes_X) * idle_X
-        forward_X = lookup_X + bags_X * (kernels.bag_ns + kernels.bag_lane_ns * lanes_X)
+        forward_X = (
+            lookups_X * (kernels.lookup_ns + kernels.lookup_lane_ns * lanes_X)
+            + bags_X * (kernels.bag_ns + kernels.bag_lane_ns * lanes_X)
+            + longest_X ** (1 / _MAXIMUM) * kernels.step_ns
+        )
         backward_X = updates_X * (kernels.update_lookup_ns + kernels.update_lane_ns * lanes_X)
         sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
         return torch.stack([forward_X * ns, backward_X * ns + sorted_X], dim=-1)
@@ -353,8 +361,8 @@ class RooflineCost(ComputeCost):
         if self.kernels is CPU_KERNELS:
             return ("nothing was measured on this device: the level of costs comes from bandwidths alone",)
         return (
-            "nothing was measured on this kind of device here: costs are a prior from published kernels of H100, MI350 "
-            "and others, scaled by the topology's bandwidths",
+            "nothing was measured on this kind of device here: costs are a prior from kernels of H100, MI350 and "
+            "others, scaled by the topology's bandwidths",
         )
 
 

@@ -140,7 +140,9 @@ def test_plan_tells_where_costs_and_bandwidths_come_from() -> None:
     assert "hbm_cap" in note and "hbm_mem_bw" in note and "644 GB/s" in note
     named = json.loads(run("plan", *SMALL, "--format", "json").stdout)
     assert not [note for note in named["report"]["notes"] if "TorchRec's defaults" in note["text"]]
-    assert "3350 GB/s" in named["report"]["cost_source"] and named["ranks"] == 2
+    assert "nvidia-h100-80gb-hbm3" in named["report"]["cost_source"] and named["ranks"] == 2
+    other = json.loads(run("plan", *SMALL, "--gpu", "a100-80", "--format", "json").stdout)
+    assert "2039 GB/s" in other["report"]["cost_source"]
     assert named["plan"]["format"] == "dreamshard_planner plan"
 
 

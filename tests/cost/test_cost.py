@@ -361,13 +361,19 @@ def test_a_gpus_backward_returns_at_once_where_nothing_was_looked_up() -> None:
     assert _gpu_ms(table, kernels=kernels)[1] > 1.0
 
 
-def test_few_or_empty_bags_leave_a_gpu_idle() -> None:
-    kernels = replace(GPU_KERNEL, bags_in_flight=1000.0, lookup_lane_ns=0.0)
-    few, many = (Workload("t", 10**6, 4, bags, 10.0, bags * 10.0, (1.0,) + (0.0,) * 16) for bags in (100, 10_000))
-    per_lookup = [_gpu_ms(one, kernels=kernels)[0] / one.lookups for one in (few, many)]
-    assert per_lookup[0] == pytest.approx(10 * per_lookup[1], rel=1e-3)
-    sparse = replace(many, pooling_factor=0.01, distinct_rows=100.0)  # a hundred lookups, a hundred bags that have any
-    assert _gpu_ms(sparse, kernels=kernels)[0] / sparse.lookups == pytest.approx(10 * per_lookup[1], rel=0.01)
+def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
+    kernels = replace(NO_FLOOR, lookup_ns=1e-3, step_ns=1e3, bag_ns=1.0)
+    short = Workload("short", 10**6, 4, 1000, 10.0, 10_000.0, (1.0,) + (0.0,) * 16)
+    long = replace(short, name="long", pooling_factor=300.0, distinct_rows=300_000.0)
+    alone = _gpu_ms(long, kernels=kernels)[0]
+    assert alone == pytest.approx(300 * 1e-3 + 1000 * 1e-6 + long.lookups * 1e-9, rel=1e-3)
+    # Tables are computed side by side: only the longest counts.
+    assert _gpu_ms(long, short, kernels=kernels)[0] == pytest.approx(
+        alone + 1000 * 1e-6 + short.lookups * 1e-9, rel=1e-3
+    )
+    # Of bags with a lookup in a hundred, one in a hundred is worked on.
+    sparse = replace(short, pooling_factor=0.01, distinct_rows=10.0)
+    assert _gpu_ms(sparse, kernels=kernels)[0] == pytest.approx(0.01 * 1e-3 + 1000 * 0.00995 * 1e-6, rel=0.01)
 
 
 def test_a_gpus_cache_holds_the_rows_that_are_read_most() -> None:

@@ -29,8 +29,8 @@ def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
     return DreamShardPlanner(stats=[], debug=False, **(arguments | changes))
 
 
-def model(dim: int = 32):
-    return collection(*(table(f"t{i}", 5000 + i, dim) for i in range(8)))
+def model(hot_dim: int = 32):
+    return collection(*(table(f"t{i}", 5000 + i, hot_dim if i == 2 else 32) for i in range(8)))
 
 
 def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
@@ -58,11 +58,11 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
 
 def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
-    split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=128)}
+    split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=256)}
     one = planner(hot=900.0, constraints=split, topology=TWO_GPUS)
-    one.plan(model(256), SHARDERS)
+    one.plan(model(512), SHARDERS)
     theirs = planner(hot=900.0, constraints=whole, topology=TWO_GPUS)
-    plan = theirs.plan(model(256), SHARDERS)
+    plan = theirs.plan(model(512), SHARDERS)
     found = one.explain(plan=plan)
     assert found.bottleneck == "t2" and found.tables[0].table == "t2"
     assert str(found).startswith("One table is the bottleneck: table 't2' takes ")
@@ -76,7 +76,7 @@ def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains(
 
 
 def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottleneck() -> None:
-    module = model(256)
+    module = model(512)
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
     types = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     one = planner(hot=900.0, topology=TWO_GPUS, sharding_types=("table_wise", "column_wise"))
@@ -167,7 +167,7 @@ def test_the_headline_says_what_would_split_the_table_or_why_nothing_does(optimi
 
 
 def test_why_a_table_stays_whole_counts_no_replicas_as_its_parts_and_level_ranks_are_told_as_such() -> None:
-    module = model(64)
+    module = model()
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
     types = ("table_wise", "column_wise", "data_parallel")
     one = planner(batch_size=4096, topology=TWO_GPUS, sharding_types=types)
@@ -205,7 +205,7 @@ def test_a_table_of_which_one_block_is_read_is_the_bottleneck_in_reports_as_well
 
 def test_what_another_table_would_gain_is_told_beside_the_bottleneck() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
-    one = planner(hot=60.0, constraints=whole, topology=TWO_GPUS, batch_size=4096)
+    one = planner(hot=120.0, constraints=whole, topology=TWO_GPUS, batch_size=4096)
     one.plan(model(), SHARDERS)
     options = copy.deepcopy(one.options)
     for option in options:

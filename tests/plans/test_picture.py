@@ -41,7 +41,7 @@ def planned() -> PlannedJob:
     """The example's tables, two of them with names to stumble over."""
     specs = read_table_list(EXAMPLE)
     specs[0], specs[1] = replace(specs[0], name=SCRIPT), replace(specs[1], name=FORMULA)
-    machine = Machine(ranks_per_host=2, gpu="h100")
+    machine = Machine(ranks_per_host=2, gpu="a100-80")
     settings = {"search_seconds": 0.2, "stats": [], "debug": False}
     return Job(model=OfflineModel.of_specs(specs), machine=machine, batch_size=256, settings=settings).plan()
 

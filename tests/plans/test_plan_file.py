@@ -456,19 +456,19 @@ def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
 
 def test_compare_tells_a_machine_from_a_better_one() -> None:
     plans = []
-    for gpu in ("h100", "h200"):
+    for gpu in ("a100-40", "a100-80"):
         one = planner(topology=Machine(ranks_per_host=2, gpu=gpu).topology())
         one.plan(model(), SHARDERS)
         plans.append(one.saved_plan(name=gpu))
     found = compare(*plans)
     assert found.one_cost_source and found.cost_after.total_ms < found.cost_before.total_ms
     first, machine, *_ = str(found).splitlines()
-    assert first.startswith(f"A step takes {found.cost_after.total_ms:.3f} ms with h200, ")
+    assert first.startswith(f"A step takes {found.cost_after.total_ms:.3f} ms with a100-80, ")
     assert "samples" not in first
-    more = planner(topology=Machine(ranks_per_host=4, gpu="h100").topology())
+    more = planner(topology=Machine(ranks_per_host=4, gpu="a100-40").topology())
     more.plan(model(), SHARDERS)
     assert ", for 256 samples instead of 128 (" in str(compare(plans[0], more.saved_plan())).splitlines()[0]
-    assert machine == "Machine: HBM of rank 0 and 1 more 74.51 GiB -> 131.32 GiB; bandwidth of HBM 3,350 -> 4,800 GB/s."
+    assert machine == "Machine: HBM of rank 0 and 1 more 37.25 GiB -> 74.51 GiB; bandwidth of HBM 1,555 -> 2,039 GB/s."
     assert found.inputs == ()
 
 

@@ -147,7 +147,7 @@ GIB = 2**30
 def large(count: int, gib: float, ddr_gib: int = 128, **changes: Any) -> DreamShardPlanner:
     """Tables of so many GiB on 8 GPUs of 80, planned by bandwidths; the planner after planning."""
     tables = collection(*(table(f"t{i}", int(gib * GIB) // 256, 64) for i in range(count)))
-    topology = Topology(8, "cuda", hbm_cap=80 * GIB, ddr_cap=ddr_gib * GIB, local_world_size=8)
+    topology = Topology(8, "cuda", hbm_cap=80 * GIB, ddr_cap=ddr_gib * GIB, local_world_size=8, hbm_mem_bw=3e9)
     made = DreamShardPlanner(topology=topology, batch_size=2048, stats=[], debug=False, **changes)
     made.plan(tables, SHARDERS)
     return made

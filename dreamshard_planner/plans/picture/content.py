@@ -14,7 +14,7 @@ from dreamshard_planner.support.formatting import size_in_words
 
 COST_SOURCES = {
     "network": "A cost network, fitted to fused kernels that were measured, predicts compute.",
-    "roofline": "Compute follows from bandwidths, on GPUs from how published kernels use them: nothing was measured. "
+    "roofline": "Compute follows from bandwidths, on GPUs from how kernels of others use them: nothing was measured. "
     "Trust the order of plans more than the milliseconds.",
     "torchrec": "Compute and collectives are the estimates of the TorchRec that is installed.",
 }
