@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -151,7 +152,7 @@ GPU_KERNELS = Kernels(
     state_bytes=415.0,
     lookup_ns=0.000428,
     lookup_lane_ns=0.000105,
-    step_ns=156.0,
+    step_ns=170.0,
     bag_ns=0.4,
     bag_lane_ns=0.00095,
     table_ns=252.0,
@@ -177,10 +178,8 @@ AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
 LANES = (32, 64, 128, 256, 512, 1024)
 """That fused kernels take, by their widest table: FBGEMM's warps share a bag between 8, 16 or 32 threads of four
 columns each, and take several turns for wider ones."""
-_WORK = 9
-"""Latents before those of the lanes."""
-_MAXIMUM = 6
-"""Power whose sum over tables stands for the largest of them."""
+_SUMS, _LONGEST = 9, 3e4
+"""Latents before those of the lanes; most lookups per bag, beyond any, whose power single precision holds."""
 
 
 @dataclass(frozen=True)
@@ -234,13 +233,17 @@ class RooflineCost(ComputeCost):
     @property
     def channels(self) -> int:
         """Of its latents."""
-        return _WORK + len(LANES)
+        return _SUMS + len(LANES) - 1 if self._has_lanes else 5
+
+    @property
+    def _has_lanes(self) -> bool:
+        return self.kernels.lookup_lane_ns > 0
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """[S, 9 + lanes]: count; milliseconds of forward and backward without launches and what lanes take; those that
+        """[S, 5], on GPUs [S, 8 + lanes]: count; milliseconds of forward and backward without launches; those that
         prefetching takes the link to the host beside these; how many have a backward, which those that only serve have
-        not; lookups, bags with any, lookups with a backward, and a power of lookups per bag; and a count by the lanes
-        that the shard needs.
+        not. On GPUs milliseconds of forward and backward for each lane of the kernel; a power of the lookups per bag;
+        lookups with a backward; and for each number of lanes but the last a count of those that need more.
 
         Reads of a row after its first come from the cache as far as that holds the rows that the shard reads most, and
         those of its gradients as far as it holds these: fused kernels go from table to table."""
@@ -261,9 +264,7 @@ class RooflineCost(ComputeCost):
         states = distinct_rows * (1 + column("adagrad") * (dim - 1))
         optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES
         scattered = column("stateful_optimizer") * (1 - column("adagrad")) * distinct_rows
-        sequence, samples = column("sequence"), column("samples")
-        pooling = lookups / samples.clamp_min(1e-9)
-        bags, longest = samples * -torch.expm1(-pooling), pooling**_MAXIMUM  # bags that are not empty
+        sequence = column("sequence")
         ns = 1e-6 * self.slowness
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
@@ -305,10 +306,18 @@ class RooflineCost(ComputeCost):
         held = (kernels.gradients_held * self.cache_bytes / outputs.clamp_min(1.0)).clamp_max(1.0)
         backward += again * (1 - held * (1 - 1 / kernels.gradient_speedup))
         count, trained = torch.ones_like(forward), 1 - column("served")
-        work = [count, forward, backward * trained, ahead, trained, lookups, bags, lookups * trained, longest]
-        wide = torch.bucketize(dim, dim.new_tensor(LANES)).clamp_max(len(LANES) - 1)
-        lanes_SL = torch.nn.functional.one_hot(wide, len(LANES)).double() * (lookups > 0)[:, None]
-        return torch.cat([torch.stack(work, dim=-1), lanes_SL], dim=-1)
+        if not self._has_lanes:
+            return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
+        pooling = lookups / column("samples").clamp_min(1e-9)
+        bags = column("samples") * -torch.expm1(-pooling)  # that are not empty
+        forward += (lookups * kernels.lookup_ns + bags * kernels.bag_ns) * ns
+        backward += lookups * kernels.update_lookup_ns * ns
+        forward_lane = (lookups * kernels.lookup_lane_ns + bags * kernels.bag_lane_ns) * ns
+        backward_lane = lookups * kernels.update_lane_ns * ns * trained
+        longest = pooling.clamp_max(_LONGEST) ** 8  # the eighth root of whose sum stands for the maximum
+        sums = [forward, backward * trained, ahead, trained, forward_lane, backward_lane, longest, lookups * trained]
+        lanes_SL = (dim[:, None] > dim.new_tensor(LANES[:-1])) & (lookups > 0)[:, None]
+        return torch.cat([torch.stack([count, *sums], dim=-1), lanes_SL.double()], dim=-1)
 
     def _repeats(self, features_SF: Tensor, row_bytes_S: Tensor) -> tuple[Tensor, Tensor]:
         """Reads of rows after their first, and those of them that no cache serves, [S] each: the cache holds what is
@@ -333,28 +342,24 @@ class RooflineCost(ComputeCost):
         known here. What sticks out delays the forward."""
         kernels = self.kernels
         launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
-        if kernels.lookup_ns:
+        if self._has_lanes:
             # A GPU's backward returns at once where nothing was looked up.
-            kernels_X2 = (latent_XH[..., 1:3] + launch_2) * (latent_XH[..., [0, 7]] > 1e-3) + self._lanes_ms(latent_XH)
+            kernels_X2 = (latent_XH[..., 1:3] + launch_2) * (latent_XH[..., 0:9:8] > 1e-3) + self._lanes_ms(latent_XH)
         else:
-            kernels_X2 = latent_XH[..., 1:3] + (latent_XH[..., [0, 4]] > 0) * launch_2
+            kernels_X2 = latent_XH[..., 1:3] + (latent_XH[..., 0:5:4] > 0) * launch_2
         out_X = (latent_XH[..., 3] - both_passes(kernels_X2)).clamp_min(0)
         kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
         return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
 
     def _lanes_ms(self, latent_XH: Tensor) -> Tensor:
-        """What a GPU's multiprocessors take a group beside its traffic, [..., 2]."""
-        kernels, ns = self.kernels, 1e-6 * self.slowness
-        lookups_X, bags_X, updates_X, longest_X = latent_XH[..., 5:9].clamp_min(0).unbind(-1)
-        lanes_X = ((latent_XH[..., _WORK:] > 0.5) * latent_XH.new_tensor(LANES)).amax(-1)
-        forward_X = (
-            lookups_X * (kernels.lookup_ns + kernels.lookup_lane_ns * lanes_X)
-            + bags_X * (kernels.bag_ns + kernels.bag_lane_ns * lanes_X)
-            + longest_X ** (1 / _MAXIMUM) * kernels.step_ns
-        )
-        backward_X = updates_X * (kernels.update_lookup_ns + kernels.update_lane_ns * lanes_X)
+        """What a GPU's multiprocessors take a group by what its largest tables are, [..., 2]."""
+        kernels = self.kernels
+        more_L1 = latent_XH.new_tensor([[wide - narrow] for narrow, wide in pairwise(LANES)])
+        widest_X1 = LANES[0] + (latent_XH[..., _SUMS:] > 0.5).to(latent_XH.dtype) @ more_L1
+        longest_X, updates_X = latent_XH[..., 7:9].clamp_min(0).unbind(-1)
+        longest_X = longest_X.sqrt().sqrt().sqrt() * (kernels.step_ns * 1e-6 * self.slowness)
         sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
-        return torch.stack([forward_X * ns, backward_X * ns + sorted_X], dim=-1)
+        return latent_XH[..., 5:7].clamp_min(0) * widest_X1 + torch.stack([longest_X, sorted_X], dim=-1)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""

@@ -362,7 +362,7 @@ def test_a_gpus_backward_returns_at_once_where_nothing_was_looked_up() -> None:
 
 
 def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
-    kernels = replace(NO_FLOOR, lookup_ns=1e-3, step_ns=1e3, bag_ns=1.0)
+    kernels = replace(NO_FLOOR, lookup_ns=1e-3, lookup_lane_ns=1e-9, step_ns=1e3, bag_ns=1.0)
     short = Workload("short", 10**6, 4, 1000, 10.0, 10_000.0, (1.0,) + (0.0,) * 16)
     long = replace(short, name="long", pooling_factor=300.0, distinct_rows=300_000.0)
     alone = _gpu_ms(long, kernels=kernels)[0]
