@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource, both_passes
+from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.devices import GPUS, gpu_of
 from dreamshard_planner.workload.features import FEATURE_INDEX, REUSE_FEATURES, columns
 from dreamshard_planner.workload.reuse import bin_mean_reuse
@@ -178,6 +178,7 @@ AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
 LANES = (32, 64, 128, 256, 512, 1024)
 """That fused kernels take, by their widest table: FBGEMM's warps share a bag between 8, 16 or 32 threads of four
 columns each, and take several turns for wider ones."""
+_MORE_LANES = [wide - narrow for narrow, wide in pairwise(LANES)]
 _SUMS, _LONGEST = 9, 3e4
 """Latents before those of the lanes; most lookups per bag, beyond any, whose power single precision holds."""
 
@@ -340,26 +341,22 @@ class RooflineCost(ComputeCost):
         for an empty group. What prefetching moves for the next batch passes beside the group's kernels, on a stream of
         its own, so that the group takes the longer of the two; the rest of the step, which hides more of it, is not
         known here. What sticks out delays the forward."""
-        kernels = self.kernels
-        launch_2 = latent_XH.new_tensor([kernels.forward_launch_ms, kernels.backward_launch_ms])
+        kernels, forward_X, backward_X = self.kernels, latent_XH[..., 1], latent_XH[..., 2]
+        forward_X = forward_X + kernels.forward_launch_ms
         if self._has_lanes:
+            more_L = torch.tensor(_MORE_LANES, dtype=latent_XH.dtype)
+            widest_X = LANES[0] + (latent_XH[..., _SUMS:] > 0.5).to(latent_XH.dtype) @ more_L
+            longest_X, updates_X = latent_XH[..., 7].clamp_min(0), latent_XH[..., 8].clamp_min(0)
+            step_ms = kernels.step_ns * 1e-6 * self.slowness
+            forward_X = forward_X + latent_XH[..., 5] * widest_X + longest_X.sqrt().sqrt().sqrt() * step_ms
+            sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
             # A GPU's backward returns at once where nothing was looked up.
-            kernels_X2 = (latent_XH[..., 1:3] + launch_2) * (latent_XH[..., 0:9:8] > 1e-3) + self._lanes_ms(latent_XH)
+            backward_X = (backward_X + kernels.backward_launch_ms) * (updates_X > 1e-3)
+            backward_X = backward_X + latent_XH[..., 6] * widest_X + sorted_X
         else:
-            kernels_X2 = latent_XH[..., 1:3] + (latent_XH[..., 0:5:4] > 0) * launch_2
-        out_X = (latent_XH[..., 3] - both_passes(kernels_X2)).clamp_min(0)
-        kernels_X2 = torch.stack([kernels_X2[..., 0] + out_X, kernels_X2[..., 1]], dim=-1)
-        return torch.where(latent_XH[..., :1] > 0, kernels_X2, 0.0)
-
-    def _lanes_ms(self, latent_XH: Tensor) -> Tensor:
-        """What a GPU's multiprocessors take a group by what its largest tables are, [..., 2]."""
-        kernels = self.kernels
-        more_L1 = latent_XH.new_tensor([[wide - narrow] for narrow, wide in pairwise(LANES)])
-        widest_X1 = LANES[0] + (latent_XH[..., _SUMS:] > 0.5).to(latent_XH.dtype) @ more_L1
-        longest_X, updates_X = latent_XH[..., 7:9].clamp_min(0).unbind(-1)
-        longest_X = longest_X.sqrt().sqrt().sqrt() * (kernels.step_ns * 1e-6 * self.slowness)
-        sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
-        return latent_XH[..., 5:7].clamp_min(0) * widest_X1 + torch.stack([longest_X, sorted_X], dim=-1)
+            backward_X = backward_X + (latent_XH[..., 4] > 0) * kernels.backward_launch_ms
+        forward_X = forward_X + (latent_XH[..., 3] - forward_X - backward_X).clamp_min(0)
+        return torch.where(latent_XH[..., :1] > 0, torch.stack([forward_X, backward_X], dim=-1), 0.0)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""
