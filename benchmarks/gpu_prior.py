@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What the roofline model says of GPU kernels that others measured and published, and its parameters fitted to them.
+"""What the roofline model says of GPU kernels that an H100 measured and others published, and its parameters fitted to
+them.
 
     python benchmarks/gpu_prior.py              # predicted beside published
     python benchmarks/gpu_prior.py --fit        # parameters fitted to all rows, and to all sources but one in turn
@@ -234,7 +235,7 @@ def told(rows: Sequence[Row], kernels: Kernels, cards: dict[str, float]) -> None
     factor = float(np.median(ms / predicted))
     error = float(np.mean(np.abs(predicted * factor / ms - 1)))
     tau = kendalltau(predicted, ms).statistic if len(pairs) > 2 else float("nan")
-    print(f"  published over predicted: median {factor:.2f}; tau {tau:.2f}; error at that scale {error:.0%}")
+    print(f"  measured over predicted: median {factor:.2f}; tau {tau:.2f}; error at that scale {error:.0%}")
 
 
 def tell_sets(kernels: Kernels) -> None:

@@ -2,7 +2,7 @@
 """Fused kernels in settings that measured sets leave out: any optimizer, unified memory, caches, hot rows.
 
     python benchmarks/kernel_settings.py --json benchmarks/data/h100_settings.json      # on a machine with a GPU
-    python benchmarks/gpu_prior.py --measured benchmarks/data/h100_settings.json            # predicted beside measured
+    python benchmarks/gpu_prior.py                                                       # predicted beside measured
 
 Around one base setting (10 tables of a million rows, dim 128, 16,384 samples with 20 lookups that follow Zipf's law,
 row-wise Adagrad), one property varies at a time. The tables of a setting are equal, and allocated by FBGEMM itself, so

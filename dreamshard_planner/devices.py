@@ -104,12 +104,15 @@ GPUS = {
 """By name."""
 _CARDS = {
     "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
     "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100 80GB PCIe": "a100-80",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA L4": "l4",
 }
+UNKNOWN_CARD = "a GPU of another bandwidth"
 
 
 def gpu_of(card: str) -> str | None:
@@ -118,10 +121,15 @@ def gpu_of(card: str) -> str | None:
 
 
 def card_of(topology: Topology) -> str | None:
-    """What the driver calls the GPUs of a topology, by their memory bandwidth; None for others."""
+    """What the driver calls the GPUs of a topology, by their memory bandwidth: :data:`UNKNOWN_CARD` where that is of
+    none of :data:`GPUS`, None where it is TorchRec's default, which tells nothing, and on CPUs."""
+    from torchrec.distributed.planner.constants import HBM_MEM_BW
+
+    if topology.compute_device != "cuda" or topology.hbm_mem_bw == HBM_MEM_BW:
+        return None
     bandwidths = {card: GPUS[name].memory_bytes_per_s for card, name in _CARDS.items()}
     named = (card for card, bandwidth in bandwidths.items() if bandwidth == topology.hbm_mem_bw * 1e3)
-    return next(named, None) if topology.compute_device == "cuda" else None
+    return next(named, UNKNOWN_CARD)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from torchrec.distributed.planner.types import Topology
 from dreamshard_planner import Checkpoint, TaskError
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.devices import GB, GPUS, Machine, default_notes
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.devices import GB, GPUS, UNKNOWN_CARD, Machine, card_of, default_notes, gpu_of
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.offline.jobs import Job, read_model
 
@@ -48,6 +49,21 @@ def test_every_gpu_has_figures_of_its_own_and_a_source() -> None:
 def test_machines_that_cannot_be_are_refused(arguments: dict, reason: str) -> None:
     with pytest.raises(TaskError, match=reason):
         Machine(ranks_per_host=2, **arguments)
+
+
+def test_gpus_are_known_by_bandwidth_and_by_what_the_driver_calls_them() -> None:
+    bandwidths = [gpu.memory_bytes_per_s for gpu in GPUS.values()]
+    assert len({*bandwidths}) == len(bandwidths)
+    for name in GPUS:
+        card = card_of(Machine(ranks_per_host=2, gpu=name).topology())
+        assert card is not None and gpu_of(card) == name
+        roofline = RooflineCost.of_card(card)
+        assert roofline.memory_bytes_per_ms == GPUS[name].memory_bytes_per_s / 1e3
+        assert roofline.cache_bytes == GPUS[name].l2_bytes
+    told = Machine(ranks_per_host=2, memory_bytes_per_s=2000 * GB).topology()
+    untold, cpu = Machine(ranks_per_host=2).topology(), Machine(ranks_per_host=2, device="cpu").topology()
+    assert card_of(told) == UNKNOWN_CARD and card_of(untold) is None and card_of(cpu) is None
+    assert gpu_of("NVIDIA H100 80GB HBM3") == "h100" and gpu_of("abacus") is None
 
 
 def test_figures_that_nobody_gave_are_pointed_out() -> None:

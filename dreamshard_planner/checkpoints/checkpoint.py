@@ -142,15 +142,15 @@ def resolve(
     or ``"auto"``.
 
     ``"auto"`` takes the one of the user's own (see :mod:`dreamshard_planner.checkpoints.user_folder`) that was
-    measured on this machine's kind of processor, or on the card that this process sees; else the one that ships for
-    the card, or for CPUs, and the roofline model with the policy trained on it where nothing was measured.
+    measured on this machine's kind of processor, or on the card that is planned for; else the one that ships for that
+    card, or for CPUs, and the roofline model with the policy trained on it where nothing was measured.
 
     Args:
         checkpoint: what to look for.
         compute_device: ``cpu`` or ``cuda``.
         recipe: that it must be of.
         threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
-        card: what the driver calls the GPU that is planned for, of those that ship; default: that this process sees.
+        card: what the driver calls the GPU that is planned for; default: that this process sees.
 
     Raises:
         CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own
@@ -187,7 +187,7 @@ def _auto(compute_device: str, recipe: str, threads: int | None, card: str | Non
     }
     if not alike:
         return _shipped(compute_device, recipe, card)
-    here = user_folder.Here.of(compute_device, threads)  # for CUDA this asks for the card, which starts CUDA
+    here = user_folder.Here.of(compute_device, threads, card)  # may ask for the card, which starts CUDA
     best = here.best(
         {path: metadata for path, metadata in alike.items() if metadata.get("recipe", "default") == recipe}
     )

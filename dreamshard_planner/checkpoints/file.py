@@ -143,7 +143,10 @@ def network_of(
     network, state = make(config), {name: file.get_tensor(prefix + name) for name in held}
     for name, tensor in state.items():
         _check_values(path, f"{what} network", name, tensor, expected[name].dtype)
-    network.load_state_dict(state)
+    try:
+        network.load_state_dict(state)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the {what} network: {error}") from error
     return network.eval()
 
 

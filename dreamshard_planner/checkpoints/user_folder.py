@@ -85,15 +85,15 @@ class Here:
     device: str
     """``cpu`` or ``cuda``."""
     name: str | None
-    """Of the processor, or of the card that this process sees; None for no card."""
+    """Of the processor, or of the card that is planned for; None for no card."""
     threads: int
     """Of a rank, on CPUs."""
 
     @classmethod
-    def of(cls, device: str, threads: int | None = None) -> Here:
-        """This process, with its intra-op threads unless others are given."""
+    def of(cls, device: str, threads: int | None = None, card: str | None = None) -> Here:
+        """This process, with its intra-op threads and its card unless others are given."""
         if device == "cuda":
-            name = torch.cuda.get_device_name() if torch.cuda.device_count() else None
+            name = card or (torch.cuda.get_device_name() if torch.cuda.device_count() else None)
         else:
             name = str(describe_hardware(device, 1)["name"])
         return cls(device, name, threads or torch.get_num_threads())

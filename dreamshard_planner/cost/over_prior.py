@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _DEVICE = ("memory_bytes_per_ms", "uvm_bytes_per_ms", "cache_bytes", "slowness")
 _KERNELS = tuple(each.name for each in fields(Kernels))
+_DIVIDE = {*_DEVICE, "forward_share", "backward_share", "cache_speedup", "gradient_speedup", "far_table_bytes"}
+_MOST = 1e15
+"""Of any figure: bytes of a cache are the largest."""
 _LEAST_MS = 1e-6
 
 
@@ -64,6 +67,9 @@ class NetworkOverPrior(CostNetwork):
     def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         super()._load_from_state_dict(*arguments, **options)
         values = self.prior.tolist()
+        for name, value in zip((*_DEVICE, *_KERNELS), values, strict=True):
+            if not (0 < value if name in _DIVIDE else 0 <= value) or value > _MOST:
+                raise ValueError(f"its prior has {name} {value:g}, which no device has")
         kernels = Kernels(**dict(zip(_KERNELS, values[len(_DEVICE) :], strict=True)))
         self.set_prior(RooflineCost(**dict(zip(_DEVICE, values, strict=False)), kernels=kernels))
 

@@ -152,7 +152,7 @@ GPU_KERNELS = Kernels(
     state_bytes=415.0,
     lookup_ns=0.000428,
     lookup_lane_ns=0.000105,
-    step_ns=170.0,
+    step_ns=120.0,
     bag_ns=0.4,
     bag_lane_ns=0.00095,
     table_ns=252.0,
@@ -309,32 +309,35 @@ class RooflineCost(ComputeCost):
         count, trained = torch.ones_like(forward), 1 - column("served")
         if not self._has_lanes:
             return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
-        pooling = lookups / column("samples").clamp_min(1e-9)
-        bags = column("samples") * -torch.expm1(-pooling)  # that are not empty
+        all_bags = (column("log2_batch_size") + column("log2_num_features")).exp2()
+        pooling = lookups / all_bags
+        bags = all_bags * -torch.expm1(-pooling)  # that are not empty
         forward += (lookups * kernels.lookup_ns + bags * kernels.bag_ns) * ns
         backward += lookups * kernels.update_lookup_ns * ns
         forward_lane = (lookups * kernels.lookup_lane_ns + bags * kernels.bag_lane_ns) * ns
         backward_lane = lookups * kernels.update_lane_ns * ns * trained
-        longest = pooling.clamp_max(_LONGEST) ** 8  # the eighth root of whose sum stands for the maximum
+        longest = pooling.clamp_max(_LONGEST) ** 4  # the fourth root of whose sum stands for the maximum
         sums = [forward, backward * trained, ahead, trained, forward_lane, backward_lane, longest, lookups * trained]
-        lanes_SL = (dim[:, None] > dim.new_tensor(LANES[:-1])) & (lookups > 0)[:, None]
+        lanes_SL = dim[:, None] > dim.new_tensor(LANES[:-1])
         return torch.cat([torch.stack([count, *sums], dim=-1), lanes_SL.double()], dim=-1)
 
     def _repeats(self, features_SF: Tensor, row_bytes_S: Tensor) -> tuple[Tensor, Tensor]:
         """Reads of rows after their first, and those of them that no cache serves, [S] each: the cache holds what is
         read most."""
         lookups_S1, distinct_S1 = features_SF[:, columns(("lookups", "distinct_rows"))].double().split(1, dim=1)
+        repeats_S = (lookups_S1 - distinct_S1).clamp_min(0)[:, 0]
+        if math.isinf(self.cache_bytes):
+            return repeats_S, torch.zeros_like(repeats_S)
         share_SK = features_SF[:, columns(REUSE_FEATURES)].double()
         reads_SK = share_SK * bin_mean_reuse()
         rows_SK = share_SK / share_SK.sum(1, keepdim=True).clamp_min(1e-9) * distinct_S1
         reads_SK *= lookups_S1 / reads_SK.sum(1, keepdim=True).clamp_min(1e-9)
         again_SK = (reads_SK - rows_SK).clamp_min(0)
-        if math.isinf(self.cache_bytes):
-            return again_SK.sum(1), torch.zeros_like(row_bytes_S)
         room_S1 = (self.kernels.rows_held * self.cache_bytes / row_bytes_S)[:, None]
         hotter_SK = rows_SK.flip(1).cumsum(1).flip(1) - rows_SK
         held_SK = ((room_S1 - hotter_SK) / rows_SK.clamp_min(1e-9)).clamp(0, 1)
-        return again_SK.sum(1), (again_SK * (1 - held_SK)).sum(1)
+        missed_S = (again_SK * (1 - held_SK)).sum(1) / again_SK.sum(1).clamp_min(1e-9)
+        return repeats_S, repeats_S * missed_S
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """[..., 2]: launch floor plus the sum over shards, and what the lanes of the widest take all of them; nothing
@@ -348,7 +351,7 @@ class RooflineCost(ComputeCost):
             widest_X = LANES[0] + (latent_XH[..., _SUMS:] > 0.5).to(latent_XH.dtype) @ more_L
             longest_X, updates_X = latent_XH[..., 7].clamp_min(0), latent_XH[..., 8].clamp_min(0)
             step_ms = kernels.step_ns * 1e-6 * self.slowness
-            forward_X = forward_X + latent_XH[..., 5] * widest_X + longest_X.sqrt().sqrt().sqrt() * step_ms
+            forward_X = forward_X + latent_XH[..., 5] * widest_X + longest_X.sqrt().sqrt() * step_ms
             sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
             # A GPU's backward returns at once where nothing was looked up.
             backward_X = (backward_X + kernels.backward_launch_ms) * (updates_X > 1e-3)

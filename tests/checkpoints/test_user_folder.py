@@ -17,6 +17,7 @@ from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.checkpoints.user_folder import Here
 from dreamshard_planner.cli import app
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from tests.planning.test_context import model
@@ -54,6 +55,24 @@ def test_auto_takes_the_one_measured_on_this_machine_with_as_many_threads(folder
     assert resolve("auto", "cuda").why == ""  # and no card is asked for
     with pytest.raises(CheckpointError, match="no checkpoint of recipe 'autoshard' ships"):
         resolve("auto", "cpu", "autoshard")
+
+
+def test_auto_goes_by_the_card_that_is_planned_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h100, shipped = "NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3.safetensors"
+    assert resolve("auto", "cuda", card=h100).name == shipped
+    for card in ("NVIDIA H200", UNKNOWN_CARD):
+        assert resolve("auto", "cuda", card=card).name == "roofline.safetensors"
+    assert resolve("auto", "cuda", "paper", card=h100).name == "roofline-paper.safetensors"
+    keep(folder / "mine.safetensors", hardware={"device": "cuda", "name": h100})
+    assert resolve("auto", "cuda", card=h100).name == "mine.safetensors"
+    assert resolve("auto", "cuda", card=UNKNOWN_CARD).name == "roofline.safetensors"
+    # Where the topology does not tell, the card that is here counts.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: h100)
+    assert resolve("auto", "cuda").name == "mine.safetensors"
+    assert resolve("auto", "cuda", card="NVIDIA H200").name == "roofline.safetensors"
+    (folder / "mine.safetensors").unlink()
+    assert resolve("auto", "cuda").name == shipped
 
 
 def test_of_several_the_newest_counts(folder: Path) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_networ
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
+from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.measure.collect import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.research.linear_cost import LinearCost
@@ -220,7 +223,8 @@ def test_the_gpu_prior_agrees_with_measured_kernels() -> None:
         pairs = [pair for row in rows for pair in row.predicted(GPU_KERNELS, {}).values()]
         predicted, measured = np.array(pairs).T
         factor = float(np.median(measured / predicted))
-        assert any(row.inferred for row in rows) or 1 / 1.5 < factor < 1.5, source
+        level = 1.25 if "H100" in source or "recsys" in source else 1.5
+        assert any(row.inferred for row in rows) or 1 / level < factor < level, source
         assert np.mean(np.abs(predicted * factor / measured - 1)) < 0.3, source
         assert kendalltau(predicted, measured).statistic > 0.7, source
 
@@ -344,9 +348,9 @@ def test_the_widest_table_of_a_gpus_kernel_sets_the_lanes_of_all() -> None:
     assert _gpu_ms(narrow) == pytest.approx([lookups * (1 + 0.01 * 32) * 1e-3, lookups * (2 + 0.02 * 32) * 1e-3])
     together = [2 * lookups * (1 + 0.01 * 256) * 1e-3, 2 * lookups * (2 + 0.02 * 256) * 1e-3]
     assert _gpu_ms(narrow, wide) == pytest.approx(together) and sum(together) > sum(_gpu_ms(narrow) + _gpu_ms(wide))
-    # A wide table that nobody reads takes no lanes.
+    # FBGEMM looks at the tables alone, not at what is read of them.
     unread = replace(wide, pooling_factor=0.0, distinct_rows=0.0)
-    assert _gpu_ms(narrow, unread) == pytest.approx(_gpu_ms(narrow))
+    assert _gpu_ms(narrow, unread) == pytest.approx([ms / 2 for ms in _gpu_ms(narrow, wide)])
     # Slower multiprocessors take longer for all of it.
     roofline = RooflineCost(1e12, 1e12, GPU_KERNEL, slowness=3.0)
     slower = predict_ms(roofline, LabelledSets.of([[narrow]], torch.ones(1, 2)))[0].tolist()
@@ -367,10 +371,13 @@ def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
     long = replace(short, name="long", pooling_factor=300.0, distinct_rows=300_000.0)
     alone = _gpu_ms(long, kernels=kernels)[0]
     assert alone == pytest.approx(300 * 1e-3 + 1000 * 1e-6 + long.lookups * 1e-9, rel=1e-3)
-    # Tables are computed side by side: only the longest counts.
-    assert _gpu_ms(long, short, kernels=kernels)[0] == pytest.approx(
-        alone + 1000 * 1e-6 + short.lookups * 1e-9, rel=1e-3
-    )
+    # Tables are computed side by side: only the longest counts, and what is left when it goes.
+    both = alone + 1000 * 1e-6 + short.lookups * 1e-9
+    assert _gpu_ms(long, short, kernels=kernels)[0] == pytest.approx(both, rel=1e-3)
+    roofline = RooflineCost(1e12, 1e12, kernels)
+    short_H, long_H = roofline.encode(feature_matrix([short, long]))
+    left = roofline.group_cost_ms((short_H + long_H) - long_H)
+    torch.testing.assert_close(left, roofline.group_cost_ms(short_H), rtol=1e-6, atol=1e-6)
     # Of bags with a lookup in a hundred, one in a hundred is worked on.
     sparse = replace(short, pooling_factor=0.01, distinct_rows=10.0)
     assert _gpu_ms(sparse, kernels=kernels)[0] == pytest.approx(0.01 * 1e-3 + 1000 * 0.00995 * 1e-6, rel=0.01)
@@ -423,6 +430,20 @@ def test_a_network_over_a_prior_starts_from_it_and_learns_what_it_leaves(tmp_pat
     assert isinstance(loaded, NetworkOverPrior) and loaded.knows_states
     assert torch.equal(predict_ms(loaded, test), predict_ms(network, test))
     assert not torch.equal(loaded.prior, NetworkOverPrior(CostNetworkConfig()).prior)
+    for again in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert torch.equal(predict_ms(again, test), predict_ms(network, test))
+
+    # Figures that no device has are refused by name.
+    for place, value, name in (
+        (0, 0.0, "memory_bytes_per_ms"),
+        (1, -1.0, "uvm_bytes_per_ms"),
+        (4, 0.0, "forward_share"),
+    ):
+        network.prior[place] = value
+        Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"recipe": "default", "hardware_name": "a GPU"}).save(path)
+        with pytest.raises(CheckpointError, match=rf"gpu.safetensors.*prior has {name} "):
+            Checkpoint.load(path)
+        network.set_prior(other)
 
 
 def test_a_network_over_a_prior_knows_what_no_set_was_measured_in() -> None:
