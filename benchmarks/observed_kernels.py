@@ -1,10 +1,10 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
 """Fused kernels of observed training steps beside what costs say of them now, whatever the plan was made by.
 
-    python benchmarks/observed_kernels.py benchmarks/results/2026-11-26-h100-observed.0.json ... --card "NVIDIA H100 80GB HBM3"
+    python benchmarks/observed_kernels.py --card "NVIDIA H100 80GB HBM3" results/2026-11-26-h100-observed*.json
 
-Observations are those of ``with observe(...)`` or of ``run_dlrm.py --observe``; costs the checkpoint that planning takes
-for the card, and the roofline model.
+Observations are those of ``with observe(...)`` or of ``run_dlrm.py --observe``; costs are the checkpoint's that
+planning takes for the card, and the roofline model's.
 """
 
 from __future__ import annotations
