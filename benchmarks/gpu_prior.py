@@ -27,7 +27,6 @@ from scipy.stats import kendalltau
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
-from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
@@ -186,9 +185,7 @@ def sets_of(path: Path) -> LabelledSets:
 
 def h100(kernels: Kernels) -> RooflineCost:
     """The card that measured them."""
-    gpu = GPUS["h100"]
-    usual = RooflineCost.of_bandwidths("cuda", gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3)
-    return replace(usual, kernels=kernels)
+    return replace(RooflineCost.of_gpu("h100"), kernels=kernels)
 
 
 def fit(rows: Sequence[Row], settings: Sequence[Row], sets: LabelledSets) -> tuple[Kernels, dict[str, float]]:
@@ -257,10 +254,10 @@ def main() -> None:
     cards: dict[str, float] = {}
     if arguments.fit:
         sets = sets_of(TRAIN)
-        for source in by_source(rows):
+        for source, some in by_source(rows).items():
             without, _ = fit([row for row in rows if row.source != source], settings, sets)
             print(f"without {source}:")
-            told(by_source(rows)[source], without, {})
+            told(some, without, {})
         kernels, cards = fit(rows, settings, sets)
         print("all:", {f.name: float(f"{getattr(kernels, f.name):.3g}") for f in fields(kernels)}, cards)
     for source, some in by_source([*rows, *settings]).items():

@@ -97,12 +97,9 @@ def settings() -> list[Setting]:
     slow = replace(BASE, batch=4096)
     hosted = [replace(slow, memory="uvm", optimizer=name) for name in ("sgd", "rowwise_adagrad", "adam")]
     hosted += [replace(slow, memory="uvm", dim=dim) for dim in (16, 64)] + [replace(slow, memory="uvm", zipf=0.0)]
-    for load, zipf in product((0.05, 0.2, 0.5, 1.0), (0.0, 1.05)):
-        hosted.append(replace(slow, memory="uvm_caching", cache_load_factor=load, zipf=zipf))
-    hosted += [
-        replace(slow, memory="uvm_caching", cache_load_factor=0.2, **other)
-        for other in ({"optimizer": "sgd"}, {"optimizer": "adam"}, {"dim": 32}, {"batch": 16_384})
-    ]
+    # With Zipf's law the rows of all batches together fit a part of a table, so that nothing would ever miss.
+    cached = replace(slow, memory="uvm_caching")
+    hosted += [cached, *(replace(cached, cache_load_factor=load, zipf=0.0) for load in (0.05, 0.2, 0.5, 1.0))]
     return list(dict.fromkeys([BASE, *swept, *cold, *hosted, *plain]))
 
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from dreamshard_planner.cost.compute import CostSource
 from dreamshard_planner.cost.network import MIN_LOG_SUM, CostNetwork, CostNetworkConfig, StackedMLP
-from dreamshard_planner.cost.roofline import GPU_KERNELS, Kernels, RooflineCost
-from dreamshard_planner.devices import GPUS
+from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.workload.features import DESCRIPTORS, WORK, columns
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class NetworkOverPrior(CostNetwork):
             self.table.weights[-1].mul_(0.1)
             self.head.weights[-1].zero_()
         self._register_scalers()
-        self.set_prior(_h100())
+        self.set_prior(RooflineCost.of_gpu("h100"))
         self.eval()
 
     def set_prior(self, prior: RooflineCost) -> None:
@@ -96,8 +95,3 @@ class NetworkOverPrior(CostNetwork):
         log_context_EXK = context_EXK.clamp_min(MIN_LOG_SUM).log().clamp(-8, 16)
         inputs = [self._log_work(latent_XH).expand(members, -1, -1), self._scaled(log_prior_EX2), log_context_EXK * 0.3]
         return log_prior_EX2 + self.head(torch.cat(inputs, dim=-1))
-
-
-def _h100() -> RooflineCost:
-    h100 = GPUS["h100"]
-    return RooflineCost(h100.memory_bytes_per_s / 1e3, h100.host_bytes_per_s / 1e3, GPU_KERNELS, h100.l2_bytes)

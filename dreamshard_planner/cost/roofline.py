@@ -228,7 +228,12 @@ class RooflineCost(ComputeCost):
     @classmethod
     def of_card(cls, name: str) -> RooflineCost:
         """Of a card by its own name, such as ``NVIDIA H100 80GB HBM3``; of one that nobody listed, an H100's."""
-        gpu = GPUS[gpu_of(name) or "h100"]
+        return cls.of_gpu(gpu_of(name) or "h100")
+
+    @classmethod
+    def of_gpu(cls, name: str) -> RooflineCost:
+        """Of one of :data:`~dreamshard_planner.devices.GPUS`."""
+        gpu = GPUS[name]
         return cls.of_bandwidths("cuda", gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3)
 
     @property
