@@ -15,6 +15,7 @@ Else: random models are planned with and without lookups in the cost; both plans
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import random
@@ -149,6 +150,7 @@ def measured_exchanges(node: Node, repeats: int) -> list[dict[str, Any]]:
                 ).module.sparse
 
     predict()
+    gc.freeze()  # else what collects garbage looks through all models, in the middle of an exchange
     generator, order = torch.Generator().manual_seed(node.rank), random.Random(0)
     times: dict[tuple[Model, int], list[float]] = {cell: [] for cell in every}
     for _ in range(repeats + 1):

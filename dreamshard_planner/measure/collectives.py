@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ from dreamshard_planner.cost.collectives import (
     LOOKUPS,
     OPERATIONS,
     REVISION,
+    SORTED_BAG,
     CollectiveFit,
     CollectiveModel,
     fits_of,
@@ -78,7 +79,7 @@ class Payload:
     @property
     def samples(self) -> int:
         """Of a rank's batch of lookups."""
-        return max(1, round(self.size_bytes / (FEATURES * self._bag_bytes)))
+        return max(bool(self.size_bytes), round(self.size_bytes / (FEATURES * self._bag_bytes)))
 
     @property
     def _bag_bytes(self) -> int:
@@ -87,8 +88,8 @@ class Payload:
     def moved_bytes(self, world_size: int) -> tuple[float, float]:
         """What a :class:`CollectiveModel` counts: the most that any rank sends or receives, and all ranks' sum."""
         sends = torch.tensor(self.sends(world_size), dtype=torch.float64)
-        if self.operation == "bucketing":
-            return 0.0, float(sends[0])  # by itself
+        if self.operation == "bucketing":  # by itself
+            return 0.0, self.samples * FEATURES * INDEX_BYTES * (LOOKUPS_PER_SAMPLE + SORTED_BAG * world_size)
         per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
         return float(per_byte.all_to_all_ms(sends)), float(sends.sum()) * (world_size - 1)
 
@@ -97,7 +98,7 @@ PAYLOADS = tuple(
     [Payload("all_to_all", size, skew) for size in PAYLOADS_BYTES for skew in SKEWS]
     + [Payload(operation, size) for operation in OPERATIONS[1:] for size in PAYLOADS_BYTES]
     + [Payload("lookups", size, skew) for size in PAYLOADS_BYTES[::2] for skew in LOOKUP_SKEWS]
-    + [Payload("bucketing", size) for size in PAYLOADS_BYTES[::2]]
+    + [Payload("bucketing", size) for size in (0, 0, *PAYLOADS_BYTES[::2])]
 )
 
 
@@ -157,18 +158,16 @@ def measure(
     times_RP = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(times_RP, op=dist.ReduceOp.MAX)
     times_RP = times_RP[WARMUP:].cpu()
-    mean_P = torch.as_tensor(trim_mean(times_RP.numpy(), TRIMMED, axis=0))
-    # Sorting is computing: nobody waits for another, and what is far off is the machine's.
-    sorting_P = torch.tensor([payload.operation == "bucketing" for payload in PAYLOADS])
-    time_P = torch.where(sorting_P, times_RP.median(0).values, mean_P)
+    time_P = torch.as_tensor(trim_mean(times_RP.numpy(), TRIMMED, axis=0))
     fits = {}
     for operation in (*OPERATIONS, *LOOKUPS):
         chosen = [index for index, payload in enumerate(PAYLOADS) if payload.operation == operation]
         moved = [PAYLOADS[index].moved_bytes(world_size) for index in chosen]
         slowest_P, total_P = torch.tensor(moved, dtype=torch.float64).unbind(-1)
-        fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, time_P[chosen])
-    # What does not grow with the ids is the barrier's.
-    fits["bucketing"] = replace(fits["bucketing"], latency_ms=0.0)
+        if operation == "bucketing":
+            fits[operation] = CollectiveFit.of_sorting(total_P, time_P[chosen])
+        else:
+            fits[operation] = CollectiveFit.to_samples(slowest_P, total_P, time_P[chosen])
     result = MeasuredCollectives(
         backend=dist.get_backend(),
         world_size=world_size,
@@ -224,23 +223,27 @@ def _one(payload: Payload, rank: int, world_size: int, device: torch.device) -> 
 
 def _lookups(payload: Payload, world_size: int, device: torch.device) -> float:
     """The same of a batch of lookups, until the ranks that compute them have them in order; or of sorting its ids."""
-    bucketing = payload.operation == "bucketing"
-    features = [FEATURES, *[round(FEATURES * payload.skew)] * (0 if bucketing else world_size - 1)]
-    keys = [f"f{index}" for index in range(sum(features))]
-    lengths = torch.full((len(keys) * payload.samples,), LOOKUPS_PER_SAMPLE, dtype=torch.int32, device=device)
-    ids = torch.randint(ROWS, (len(lengths) * LOOKUPS_PER_SAMPLE,), device=device)
-    batch = KeyedJaggedTensor.from_lengths_sync(keys, ids, lengths)
-    block_sizes = torch.full((len(keys),), -(-ROWS // world_size), device=device)
-    order, order_tensor = list(range(len(keys))), torch.arange(len(keys), dtype=torch.int32, device=device)
-    exchange = KJTAllToAll(pg=dist.group.WORLD, splits=features) if not bucketing else None
+    features = [FEATURES, *[round(FEATURES * payload.skew)] * (world_size - 1)]
+    sorting = payload.operation == "bucketing"
+    exchanged = _batch(sum(features), 1 if sorting else payload.samples, device)
+    own = _batch(FEATURES, payload.samples, device) if sorting and payload.samples else None
+    block_sizes = torch.full((FEATURES,), -(-ROWS // world_size), device=device)
+    order = list(range(sum(features)))
+    order_tensor = torch.tensor(order, dtype=torch.int32, device=device)
+    exchange = KJTAllToAll(pg=dist.group.WORLD, splits=features)
     start = _together(device)
-    if exchange is None:
-        bucketize_kjt_before_all2all(batch, num_buckets=world_size, block_sizes=block_sizes)
-        dist.barrier(device_ids=None if device.type == "cpu" else [device.index])  # ranks that share cores take turns
-    else:
-        # A module brings its features into the order of the ranks that hold their tables.
-        exchange(batch.permute(order, order_tensor)).wait().wait()
+    if own is not None:
+        bucketize_kjt_before_all2all(own, num_buckets=world_size, block_sizes=block_sizes)
+    # A module brings its features into the order of the ranks that hold their tables.
+    exchange(exchanged.permute(order, order_tensor)).wait().wait()
     return _since(start, device)
+
+
+def _batch(features: int, samples: int, device: torch.device) -> KeyedJaggedTensor:
+    """Of random lookups."""
+    lengths = torch.full((features * samples,), LOOKUPS_PER_SAMPLE, dtype=torch.int32, device=device)
+    ids = torch.randint(ROWS, (len(lengths) * LOOKUPS_PER_SAMPLE,), device=device)
+    return KeyedJaggedTensor.from_lengths_sync([f"f{index}" for index in range(features)], ids, lengths)
 
 
 def _together(device: torch.device) -> int:

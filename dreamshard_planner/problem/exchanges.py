@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 
-from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, Collective, CollectiveModel
+from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import exchange_codecs
 from dreamshard_planner.search_space.options import type_of
@@ -96,14 +96,15 @@ def exchanges_of(
 
 
 def sorting_bytes(spec: ShardingTypeSpec, lookups: float, bags: float) -> float:
-    """Of the ids that take as long to be sorted into blocks of rows as TorchRec takes to sort those of one block.
+    """Of ids that take as long to be sorted into blocks of rows as TorchRec takes to sort the lookups and bags of one
+    block.
 
     Blocks on one host are afterwards brought into the order of the hosts, once more (``TwRwSparseFeaturesDist``).
     """
     if not spec.splits_rows:
         return 0.0
     reordered = ORDERED_ID * lookups + ORDERED_BAG * bags if spec.span == "host" else 0.0
-    return (lookups + reordered) * INDEX_BYTES
+    return (lookups + SORTED_BAG * bags + reordered) * INDEX_BYTES
 
 
 def lookup_exchanges(weighted: bool) -> float:

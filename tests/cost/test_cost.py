@@ -334,6 +334,12 @@ def test_latency_and_bandwidths_are_found_again(shared_bytes_per_ms: float) -> N
     assert fit.model(4, "here").source == "here"
 
 
+def test_what_sorting_adds_to_an_exchange_is_told_apart_from_it() -> None:
+    sorted_bytes_P = torch.tensor([0.0, 0.0, 1e3, 1e5, 1e7], dtype=torch.float64)
+    fit = CollectiveFit.of_sorting(sorted_bytes_P, 2.0 + 0.1 * (sorted_bytes_P > 0) + sorted_bytes_P / 5e5)
+    assert (fit.latency_ms, fit.shared_bytes_per_ms) == pytest.approx((0.1, 5e5)) and fit.relative_error < 1e-6
+
+
 GPU_KERNEL = replace(NO_FLOOR, lookup_ns=1e3, lookup_lane_ns=10.0, update_lookup_ns=2e3, update_lane_ns=20.0)
 
 
