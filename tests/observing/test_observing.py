@@ -411,8 +411,9 @@ def test_lookups_are_learned_from_what_tells_them_alone() -> None:
     sorting_ms = links_of(topology(2), shipped).bucketing
     runs = []
     for run in both:
-        read = [rank.median("kernel 0 lookups") * 8 / WORLD_SIZE for rank in with_lookups(run).ranks]
-        more_ms = float(sorting_ms.all_to_all_ms(torch.tensor(read, dtype=torch.float64)))
+        lookups_D = torch.tensor([rank.median("kernel 0 lookups") for rank in with_lookups(run).ranks]).double()
+        bags_D = torch.tensor([rank.kernels[0].bags for rank in with_lookups(run).ranks]).double()
+        more_ms = float(sorting_ms.all_to_all_ms((lookups_D + 0.2 * bags_D) * 8 / WORLD_SIZE))
         runs.append(with_lookups(run, "row_wise", more_ms))
     assert (alone := learned_lookups(list(map(with_lookups, both)), shipped)[0]["fits"])["bucketing"] is not None
     assert learned_lookups(runs, shipped)[0]["fits"]["lookups"] == pytest.approx(alone["lookups"], rel=1e-4)
