@@ -156,7 +156,6 @@ def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> R
     measured = replace(
         report.chosen,
         total_ms=max(rank_ms) + report.chosen.collectives_ms,
-        rank_ms=rank_ms,
         forward_ms=mine.forward_ms,
         backward_ms=mine.backward_ms,
     )

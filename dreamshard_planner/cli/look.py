@@ -214,7 +214,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
         return "plan", {
             "tables": len(saved.inputs.tables),
             "ranks": saved.inputs.topology.all_ranks,
-            "total_ms": saved.predicted.total_ms,
+            "total_ms": saved.predicted.chosen.total_ms,
             "cost_source": saved.predicted.cost_source,
             "libraries": saved.libraries,
             "settings": saved.inputs.settings,

@@ -168,7 +168,7 @@ def ranks_of(text: str) -> list[int]:
 
 
 class CostSourceName(StrEnum):
-    """Of :data:`dreamshard_planner.planning.context.COST_SOURCES`."""
+    """Of :data:`dreamshard_planner.planning.cost_sources.COST_SOURCES`."""
 
     auto = "auto"
     roofline = "roofline"

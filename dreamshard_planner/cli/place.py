@@ -20,7 +20,6 @@ from dreamshard_planner.support.progress import working
 if TYPE_CHECKING:
     from dreamshard_planner.offline.jobs import Job, PlannedJob
     from dreamshard_planner.plans.plan_file import SavedPlan
-    from dreamshard_planner.plans.predicted import Predicted
     from dreamshard_planner.plans.replan import Replan
     from dreamshard_planner.plans.report import MemoryEntry, Report
 
@@ -167,31 +166,31 @@ def _costliest(report: Report, limit: int | None) -> RenderableType:
 
 
 def _saved_tables(saved: SavedPlan, everything: bool) -> list[RenderableType]:
-    predicted, report = saved.predicted, saved.report()
+    report = saved.report()
     libraries = ", ".join(f"{name} {version}" for name, version in saved.libraries.items())
     return [
         f"{saved.name}: {len(saved.inputs.tables)} tables on {saved.inputs.topology}, "
         f"{saved.inputs.batch_size:,} samples each; {libraries}.",
         str(report),
         "",
-        _ranks(predicted, everything or len(predicted.rank_ms) <= RANKS_SHOWN),
+        _ranks(report, everything or len(report.chosen.rank_ms) <= RANKS_SHOWN),
         _costliest(report, None if everything else TABLES_SHOWN),
     ]
 
 
-def _ranks(predicted: Predicted, every_rank: bool) -> RenderableType:
+def _ranks(report: Report, every_rank: bool) -> RenderableType:
     """What each rank computes and holds, or the slowest, the fastest and all on average."""
-    forward, backward, both = predicted.forward_ms, predicted.backward_ms, predicted.rank_ms
-    columns = ("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in predicted.memory))
+    forward, backward, both = report.chosen.forward_ms, report.chosen.backward_ms, report.chosen.rank_ms
+    columns = ("rank", "forward ms", "backward ms", *(f"{entry.kind} GiB" for entry in report.memory))
 
     def row(name: str | int, rank: int) -> list[Any]:
-        return [name, forward[rank], backward[rank], *(_filled(entry, rank) for entry in predicted.memory)]
+        return [name, forward[rank], backward[rank], *(_filled(entry, rank) for entry in report.memory)]
 
     if every_rank:
         return grid(columns, [row(rank, rank) for rank in range(len(both))])
     slowest, fastest = both.index(max(both)), both.index(min(both))
     memory = [
-        f"{fmean(entry.used_bytes) / 2**30:.2f} of {fmean(entry.limit_bytes) / 2**30:.2f}" for entry in predicted.memory
+        f"{fmean(entry.used_bytes) / 2**30:.2f} of {fmean(entry.limit_bytes) / 2**30:.2f}" for entry in report.memory
     ]
     return grid(
         columns,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dreamshard_planner.observing.observation import OUTPUTS, ObservedRun
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.plans.predicted import Predicted
+from dreamshard_planner.plans.report import Predicted
 from dreamshard_planner.search_space.kernels import DENSE
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.counting import SAME_BATCH
@@ -78,7 +78,7 @@ def _replicas(run: ObservedRun) -> list[str]:
 def _kinds(run: ObservedRun, predicted: Predicted | None) -> Iterator[Compared]:
     ranks = [rank.rank for rank in run.ranks]
     for way in ("forward", "backward"):
-        expected = None if predicted is None else tuple(getattr(predicted, f"{way}_ms")[rank] for rank in ranks)
+        expected = None if predicted is None else tuple(getattr(predicted.chosen, f"{way}_ms")[rank] for rank in ranks)
         yield Compared(f"fused kernels, {way}", expected, tuple(rank.kernel_ms(way) for rank in run.ranks))
     # How long something is on its way while other work is done is nothing that was predicted.
     for carried, beside in ((OUTPUTS, run.hides_outputs), ("lookups", run.lookups_ms is None)):
@@ -111,16 +111,15 @@ def _lookups_ms(run: ObservedRun) -> float:
 
 
 def _predicted_ms(predicted: Predicted, carried: str) -> float:
-    lookups_ms = sum(
-        ms for name, ms in predicted.each_collective_ms.items() if name.endswith((" lookups", " bucketing"))
-    )
-    return lookups_ms if carried == "lookups" else predicted.collectives_ms - lookups_ms
+    lookups_ms = sum(ms for name, ms in predicted.collectives if name.endswith((" lookups", " bucketing")))
+    return lookups_ms if carried == "lookups" else predicted.chosen.collectives_ms - lookups_ms
 
 
 def _kernel_ratios(run: ObservedRun, predicted: Predicted) -> dict[int, float]:
     """Observed over predicted, by rank."""
     observed = {rank.rank: rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in run.ranks}
-    return {rank: ms / predicted.rank_ms[rank] for rank, ms in observed.items() if predicted.rank_ms[rank] > 0}
+    expected = predicted.chosen.rank_ms
+    return {rank: ms / expected[rank] for rank, ms in observed.items() if expected[rank] > 0}
 
 
 def _of_statistics(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
@@ -180,7 +179,7 @@ def _of_exchange(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
 
 def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
     expected_ms = _predicted_ms(predicted, OUTPUTS)
-    off_ms, small_ms = abs(observed_ms - expected_ms), SMALL * (max(predicted.rank_ms) + expected_ms)
+    off_ms, small_ms = abs(observed_ms - expected_ms), SMALL * (max(predicted.chosen.rank_ms) + expected_ms)
     return off_ms <= max(NEAR_EXCHANGE * expected_ms, small_ms)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -22,13 +22,13 @@ from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import bandwidth_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.support.documents import STRICT, parsed
+from dreamshard_planner.support.documents import STRICT, document_of, parsed
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, lookup_bytes, workloads_of
 
 FORMAT = "dreamshard_planner observation"
-VERSION = 1
+VERSION = 2
 WARM_UP = 3
 """First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
 OUTPUTS = "outputs"
@@ -301,7 +301,7 @@ class Observation:
 
     def save(self, path: str | Path) -> None:
         """Write a file that :meth:`load` reads back; FileError says why not."""
-        write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}))
+        write_whole(path, json.dumps({"format": FORMAT, "version": VERSION, **document_of(self)}))
 
     @classmethod
     def load(cls, path: str | Path) -> Observation:

@@ -46,8 +46,7 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         statistics: over those that its file holds.
 
     Raises:
-        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, it has quantized tables, or does
-            not tell how many sharding groups there are.
+        PlanError: its ranks are not spread over hosts evenly, a setting is unknown, or it has quantized tables.
     """
     inputs = saved.inputs
     if served := next((name for name, table in inputs.tables.items() if table.optimizer == NO_OPTIMIZER), None):
@@ -210,7 +209,7 @@ def _planners(saved: SavedPlan) -> dict[str, Any]:
 
 
 def _groups(saved: SavedPlan) -> dict[str, ShardingGroups]:
-    """Of 2D parallelism, as the planner takes them; PlanError where the file does not tell how many there are."""
+    """Of 2D parallelism, as the planner takes them."""
     given = saved.inputs.settings.get("sharding_groups")
     if given is None:
         return {}
@@ -218,11 +217,6 @@ def _groups(saved: SavedPlan) -> dict[str, ShardingGroups]:
         groups = ShardingGroups(**given)
     except (TypeError, ValueError) as error:
         raise PlanError(f"{saved.name}: settings: sharding_groups {brief(given)} cannot be: {brief(error)}") from error
-    if saved.inputs.topology.groups is None:
-        raise PlanError(
-            f"{saved.name} does not tell how many sharding groups there are (2D parallelism): one alone, or its file "
-            "is of before version 5. Give the tables, with --sharding-group where there are several"
-        )
     return {"sharding_groups": groups}
 
 

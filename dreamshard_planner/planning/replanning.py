@@ -250,8 +250,7 @@ class _Ways:
             places = tuple(ShardPlace(rank, offset, size) for rank, (offset, size) in laid)
             cut = TableSharding(option.sharding_type, option.compute_kernel, places, option.cache_load_factor)
             made.setdefault(option.path, {})[option.name] = cut
-        predicted = replace(self._saved.predicted, alone_ms={})
-        return replace(self._saved, sharding=made, predicted=predicted)
+        return replace(self._saved, sharding=made, alone_ms={})
 
     def _laid(self, sharding: Sharding) -> list[tuple[int, list[int]]]:
         """Of each table its option, and the ranks of that one's shards."""

@@ -143,10 +143,10 @@ def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: 
     changed += [f"{name} {was} -> {now.get(name)}" for name, was in saved.libraries.items() if now.get(name) != was]
     then, sources = saved.predicted, (str(rated.cost.compute.source), rated.read.problem.collectives.world.source)
     alike = sources == (then.cost_source, then.collectives_source) and math.isclose(
-        then.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
+        then.chosen.total_ms, float(rated.costs.overall_ms_B[0]), rel_tol=1e-6, abs_tol=1e-6
     )
     others = "" if alike else f"; dreamshard report {saved.name} tells what it was chosen from by the costs of then"
-    loaded = f"the plan was loaded from {saved.name}, where its cost is {then.total_ms:.3f} ms{others}"
+    loaded = f"the plan was loaded from {saved.name}, where its cost is {then.chosen.total_ms:.3f} ms{others}"
     notes = (
         Note("loaded", loaded),
         *noted("stale", [f"since the plan was made: {text}" for text in changed]),

@@ -38,7 +38,6 @@ from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
-from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
@@ -208,7 +207,8 @@ class PlanningSession:
             options = self._given.options(_read(plan))
         return SavedPlan(
             libraries=libraries(),
-            predicted=Predicted.of_report(known),
+            predicted=known.predicted,
+            alone_ms=known.alone_ms,
             inputs=self.inputs,
             sharding=shardings(options),
             name=name,

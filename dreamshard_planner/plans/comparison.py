@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding, TopologyInputs
-from dreamshard_planner.plans.predicted import Predicted
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
+from dreamshard_planner.plans.report import Predicted
 from dreamshard_planner.plans.stale import differences, machine_differences
+from dreamshard_planner.support.documents import document_of
 from dreamshard_planner.support.formatting import short, short_words, size_in_words
 
 MAX_SHOWN = 20
@@ -79,7 +80,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "total_bytes": self.total_bytes, "one_cost_source": self.one_cost_source}
+        return {**document_of(self), "total_bytes": self.total_bytes, "one_cost_source": self.one_cost_source}
 
     def __str__(self) -> str:
         retyped = sum(change.retyped for change in self.changes)
@@ -113,9 +114,9 @@ class Comparison:
 
     def _headline(self) -> str:
         """Which is cheaper, by how much, and in what."""
-        before, after = self.cost_before, self.cost_after
         if not self.one_cost_source:
             return f"Costs of {self.before} and {self.after} are of different sources, and do not compare."
+        before, after = self.cost_before.chosen, self.cost_after.chosen
         times = after.total_ms / before.total_ms if before.total_ms > 0 else 1.0
         one, other = self.samples
         each = f", for {other:,} samples instead of {one:,} ({times * one / other:.3f} for each)" * (one != other)
@@ -127,7 +128,7 @@ class Comparison:
         )
 
     def _costs(self) -> list[str]:
-        before, after = self.cost_before, self.cost_after
+        before, after = self.cost_before.chosen, self.cost_after.chosen
         rows: list[tuple[str, ...]] = [("predicted ms", "before", "after")]
         rows.append(("total", _ms(before.total_ms), _ms(after.total_ms)))
         rows.append(("collectives", _ms(before.collectives_ms), _ms(after.collectives_ms)))
@@ -135,16 +136,24 @@ class Comparison:
         for rank in range(min(ranks, MAX_SHOWN)):
             shown = [_ms(costs[rank] if rank < len(costs) else None) for costs in (before.rank_ms, after.rank_ms)]
             rows.append((f"rank {rank}", *shown))
-        more, chosen_from = [(line, "", "") for line in _more(ranks, "ranks")], _rivals(before, after)
+        more, chosen_from = [(line, "", "") for line in _more(ranks, "ranks")], self._rivals()
         width = max([14, *(len(name) + 1 for name, *_ in chosen_from)])
         lines = [f"{row[0]:<{width}}{row[1]:>12}{row[2]:>12}".rstrip() for row in (*rows, *more, *chosen_from)]
-        if (before.cost_source, before.collectives_source) == (after.cost_source, after.collectives_source):
-            return [*lines, f"Compute: {after.cost_source}. Collectives: {after.collectives_source}."]
+        one, other = self.cost_before, self.cost_after
+        if (one.cost_source, one.collectives_source) == (other.cost_source, other.collectives_source):
+            return [*lines, f"Compute: {other.cost_source}. Collectives: {other.collectives_source}."]
         return [
             *lines,
-            f"Before: compute {before.cost_source}, collectives {before.collectives_source}.",
-            f"After: compute {after.cost_source}, collectives {after.collectives_source}.",
+            f"Before: compute {one.cost_source}, collectives {one.collectives_source}.",
+            f"After: compute {other.cost_source}, collectives {other.collectives_source}.",
         ]
+
+    def _rivals(self) -> list[tuple[str, str, str]]:
+        """Totals of the plans that each was chosen from, where it was."""
+        each = (self.cost_before, self.cost_after)
+        one, other = ({rival.name: rival.total_ms for rival in costs.rivals} for costs in each)
+        rows = [(name, _ms(one.get(name)), _ms(other.get(name))) for name in dict.fromkeys([*one, *other])]
+        return [("chosen from, total", "", ""), *rows] if rows else []
 
 
 def compare(before: SavedPlan | str | Path, after: SavedPlan | str | Path) -> Comparison:
@@ -250,13 +259,6 @@ def _received(
             new = shard.size[0] * shard.size[1] - known
             received[rank] += table.trained_bytes(new, max(1, shard.size[1]))
     return received
-
-
-def _rivals(before: Predicted, after: Predicted) -> list[tuple[str, str, str]]:
-    """Totals of the plans that each was chosen from, where the files say."""
-    one, other = ({rival.name: rival.entry.total_ms for rival in costs.rivals} for costs in (before, after))
-    rows = [(name, _ms(one.get(name)), _ms(other.get(name))) for name in dict.fromkeys([*one, *other])]
-    return [("chosen from, total", "", ""), *rows] if rows else []
 
 
 def _ms(value: float | None) -> str:

@@ -25,7 +25,6 @@ CODES = {
     "callbacks": "changed the plan",
     "loaded": "of a plan from a file",
     "stale": "what has changed since that was made",
-    "saved": "in a file that kept no codes",
 }
 """And what notes with them tell."""
 

@@ -4,10 +4,11 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 5,
+      "format": "dreamshard_planner plan", "version": 6,
       "libraries":  {name: version},
-      "predicted":  {"total_ms", "collectives_ms", "forward_ms" and "backward_ms" per rank, sources, memory per rank,
-                     "rivals": [{"name", "cost"}], "alone_ms" of each table, "each_collective_ms", "notes", ...},
+      "predicted":  {"chosen" and "rivals" with their "name", "total_ms", "collectives_ms", "forward_ms" and
+                     "backward_ms" per rank; sources, memory per rank, "collectives", "notes", ...},
+      "alone_ms":   {table: milliseconds},
       "inputs":     {"batch_size", "topology", "tables", "constraints", "placement_rules", "statistics" (a digest),
                      "settings", "features": statistics of those without a sketch of ids},
       "sharding":   {module: {table: {"sharding_type", "kernel", "shards": [{"rank", "offset", "size"}],
@@ -19,8 +20,9 @@ This module knows neither models nor planners: it reads, checks and writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -29,19 +31,26 @@ import torch
 from pydantic import Field
 
 from dreamshard_planner.errors import FileError, PlanError
-from dreamshard_planner.plans.predicted import Predicted
-from dreamshard_planner.plans.report import Report, TableEntry
+from dreamshard_planner.plans.report import Predicted, Report, ReportEntry, TableEntry
 from dreamshard_planner.search_space.kernels import KERNELS, sharding_in_words
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.support.documents import STRICT, Count, Rate, Several, Share, document_of, one_of, parsed
+from dreamshard_planner.support.documents import (
+    STRICT,
+    Amount,
+    Count,
+    Several,
+    Share,
+    Unbounded,
+    document_of,
+    one_of,
+    parsed,
+)
 from dreamshard_planner.support.files import brief, read_json, write_whole
 from dreamshard_planner.support.formatting import layout, ranks_in_words
 from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics, Table, costed_optimizer
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 5
-"""5: sharding groups, costs of shards; 4: statistics of features; 3: codes of notes, load factors of caches; 2: rivals,
-costs of each table and of each collective, and notes. Older files are read without."""
+VERSION = 6
 RATES = ("HBM", "DDR", "HBM to DDR", "within hosts", "between hosts")
 """Bandwidths that every file has."""
 
@@ -175,10 +184,10 @@ class TopologyInputs:
     """Ranks of a host. The last one may have less, and there may be less ranks than that."""
     memory_bytes: dict[str, tuple[Count, ...]]
     """Of every rank, by kind of memory, before any reservation."""
-    bandwidths: dict[str, Rate]
+    bandwidths: dict[str, Unbounded]
     """Bytes per millisecond."""
     groups: GroupsInputs | None = None
-    """None for one group, as in older files."""
+    """None for one group."""
 
     @property
     def num_groups(self) -> int:
@@ -228,7 +237,7 @@ class PlanInputs:
     """Digest of the table statistics; None where there were none."""
     settings: dict[str, Any]
     """Arguments of the planner: cost source, checkpoint, recipe, seed, and so on."""
-    features: dict[str, FeatureStatistics] = field(default_factory=dict)
+    features: dict[str, FeatureStatistics]
     """Statistics of those features that have no sketch of ids, which takes kilobytes: these stay in their own file."""
 
 
@@ -245,6 +254,9 @@ class SavedPlan:
     libraries: dict[str, str]
     """Versions."""
     predicted: Predicted
+    alone_ms: dict[str, Amount | tuple[Amount, ...]]
+    """What each shard of a table would cost alone on its rank, or their sum where they are alike; empty where nobody
+    rated them."""
     inputs: PlanInputs
     sharding: dict[str, dict[str, TableSharding]]
     """By the fully qualified name of a module and the name of a table, as in TorchRec's ``ShardingPlan``."""
@@ -260,17 +272,19 @@ class SavedPlan:
             table = self.inputs.tables[fqn]
             check_shards(fqn, sharding, table.rows, table.dim, world_size)
         predicted = self.predicted
-        rivals = [rival.cost for rival in predicted.rivals]
-        for cost in filter(None, (predicted, *rivals, predicted.measured, predicted.measured_before)):
+        rivals = [rival for rival in predicted.rivals if rival != ReportEntry.of(rival.name, None)]
+        for cost in filter(None, (predicted.chosen, *rivals, predicted.measured, predicted.measured_before)):
+            if not math.isfinite(cost.total_ms + cost.collectives_ms):
+                raise ValueError(f"a cost of {cost.name} is infinite")
             for of_ranks in (cost.forward_ms, cost.backward_ms):
                 if len(of_ranks) != world_size:
                     raise ValueError(f"costs of {len(of_ranks)} ranks are predicted, the topology has {world_size}")
         for entry in predicted.memory:
             if not len(entry.used_bytes) == len(entry.limit_bytes) == world_size:
                 raise ValueError(f"{entry.kind} of other ranks is predicted than the topology's {world_size}")
-        if predicted.alone_ms and (odd := sorted(sharded.keys() ^ predicted.alone_ms.keys())):
+        if self.alone_ms and (odd := sorted(sharded.keys() ^ self.alone_ms.keys())):
             raise ValueError(f"predicted costs and sharding name different tables: {', '.join(odd[:5])}")
-        for fqn, known in predicted.alone_ms.items():
+        for fqn, known in self.alone_ms.items():
             if isinstance(known, tuple) and len(known) != len(sharded[fqn].shards):
                 raise ValueError(f"table {fqn!r} has {len(sharded[fqn].shards)} shards, and alone_ms of {len(known)}")
 
@@ -281,39 +295,19 @@ class SavedPlan:
                 yield f"{path}.{name}".removeprefix("."), sharding
 
     def report(self) -> Report:
-        """As it was when the plan was made. Of a file of version 1 there are no rivals, and costs of tables are NaN."""
-        predicted = self.predicted
-        measured, before = predicted.measured, predicted.measured_before
-        return Report(
-            chosen=predicted.entry("dreamshard"),
-            rivals=tuple(rival.entry for rival in predicted.rivals),
-            cost_source=predicted.cost_source,
-            collectives_source=predicted.collectives_source,
-            candidates=predicted.candidates,
-            reshards=predicted.reshards,
-            tables=tuple(
-                TableEntry(
-                    name,
-                    sharding.sharding_type,
-                    sharding.kernel,
-                    tuple(shard.rank for shard in sharding.shards),
-                    predicted.shard_ms(name, len(sharding.shards)),
-                )
-                for name, sharding in self.tables()
-            ),
-            memory=predicted.memory,
-            collectives=tuple(predicted.each_collective_ms.items()),
-            notes=predicted.notes,
-            measured=None if measured is None else measured.entry("dreamshard"),
-            measured_before=None if before is None else before.entry("before"),
-        )
+        """As it was when the plan was made; costs of tables are NaN where nobody rated them."""
+        known = {entry.name: getattr(self.predicted, entry.name) for entry in fields(Predicted)}
+        return Report(**known, tables=tuple(self._entry(*table) for table in self.tables()))
+
+    def _entry(self, fqn: str, sharding: TableSharding) -> TableEntry:
+        known, ranks = self.alone_ms.get(fqn, math.nan), tuple(shard.rank for shard in sharding.shards)
+        shard_ms = known if isinstance(known, tuple) else (known / len(ranks),) * len(ranks)
+        return TableEntry(fqn, sharding.sharding_type, sharding.kernel, ranks, shard_ms)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         document = document_of(self)
         del document["name"]
-        if document["inputs"]["topology"]["groups"] is None:
-            del document["inputs"]["topology"]["groups"]
         for module in document["sharding"].values():
             for table in module.values():
                 if table["cache_load_factor"] is None:
@@ -336,7 +330,7 @@ class SavedPlan:
         """Read a file.
 
         Raises:
-            PlanError: missing, truncated, foreign, of a newer version, or damaged; names the file, the entry and what
+            PlanError: missing, truncated, foreign, of another version, or damaged; names the file, the entry and what
                 is wrong with it.
         """
         return parsed(cls, {**_document(Path(path)), "name": Path(path).name}, path, PlanError)
@@ -352,13 +346,9 @@ def _document(path: Path) -> dict[str, Any]:
     version = document.pop("version", None)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise PlanError(f"{path}: unreadable version {brief(version)}")
-    if version > VERSION:
-        raise PlanError(
-            f"{path}: version {str(version)[:9]} is newer than this package reads ({VERSION}); upgrade the package"
-        )
-    predicted = document.get("predicted")
-    if version < 3 and isinstance(predicted, dict) and isinstance(notes := predicted.get("notes", []), list):
-        predicted["notes"] = [{"code": "saved", "text": text} for text in notes]
+    if version != VERSION:
+        age, hint = ("newer", "upgrade the package") if version > VERSION else ("older", "plan and save again")
+        raise PlanError(f"{path}: version {str(version)[:9]} is {age} than this package reads ({VERSION}); {hint}")
     return document
 
 

@@ -14,10 +14,9 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding
-from dreamshard_planner.plans.predicted import PlanCost
+from dreamshard_planner.plans.report import ReportEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
-Cost = TypeVar("Cost", bound=PlanCost)
 Number = TypeVar("Number", bound=float)
 FORBIDDEN = -1e18
 """Bytes that stay between ranks of other memory: worse than any."""
@@ -71,9 +70,8 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
         for entry in predicted.memory
     )
     measured = predicted.measured and _cost(predicted.measured, names)
-    return replace(
-        plan, sharding=sharding, predicted=replace(_cost(predicted, names), memory=memory, measured=measured)
-    )
+    predicted = replace(predicted, chosen=_cost(predicted.chosen, names), memory=memory, measured=measured)
+    return replace(plan, sharding=sharding, predicted=predicted)
 
 
 def _reads_blocks_unevenly(plan: SavedPlan) -> bool:
@@ -135,7 +133,7 @@ def _table(table: TableSharding, names: Sequence[int], per_host: int) -> TableSh
     return replace(table, shards=tuple(replace(shard, rank=name(shard.rank)) for shard in table.shards))
 
 
-def _cost(cost: Cost, names: Sequence[int]) -> Cost:
+def _cost(cost: ReportEntry, names: Sequence[int]) -> ReportEntry:
     return replace(cost, forward_ms=_ordered(cost.forward_ms, names), backward_ms=_ordered(cost.backward_ms, names))
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +19,7 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.verdict import verdict
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.search_space.kernels import sharding_in_words
-from dreamshard_planner.support.documents import Count
+from dreamshard_planner.support.documents import STRICT, Amount, Count, Unbounded, document_of
 from dreamshard_planner.support.formatting import short_words
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
@@ -28,32 +30,38 @@ SKEW_SHOWN = 2.0
 
 @dataclass(frozen=True)
 class ReportEntry:
-    """Predicted cost of one plan."""
+    """Predicted cost of one plan, in milliseconds of embedding work per training step."""
 
+    __pydantic_config__: ClassVar = STRICT
     name: str
-    feasible: bool
-    total_ms: float
+    total_ms: Unbounded
     """Overall: slowest rank's compute plus both collectives; infinite where infeasible."""
-    rank_ms: tuple[float, ...]
-    """Compute (forward + backward) per rank."""
-    forward_ms: tuple[float, ...]
-    backward_ms: tuple[float, ...]
-    collectives_ms: float
+    collectives_ms: Unbounded
+    forward_ms: tuple[Amount, ...]
+    """Compute of each rank; none where infeasible."""
+    backward_ms: tuple[Amount, ...]
 
     @classmethod
     def of(cls, name: str, costs: PlacementCosts | None) -> ReportEntry:
         """From the costs of one plan, None for a method that found none."""
         if costs is None:
-            return cls(name, False, float("inf"), (), (), (), float("inf"))
+            return cls(name, math.inf, math.inf, (), ())
         return cls(
             name=name,
-            feasible=True,
             total_ms=float(costs.overall_ms_B[0]),
-            rank_ms=tuple(costs.device_ms_BD[0].tolist()),
+            collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
             forward_ms=tuple(costs.forward_ms_BD[0].tolist()),
             backward_ms=tuple(costs.backward_ms_BD[0].tolist()),
-            collectives_ms=float(costs.forward_collective_ms_B[0] + costs.backward_collective_ms_B[0]),
         )
+
+    @property
+    def feasible(self) -> bool:
+        return math.isfinite(self.total_ms)
+
+    @cached_property
+    def rank_ms(self) -> tuple[float, ...]:
+        """Compute of each rank, forward and backward."""
+        return tuple(map(sum, zip(self.forward_ms, self.backward_ms, strict=True)))
 
     def times(self, base: ReportEntry) -> float:
         """Its total over another one's."""
@@ -125,24 +133,26 @@ class MemoryEntry:
         return filled.index(max(filled))
 
 
-@dataclass(frozen=True)
-class Report:
-    """Predicted costs of the chosen plan and of the plans it was chosen from."""
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Predicted costs of the chosen plan and of the plans it was chosen from: of a report all but tables, which files
+    of plans say elsewhere."""
 
+    __pydantic_config__: ClassVar = STRICT
     chosen: ReportEntry
     rivals: tuple[ReportEntry, ...]
-    """The baselines: TorchRec's own plan, the best of whole tables, the policy's first draft, each heuristic's."""
+    """The baselines: TorchRec's own plan, the best of whole tables, the policy's first draft, each heuristic's; none of
+    a plan that was given, and not searched for."""
     cost_source: str
     """Of compute."""
     collectives_source: str
-    candidates: int
+    candidates: Count
     """Moves and swaps that the search evaluated."""
-    reshards: int
+    reshards: Count
     """Changes of how a table is split that it evaluated."""
-    tables: tuple[TableEntry, ...]
     memory: tuple[MemoryEntry, ...]
-    """Kinds that tables ask for."""
-    collectives: tuple[tuple[str, float], ...]
+    """What tables take on every rank, of the kinds that they ask for."""
+    collectives: tuple[tuple[str, Amount], ...]
     """Milliseconds of each collective, both passes together."""
     notes: tuple[Note, ...] = ()
     """What moves the figures most first: assumptions, then the rest."""
@@ -150,6 +160,13 @@ class Report:
     """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
     measured_before: ReportEntry | None = None
     """The plan that prediction would have chosen, measured beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Predicted):
+    """What was chosen, and from what."""
+
+    tables: tuple[TableEntry, ...]
 
     @classmethod
     def of(
@@ -202,6 +219,18 @@ class Report:
             measured_before=ReportEntry.of("before", refined.first),
         )
 
+    @property
+    def predicted(self) -> Predicted:
+        """As files have it: to the nanosecond."""
+        return Predicted(**{entry.name: _rounded(getattr(self, entry.name)) for entry in fields(Predicted)})
+
+    @property
+    def alone_ms(self) -> dict[str, float | tuple[float, ...]]:
+        """As files have it: what each shard of a table would cost alone on its rank, or their sum where they are
+        alike."""
+        each = {table.name: table.alone_ms if _alike(table.shard_ms) else table.shard_ms for table in self.tables}
+        return {name: _rounded(known) for name, known in each.items()}
+
     def noting(self, notes: Iterable[Note]) -> Report:
         """The same with further notes; assumptions stay first."""
         return replace(self, notes=tuple(sorted((*self.notes, *notes), key=lambda note: note.code != "assumption")))
@@ -227,10 +256,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the infinite costs of infeasible rivals, which JSON lacks, become None."""
 
-        def entry(values: list[tuple[str, Any]]) -> dict[str, Any]:
-            return {name: None if value == float("inf") else value for name, value in values}
+        def told(entry: ReportEntry) -> dict[str, Any]:
+            return {**document_of(entry), "feasible": entry.feasible, "rank_ms": entry.rank_ms}
 
-        return {"verdict": self.verdict, **asdict(self, dict_factory=entry)}
+        document = {"verdict": self.verdict, **document_of(self), "rivals": tuple(map(told, self.rivals))}
+        single = {"chosen": self.chosen, "measured": self.measured, "measured_before": self.measured_before}
+        return document | {name: told(entry) for name, entry in single.items() if entry is not None}
 
     def save_html(self, path: str | Path, title: str | None = None) -> None:
         """Write one HTML file with figures; see :func:`dreamshard_planner.plans.picture.save_html`."""
@@ -320,6 +351,21 @@ def each_collective(cost: Cost, sharding: Sharding) -> tuple[tuple[str, float], 
     forward_C, backward_C = collectives.each_ms(cost.bytes_sent(*cost.problem.laid(sharding)))
     named = zip(collectives.collectives, (forward_C + backward_C).tolist(), strict=True)
     return tuple((collective.name, ms) for collective, ms in named if ms > 0)
+
+
+def _alike(shard_ms: Sequence[float]) -> bool:
+    return max(shard_ms, default=0.0) - min(shard_ms, default=0.0) < 1e-6
+
+
+def _rounded(value: Any) -> Any:
+    """Milliseconds to the nanosecond, in whatever has some."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, tuple):
+        return tuple(map(_rounded, value))
+    if isinstance(value, ReportEntry):
+        return ReportEntry(*(_rounded(getattr(value, entry.name)) for entry in fields(value)))
+    return value
 
 
 def _memory_line(entry: MemoryEntry) -> str:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import brief
@@ -25,8 +26,8 @@ STRICT = {"extra": "forbid"}
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(ge=0)]
-"""Infinite where nothing limits it."""
+Unbounded = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0)]
+"""Infinite, which JSON has no number for, where it is null: a rate that nothing limits, the cost of no plan."""
 Count = Annotated[int, Field(ge=0)]
 Several = Annotated[int, Field(ge=1)]
 
@@ -52,10 +53,11 @@ _names: Callable[[type], tuple[str, ...]] = cache(lambda kind: tuple(entry.name 
 
 def document_of(value: Any) -> Any:
     """What ``dataclasses.asdict`` makes of dataclasses, lists, tuples, dicts and plain values, in a fraction of its
-    time: it asks of every number what it is."""
+    time: it asks of every number what it is. Infinity becomes None, as :data:`Unbounded` reads it; lists of numbers
+    are taken to have none."""
     kind = type(value)
     if kind in PLAIN:
-        return value
+        return None if value == math.inf else value
     if kind is dict:
         return {name: document_of(part) for name, part in value.items()}
     if kind in (list, tuple):

@@ -257,8 +257,7 @@ def test_states_of_tables_that_are_no_tensors_are_not_passed_over(tmp_path: Path
     other = plan_of(tmp_path / "plan.json", *WHOLE)
     tables = {"u": other.sharding["ebc"]["t"]}
     inputs = replace(other.inputs, tables={"ebc.u": other.inputs.tables["ebc.t"]})
-    predicted = replace(other.predicted, alone_ms={})
-    other = replace(other, inputs=inputs, predicted=predicted, sharding={"ebc": tables})
+    other = replace(other, inputs=inputs, alone_ms={}, sharding={"ebc": tables})
     convert(tmp_path / "saved", tmp_path / "cut", other, dropped=["t"], added=["u"])
     assert describe(tmp_path / "cut")["others"] == []
 
@@ -283,8 +282,7 @@ def test_tables_come_and_states_start_anew_by_consent(tmp_path: Path) -> None:
     halves = plan_of(tmp_path / "plan.json", (0, 0, 0, ROWS, 8), (1, 0, 8, ROWS, 8))
     tables = {**halves.sharding["ebc"], "new": halves.sharding["ebc"]["t"]}
     inputs = replace(halves.inputs, tables={**halves.inputs.tables, "ebc.new": halves.inputs.tables["ebc.t"]})
-    predicted = replace(halves.predicted, alone_ms={**halves.predicted.alone_ms, "ebc.new": 1.0})
-    plan = replace(halves, inputs=inputs, predicted=predicted, sharding={"ebc": tables})
+    plan = replace(halves, inputs=inputs, alone_ms={**halves.alone_ms, "ebc.new": 1.0}, sharding={"ebc": tables})
     for consent, told in (
         ({}, "table ebc.new: in .*, not in the checkpoint; if it is new, name it as added"),
         ({"added": ["new"]}, "table ebc.t: state odd: .*no rule.*; or name the table as fresh"),

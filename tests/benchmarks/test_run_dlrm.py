@@ -91,8 +91,8 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
         assert [len(block_ms) for block_ms in entry["block_ms"]] == [2, 2]  # two models of two blocks
         assert len(entry["losses"]) == 3 + 4  # warm-up steps first
         assert entry["ratio"] == sorted(entry["ratio"])
-        assert len(entry["forward_ms"]) == len(entry["backward_ms"]) == len(entry["predicted"]["rank_ms"]) == 2
-        assert min(entry["forward_ms"] + entry["backward_ms"] + list(entry["predicted"]["rank_ms"])) > 0
+        assert len(entry["forward_ms"]) == len(entry["backward_ms"]) == len(entry["predicted"]["forward_ms"]) == 2
+        assert min(entry["forward_ms"] + entry["backward_ms"] + list(entry["predicted"]["forward_ms"])) > 0
         assert entry["name"] in done.stdout
     page = (tmp_path / "report.html").read_text()
     assert "Predicted against measured" in page and "under the plan of lookup_greedy" in page

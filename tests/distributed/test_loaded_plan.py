@@ -25,7 +25,7 @@ def _fresh_then_loaded(rank: Rank, file: Path) -> dict[str, Any]:
     if rank.rank == 0:
         fresh.save_plan(file)  # modules are sharded by now
         result["saved_ms"], result["chosen_ms"] = (
-            SavedPlan.load(file).predicted.total_ms,
+            SavedPlan.load(file).predicted.chosen.total_ms,
             fresh.report().chosen.total_ms,
         )
     again = make_planner("dreamshard", rank, plan_loader=JsonPlanLoader(file))  # read on rank 0 alone

@@ -129,7 +129,7 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     for rank, waited_ms in zip(run.ranks, run.collectives["lookups all_to_all"].waited_ms, strict=True):
         assert waited_ms < rank.median("input_dist") < rank.median("forward")
     compared = compare(run)
-    assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.forward_ms
+    assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.chosen.forward_ms
 
 
 def _without_samples(rank: Rank, path: str) -> list[str]:

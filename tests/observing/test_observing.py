@@ -206,7 +206,7 @@ def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Pa
     short["runs"][0]["ranks"][0]["columns"]["step"] = [1.0]
     for content, reason in (
         ({"format": "another"}, "no observation of training steps"),
-        ({**document, "version": 2}, "version 2, this package reads 1: observe again"),
+        ({**document, "version": 1}, "version 1, this package reads 2: observe again"),
         ({**document, "extra": 1}, "unknown key 'extra'"),
         ({**document, "runs": []}, "holds no run"),
         (short, "'step' has 1 values of 8 steps"),
@@ -441,9 +441,9 @@ def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> Observe
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH)
     planner.plan(model(), SHARDERS)
     plan = planner.saved_plan()
-    predicted = plan.predicted
+    predicted = plan.predicted.chosen
     ranks = []
-    outputs_ms = sum(ms for name, ms in predicted.each_collective_ms.items() if not name.endswith(" lookups"))
+    outputs_ms = sum(ms for name, ms in plan.predicted.collectives if not name.endswith(" lookups"))
     for rank in range(2):
         ways = {"forward": predicted.forward_ms[rank], "backward": predicted.backward_ms[rank]}
         columns = {f"kernel 0 {way}": (ms * factor,) * 8 for way, ms in ways.items()}
@@ -521,7 +521,7 @@ def test_observed_prints_predicted_beside_observed(tmp_path: Path) -> None:
         app, ["observed", str(tmp_path / "seen.json"), "--statistics", str(tmp_path / "s.json")]
     )
     assert TableStatistics.from_json(tmp_path / "s.json")["f1"].batches == 8
-    forward = run.plan.predicted.forward_ms[1]
+    forward = run.plan.predicted.chosen.forward_ms[1]
     assert result.exit_code == 0 and f"{forward:,.3f} -> {1.1 * forward:,.3f}" in result.stdout
     assert "may be trusted" in result.stdout.replace("\n", " ")
     told = json.loads(CliRunner().invoke(app, ["observed", str(tmp_path / "seen.json"), "--format", "json"]).stdout)

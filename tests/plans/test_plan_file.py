@@ -98,7 +98,7 @@ def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) 
     assert report.chosen.rank_ms[1] == 0 < report.chosen.rank_ms[0]
     assert "since the plan was made: setting, seed: 0 -> 7" in [note.text for note in report.notes]
     again.save_plan(file)
-    assert SavedPlan.load(file).predicted.total_ms == pytest.approx(report.chosen.total_ms, abs=1e-6)
+    assert SavedPlan.load(file).predicted.chosen.total_ms == pytest.approx(report.chosen.total_ms, abs=1e-6)
 
 
 def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, file: Path) -> None:
@@ -112,19 +112,7 @@ def test_a_file_shows_the_table_of_rivals_that_the_fresh_plan_had(made: tuple, f
     dearer.plan(model(), SHARDERS)
     assert dearer.report().rivals == () and any("by the costs of then" in note.text for note in dearer.report().notes)
     given = made[0].saved_plan(saved)
-    assert given.predicted.rivals == () and given.predicted.alone_ms == saved.predicted.alone_ms
-
-
-def test_files_of_version_1_are_read(file: Path) -> None:
-    document = json.loads(file.read_text())
-    known = ("total_ms", "collectives_ms", "forward_ms", "backward_ms", "cost_source", "collectives_source", "memory")
-    document |= {"version": 1, "predicted": {name: document["predicted"][name] for name in known}}
-    file.write_text(json.dumps(document))
-    old = SavedPlan.load(file)
-    assert old.predicted.rivals == () and old.report().rivals == () and "table_wise" in str(old.report())
-    again = planner(plan_loader=JsonPlanLoader(file))
-    again.plan(model(), SHARDERS)
-    assert again.report().chosen.total_ms == pytest.approx(old.predicted.total_ms, rel=1e-6)
+    assert given.predicted.rivals == () and given.alone_ms == saved.alone_ms
 
 
 def test_a_file_reads_well_in_a_diff(file: Path) -> None:
@@ -219,16 +207,14 @@ def _with(value: Any, *path: Any) -> Callable[[dict], None]:
 NAN, INFINITE = math.nan, math.inf
 
 
-def _old_notes(document: dict) -> None:
-    document["version"], document["predicted"]["notes"] = 2, 7
-
-
 TOPOLOGY = ("inputs", "topology")
+CHOSEN = ("predicted", "chosen")
 SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
     "no version": (_without("version"), "unreadable version None"),
-    "newer": (_with(99, "version"), r"version 99 is newer than this package reads"),
+    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(6\); upgrade the package"),
+    "older": (_with(5, "version"), r"version 5 is older than this package reads \(6\); plan and save again"),
     "no sharding": (_without("sharding"), "lacks 'sharding'"),
     "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: .*integer, got '0'"),
@@ -243,7 +229,7 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
         r"size \(2000, 16\) at \(1, 0\) leaves its 2000 rows of dim 16",
     ),
     "no shards": (_with([], *SHARD[:-1]), "0 table_wise shard.* do not cover"),
-    "notes of the second version that are no list": (_old_notes, "predicted.notes: must be a valid array, got 7"),
+    "notes that are no list": (_with(7, "predicted", "notes"), "predicted.notes: must be a valid array, got 7"),
     "a table less": (_without("sharding", "", "t1"), "inputs and sharding name different tables: t1"),
     "a batch of none": (_with(0, "inputs", "batch_size"), "inputs.batch_size: .*equal to 1, got 0"),
     "a batch of too many": (
@@ -283,25 +269,40 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "no bandwidth": (_with(0.0, *TOPOLOGY, "bandwidths", "DDR"), "bandwidths: DDR must be greater than 0 on cpu"),
     "a bandwidth below none": (_with(-1, *TOPOLOGY, "bandwidths", "SSD"), "bandwidths.SSD: .*equal to 0, got -1"),
     "a bandwidth of NaN": (_with(NAN, *TOPOLOGY, "bandwidths", "HBM"), "bandwidths.HBM: .*equal to 0, got nan"),
-    "a cost of NaN": (_with(NAN, "predicted", "total_ms"), "predicted.total_ms: must be a finite number, got nan"),
-    "a cost below none": (_with(-5.0, "predicted", "total_ms"), "predicted.total_ms: .*equal to 0, got -5.0"),
-    "an infinite cost": (_with(INFINITE, "predicted", "collectives_ms"), "collectives_ms: .*finite number, got inf"),
-    "compute of NaN": (_with([1.0, NAN], "predicted", "forward_ms"), "forward_ms.1: .*finite number, got nan"),
-    "compute below none": (_with([-3.0, 1.0], "predicted", "forward_ms"), "forward_ms.0: .*equal to 0, got -3.0"),
-    "a rival's infinite cost": (
-        _with(INFINITE, "predicted", "rivals", 0, "cost", "total_ms"),
-        "rivals.0.cost.total_ms: .*finite number, got inf",
+    "a cost of NaN": (
+        _with(NAN, *CHOSEN, "total_ms"),
+        "chosen.total_ms: .*equal to 0, got nan",
     ),
-    "a table's cost of NaN": (_with(NAN, "predicted", "alone_ms", "t0"), "alone_ms.t0: .*finite number, got nan"),
-    "a table's cost below none": (_with(-1.0, "predicted", "alone_ms", "t0"), "alone_ms.t0.*equal to 0, got -1.0"),
+    "a cost below none": (
+        _with(-5.0, *CHOSEN, "total_ms"),
+        "chosen.total_ms: .*equal to 0, got -5.0",
+    ),
+    "an infinite cost": (_with(INFINITE, *CHOSEN, "collectives_ms"), "a cost of dreamshard is infinite"),
+    "compute of NaN": (
+        _with([1.0, NAN], *CHOSEN, "forward_ms"),
+        "forward_ms.1: .*finite number, got nan",
+    ),
+    "compute below none": (
+        _with([-3.0, 1.0], *CHOSEN, "forward_ms"),
+        "forward_ms.0: .*equal to 0, got -3.0",
+    ),
+    "a rival's infinite cost": (
+        _with(None, "predicted", "rivals", 0, "total_ms"),
+        "a cost of .* is infinite",
+    ),
+    "a table's cost of NaN": (_with(NAN, "alone_ms", "t0"), "alone_ms.t0: .*finite number, got nan"),
+    "a table's cost below none": (_with(-1.0, "alone_ms", "t0"), "alone_ms.t0.*equal to 0, got -1.0"),
     "memory taken below none": (_with([-1] * 2, "predicted", "memory", 0, "used_bytes"), "used_bytes.0: .*got -1"),
-    "costs of other shards": (_with([1.0] * 9, "predicted", "alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
-    "a cost of no table": (_with(1.0, "predicted", "alone_ms", "t9"), "costs and sharding name different tables: t9"),
+    "costs of other shards": (_with([1.0] * 9, "alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
+    "a cost of no table": (_with(1.0, "alone_ms", "t9"), "costs and sharding name different tables: t9"),
     "a rival of other ranks": (
-        _with([1.0] * 3, "predicted", "rivals", 0, "cost", "backward_ms"),
+        _with([1.0] * 3, "predicted", "rivals", 0, "backward_ms"),
         "costs of 3 ranks are predicted, the topology has 2",
     ),
-    "ranks less": (_with([1.0], "predicted", "forward_ms"), "costs of 1 ranks are predicted, the topology has 2"),
+    "ranks less": (
+        _with([1.0], *CHOSEN, "forward_ms"),
+        "costs of 1 ranks are predicted, the topology has 2",
+    ),
 }
 
 
@@ -442,7 +443,7 @@ def test_compare_names_what_changed_and_what_it_moves(made: tuple, file: Path) -
     trained = compare(replace(before, inputs=SavedPlan.load(other).inputs), other)
     assert trained.total_bytes == found.total_bytes + (2000 + 4000) * 4
     rated = compare(before, one.saved_plan(SavedPlan.load(other), "split"))
-    assert rated.cost_after.total_ms != before.predicted.total_ms == rated.cost_before.total_ms
+    assert rated.cost_after.chosen.total_ms != before.predicted.chosen.total_ms == rated.cost_before.chosen.total_ms
 
 
 def test_compare_says_where_plans_do_not_compare(file: Path) -> None:
@@ -461,9 +462,9 @@ def test_compare_tells_a_machine_from_a_better_one() -> None:
         one.plan(model(), SHARDERS)
         plans.append(one.saved_plan(name=gpu))
     found = compare(*plans)
-    assert found.one_cost_source and found.cost_after.total_ms < found.cost_before.total_ms
+    assert found.one_cost_source and found.cost_after.chosen.total_ms < found.cost_before.chosen.total_ms
     first, machine, *_ = str(found).splitlines()
-    assert first.startswith(f"A step takes {found.cost_after.total_ms:.3f} ms with a100-80, ")
+    assert first.startswith(f"A step takes {found.cost_after.chosen.total_ms:.3f} ms with a100-80, ")
     assert "samples" not in first
     more = planner(topology=Machine(ranks_per_host=4, gpu="a100-40").topology())
     more.plan(model(), SHARDERS)

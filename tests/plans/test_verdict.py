@@ -14,7 +14,7 @@ from dreamshard_planner.plans.verdict import verdict
 
 
 def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
-    return ReportEntry("dreamshard", True, max(rank_ms) + collectives_ms, rank_ms, rank_ms, rank_ms, collectives_ms)
+    return ReportEntry("dreamshard", max(rank_ms) + collectives_ms, collectives_ms, rank_ms, (0.0,) * len(rank_ms))
 
 
 def whole(name: str, rank: int, alone_ms: float) -> TableEntry:

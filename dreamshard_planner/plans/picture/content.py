@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Replan
 from dreamshard_planner.plans.report import Report, ReportEntry, TableEntry
@@ -64,17 +63,7 @@ class Content:
             *((name, str(value)) for name, value in inputs.settings.items()),
             *saved.libraries.items(),
         )
-        content = replace(content, title=title or saved.name, facts=(*content.facts, *facts))
-        if saved.predicted.alone_ms or not content.tables:
-            return content
-        gib = {
-            printable(name): table.rows * table.dim * table.weight_bytes / 2**30
-            for name, table in inputs.tables.items()
-        }
-        tables = _heaviest_first([(gib[table.name], table) for _, table in content.tables])
-        note = "this file is of version 1, which holds neither the plans it was chosen from nor what each table costs"
-        report = content.report.noting([Note("saved", note)])
-        return replace(content, report=report, tables=tables, weighed_by="GiB of weights")
+        return replace(content, title=title or saved.name, facts=(*content.facts, *facts))
 
     @property
     def chosen(self) -> ReportEntry:
