@@ -21,7 +21,7 @@ from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.correction import check_corrections
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
-from dreamshard_planner.support.documents import parsed
+from dreamshard_planner.support.documents import check_version, parsed
 from dreamshard_planner.support.files import brief, check_readable, parse_json
 from dreamshard_planner.workload.features import covers, feature_matrix
 from dreamshard_planner.workload.tables import Workload
@@ -105,12 +105,8 @@ def description_of(path: Path, file: Any) -> dict[str, Any]:
     if header.get("format") != FORMAT:
         raise CheckpointError(f"{path}: a safetensors file, but not a checkpoint of dreamshard_planner")
     version = header.get("version", "")
-    if not (version.isascii() and version.isdecimal() and len(version) < 10):
-        raise CheckpointError(f"{path}: unreadable version {brief(version)}")
-    if int(version) > VERSION:
-        raise CheckpointError(
-            f"{path}: checkpoint version {version} is newer than this package reads ({VERSION}); upgrade the package"
-        )
+    number = int(version) if version.isascii() and version.isdecimal() and len(version) < 10 else version
+    check_version(path, number, range(1, VERSION + 1), "", CheckpointError)
     try:
         description = parse_json(header["description"])
     except (KeyError, ValueError) as error:

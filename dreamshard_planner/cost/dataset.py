@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from dreamshard_planner.errors import DatasetError, TaskError
+from dreamshard_planner.support.documents import check_version
 from dreamshard_planner.support.files import MAX_READ_BYTES, brief, check_readable, parse_json, write_whole
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
@@ -365,11 +366,7 @@ def parse_header(path: object, text: str, kind: str, newest: int = SCHEMA) -> di
         header = None
     if not isinstance(header, dict) or header.get("kind") != kind:
         raise DatasetError(f"{path}: not a {kind}")
-    schema = header.get("schema")
-    if type(schema) is not int or not 1 <= schema <= newest:
-        newer = type(schema) is int and schema > newest
-        hint = "written by a newer version, upgrade dreamshard_planner" if newer else "not readable by this version"
-        raise DatasetError(f"{path}: schema {str(schema)[:20]}, this version reads {newest}: {hint}")
+    check_version(path, header.get("schema"), range(1, newest + 1), "", DatasetError)
     required = {"hardware": dict, "seed": int, "created": str} | ({"digest": str} if kind == KIND else {})
     if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
         raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")

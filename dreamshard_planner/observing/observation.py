@@ -22,8 +22,8 @@ from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import bandwidth_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.support.documents import STRICT, document_of, parsed
-from dreamshard_planner.support.files import brief, read_json, write_whole
+from dreamshard_planner.support.documents import STRICT, document_of, entries_of, parsed
+from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, lookup_bytes, workloads_of
 
@@ -199,11 +199,8 @@ class ObservedRun:
     @cached_property
     def _outputs_together(self) -> tuple[float, float]:
         """What they take, and what of that is beside other work."""
-        if any(f"{OUTPUTS} span together" in rank.columns for rank in self.ranks):
-            waited = [f"{name} waited" for name in self.outputs]
-            return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together", waited)
-        outputs = self.outputs.values()
-        return sum(one.ms for one in outputs), sum(one.beside_ms for one in outputs)
+        waited = [f"{name} waited" for name in self.outputs]
+        return self._last(f"{OUTPUTS} span together", f"{OUTPUTS} kernels together", waited)
 
     @cached_property
     def lookups_ms(self) -> float | None:
@@ -233,10 +230,8 @@ class ObservedRun:
         return float(ms), float(beside_ms)
 
     def _collective(self, name: str) -> ObservedCollective:
-        ms, beside_ms = self._last(f"{name} span", f"{name} kernels", [f"{name} waited"])
         return ObservedCollective(
-            ms=ms,
-            beside_ms=beside_ms,
+            ms=self._last(f"{name} span", f"{name} kernels")[0],
             span_ms=tuple(rank.median(f"{name} span") for rank in self.ranks),
             waited_ms=tuple(rank.median(f"{name} waited") for rank in self.ranks),
             bytes=tuple(rank.median(f"{name} bytes") for rank in self.ranks),
@@ -251,8 +246,6 @@ class ObservedCollective:
     ms: float
     """Of the rank that came to it last, in each step, without the kernels that ran meanwhile, as of another sharding
     type: what the exchange adds to a step. Exact only where all ranks were observed."""
-    beside_ms: float
-    """Of that, what this rank did other work in."""
     span_ms: tuple[float, ...]
     """Of each rank, from its start until the rank had its result."""
     waited_ms: tuple[float, ...]
@@ -306,11 +299,7 @@ class Observation:
     @classmethod
     def load(cls, path: str | Path) -> Observation:
         """Read a file; ObservationError names the file and what is wrong with it."""
-        document = read_json(path, ObservationError)
-        if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-            raise ObservationError(f"{path}: no observation of training steps: its 'format' is not {FORMAT!r}")
-        if (version := document.pop("version", None)) != VERSION:
-            raise ObservationError(f"{path}: version {brief(version)}, this package reads {VERSION}: observe again")
+        document = entries_of(path, FORMAT, VERSION, "observe again", ObservationError)
         return parsed(cls, document, path, ObservationError)
 
     @classmethod

@@ -42,10 +42,11 @@ from dreamshard_planner.support.documents import (
     Share,
     Unbounded,
     document_of,
+    entries_of,
     one_of,
     parsed,
 )
-from dreamshard_planner.support.files import brief, read_json, write_whole
+from dreamshard_planner.support.files import brief, write_whole
 from dreamshard_planner.support.formatting import layout, ranks_in_words
 from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics, Table, costed_optimizer
 
@@ -333,23 +334,8 @@ class SavedPlan:
             PlanError: missing, truncated, foreign, of another version, or damaged; names the file, the entry and what
                 is wrong with it.
         """
-        return parsed(cls, {**_document(Path(path)), "name": Path(path).name}, path, PlanError)
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """The entries of a plan file, without format and version."""
-    document = read_json(path, PlanError)
-    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-        raise PlanError(
-            f"{path}: not a plan of dreamshard_planner: its 'format' is not {FORMAT!r} (dreamshard info tells more)"
-        )
-    version = document.pop("version", None)
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise PlanError(f"{path}: unreadable version {brief(version)}")
-    if version != VERSION:
-        age, hint = ("newer", "upgrade the package") if version > VERSION else ("older", "plan and save again")
-        raise PlanError(f"{path}: version {str(version)[:9]} is {age} than this package reads ({VERSION}); {hint}")
-    return document
+        document = entries_of(path, FORMAT, VERSION, "plan and save again", PlanError)
+        return parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:

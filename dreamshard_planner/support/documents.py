@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.support.files import brief
+from dreamshard_planner.support.files import brief, read_json
 from dreamshard_planner.support.formatting import nearest
 
 T = TypeVar("T")
@@ -65,6 +66,32 @@ def document_of(value: Any) -> Any:
     if is_dataclass(kind):
         return {name: document_of(getattr(value, name)) for name in _names(kind)}
     return deepcopy(value)
+
+
+def entries_of(path: str | Path, form: str, version: int, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:
+    """The entries of a JSON file of our own, without its format and version.
+
+    Args:
+        path: the file.
+        form: its format.
+        version: of that, the one that this package reads.
+        remedy: what to do about a file of an earlier one.
+        error: raised where it is another file; names it.
+    """
+    document = read_json(path, error)
+    if not isinstance(document, dict) or document.pop("format", None) != form:
+        raise error(f"{path}: no {form}: its 'format' is not {form!r} (dreamshard info tells more)")
+    check_version(path, document.pop("version", None), range(version, version + 1), remedy, error)
+    return document
+
+
+def check_version(where: object, version: Any, known: range, remedy: str, error: type[DreamShardError]) -> None:
+    """Raise ``error``, which names ``where``, unless the version is among the known ones."""
+    if type(version) is not int or version < 1:
+        raise error(f"{where}: unreadable version {brief(version)}")
+    if version not in known:
+        age, hint = ("older", remedy) if version < known.start else ("newer", "upgrade the package")
+        raise error(f"{where}: version {brief(version)} is {age} than this package reads ({known.stop - 1}): {hint}")
 
 
 def parsed(kind: type[T], document: Any, where: object, error: type[DreamShardError]) -> T:

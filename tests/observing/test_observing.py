@@ -205,8 +205,8 @@ def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Pa
     short = json.loads(good.read_text())
     short["runs"][0]["ranks"][0]["columns"]["step"] = [1.0]
     for content, reason in (
-        ({"format": "another"}, "no observation of training steps"),
-        ({**document, "version": 1}, "version 1, this package reads 2: observe again"),
+        ({"format": "another"}, "no dreamshard_planner observation: its 'format' is not"),
+        ({**document, "version": 1}, r"version 1 is older than this package reads \(2\): observe again"),
         ({**document, "extra": 1}, "unknown key 'extra'"),
         ({**document, "runs": []}, "holds no run"),
         (short, "'step' has 1 values of 8 steps"),
@@ -305,7 +305,7 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
         names = [f"outputs all_to_all {way}" for way in ("forward", "backward")]
         every = {"span": ms + rank, "bytes": sent, "calls": 1.0}
         columns = {f"{name} {kind}": (value,) * 8 for name in names for kind, value in every.items()}
-        return rank_steps(run, rank, **columns)
+        return rank_steps(run, rank, **columns, **{"outputs span together": (2 * (ms + rank),) * 8})
 
     runs = [observed_run(f"run{run}", *(of(run, rank) for rank in range(2))) for run in range(2)]
     seen = Observation(describe_hardware("cpu", 1), tuple(runs))
@@ -447,7 +447,9 @@ def planned_run(factor: float, exchange: float, lookups: float = 2.0) -> Observe
     for rank in range(2):
         ways = {"forward": predicted.forward_ms[rank], "backward": predicted.backward_ms[rank]}
         columns = {f"kernel 0 {way}": (ms * factor,) * 8 for way, ms in ways.items()}
-        columns["outputs all_to_all forward span"] = (outputs_ms * exchange,) * 8
+        columns |= dict.fromkeys(
+            ("outputs all_to_all forward span", "outputs span together"), (outputs_ms * exchange,) * 8
+        )
         columns["outputs all_to_all forward bytes"] = (1e6,) * 8
         ranks.append(rank_steps(0, rank, **columns))
     return replace(observed_run("a", *ranks), plan=plan, planned_lookups={"f0": lookups})

@@ -211,10 +211,10 @@ TOPOLOGY = ("inputs", "topology")
 CHOSEN = ("predicted", "chosen")
 SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
-    "format": (_with("other", "format"), "not a plan of dreamshard_planner"),
+    "format": (_with("other", "format"), "no dreamshard_planner plan: its 'format' is not"),
     "no version": (_without("version"), "unreadable version None"),
-    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(6\); upgrade the package"),
-    "older": (_with(5, "version"), r"version 5 is older than this package reads \(6\); plan and save again"),
+    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(6\): upgrade the package"),
+    "older": (_with(5, "version"), r"version 5 is older than this package reads \(6\): plan and save again"),
     "no sharding": (_without("sharding"), "lacks 'sharding'"),
     "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: .*integer, got '0'"),
