@@ -19,7 +19,7 @@ from dreamshard_planner.planning.beyond import WiderSpace
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated
 from dreamshard_planner.plans.explanation import Change, Explanation, GroupCost, RankMemory, TableCost
-from dreamshard_planner.plans.report import ReportEntry, each_collective, skews
+from dreamshard_planner.plans.report import ReportEntry, each_collective, memory_entries, skews
 from dreamshard_planner.plans.verdict import LEVEL, collectives_dominate, verdict
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import best_position
@@ -103,10 +103,10 @@ def explain(
         rank=rank,
         headline=headline,
         bottleneck=bottleneck,
-        total_ms=float(rated.costs.overall_ms_B[0]),
-        rank_ms=tuple(device_ms_D.tolist()),
-        collectives_ms=float(rated.costs.forward_collective_ms_B[0] + rated.costs.backward_collective_ms_B[0]),
-        waiting_ms=float(device_ms_D.max() - device_ms_D[rank]),
+        total_ms=cost.total_ms,
+        rank_ms=cost.rank_ms,
+        collectives_ms=cost.collectives_ms,
+        waiting_ms=cost.waiting_ms[rank],
         groups=here.groups(),
         tables=tables,
         other_tables=max(0, len(costliest) - MAX_TABLES),
@@ -364,18 +364,10 @@ def _why_whole(
 
 
 def _memory(rated: Rated, topology: Topology, rank: int) -> tuple[RankMemory, ...]:
-    problem = rated.read.problem
-    used_DM, limit_DM = problem.taken(*problem.laid(rated.sharding)), problem.limits_DM
-    total_DM = available_bytes(topology)
+    total = dict(zip(MEMORY_KINDS, available_bytes(topology)[rank].tolist(), strict=True))
     return tuple(
-        RankMemory(
-            name,
-            int(used_DM[rank, kind]),
-            int(limit_DM[rank, kind]),
-            int(total_DM[rank, kind] - limit_DM[rank, kind]),
-        )
-        for kind, name in enumerate(MEMORY_KINDS)
-        if bool(used_DM[:, kind].any())
+        RankMemory(entry.kind, entry.used_bytes[rank], limit := entry.limit_bytes[rank], total[entry.kind] - limit)
+        for entry in memory_entries(rated.cost, rated.sharding)
     )
 
 
