@@ -34,8 +34,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
-from dreamshard_planner.devices import card_of
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import (
@@ -200,7 +199,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             batch_size=self._batch_size,
             given_batch_size=batch_size,
             constraints=constraints,
-            checkpoint=resolve(checkpoint, self._topology.compute_device, recipe, card=card_of(self._topology)),
+            checkpoint=resolve_for(self._topology, checkpoint, recipe),
             settings=settings,
             timeout_seconds=timeout_seconds,
             sync_ms_per_byte=sync_ms_per_byte,

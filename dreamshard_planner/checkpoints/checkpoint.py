@@ -32,6 +32,7 @@ from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.correction import CorrectedCost
 from dreamshard_planner.cost.network import AnyCostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.support.files import write_whole
@@ -165,6 +166,11 @@ def resolve(
     if checkpoint.recipe != recipe:
         raise CheckpointError(f"{checkpoint.name}: made by recipe {checkpoint.recipe!r}, asked for {recipe!r}")
     return checkpoint
+
+
+def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint, recipe: str = "default") -> Checkpoint:
+    """:func:`resolve` for what a topology describes: of GPUs, the card of that bandwidth."""
+    return resolve(checkpoint, topology.compute_device, recipe, card=card_of(topology))
 
 
 def _auto(compute_device: str, recipe: str, threads: int | None, card: str | None) -> Checkpoint:

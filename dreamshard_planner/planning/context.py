@@ -13,11 +13,10 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.devices import card_of
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -72,7 +71,7 @@ class PlanningContext:
     ) -> PlanningContext:
         """For a seam that is used alone."""
         if not isinstance(checkpoint, Checkpoint):
-            checkpoint = resolve(checkpoint, topology.compute_device, card=card_of(topology))
+            checkpoint = resolve_for(topology, checkpoint)
         return cls(topology, OptionReader(constraints, statistics), checkpoint, cost_source)
 
     def with_statistics(self, statistics: TableStatistics) -> PlanningContext:
