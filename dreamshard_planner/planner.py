@@ -59,7 +59,7 @@ from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import left_out_by_group
-from dreamshard_planner.search_space.modules import of_modules, without_weights
+from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
@@ -206,7 +206,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             all_ranks=all_ranks,
         )
         self._loop: SearchLoop | None = None
-        self._planned: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
         self._keeps = True  # TorchRec's plan, where ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
         self._together: Together | None = None
@@ -242,7 +241,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             StatisticsError: where the statistics name features that the module lacks.
         """
         sharders = list(sharders)
-        self._best_plan, self._planned = None, (without_weights(module, sharders), sharders)
+        self._best_plan = None
         try:
             clock = Countdown(self._request.seconds)
             loop = self._begin(module, sharders, seconds=clock.left())
@@ -557,13 +556,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     def _afresh(self, statistics: TableStatistics | None) -> PlanResult:
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
-        if self._planned is None:
-            raise DreamShardError(f"there is no plan: {self._result}")
-        other, request = copy.copy(self), self._loop.session.request if self._loop else self._request
-        settings = replace(request.settings, statistics=statistics or request.settings.statistics, refine="none")
-        other._request, other.plan_loader = replace(request, settings=settings), None
+        other, model = copy.copy(self), self._model()
+        settings = model.request.settings
+        settings = replace(settings, statistics=statistics or settings.statistics, refine="none")
+        other._request, other.plan_loader = replace(model.request, settings=settings), None
         other._keeps = False
-        other.plan(*self._planned)
+        other.plan(model.skeleton, model.context.sharders or ())
         return other._last()
 
     @neutral()

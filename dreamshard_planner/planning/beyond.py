@@ -73,7 +73,7 @@ class WiderSpace:
     context: PlanningContext
     """With the wider constraints."""
     module: nn.Module
-    """A copy without weights, as it was when it was planned: modules change when they are sharded."""
+    """Without weights."""
     sharders: Sequence[ModuleSharder[nn.Module]]
     batch_size: int
     estimator: ShardEstimator

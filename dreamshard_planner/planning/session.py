@@ -72,6 +72,8 @@ class PlanningSession:
     before TorchRec's loop asks for proposals."""
 
     request: PlanRequest
+    skeleton: nn.Module
+    """A copy of the module without weights, as it was when it was read: modules change when they are sharded."""
     context: PlanningContext
     """Reads and rates options, within constraints and rules."""
     left: Topology
@@ -141,7 +143,8 @@ class PlanningSession:
             sharders=sharders,
             constraints=constraints,
         )
-        session = cls(request, context, left, legal, reservation, doubtful, unused, None, in_rows=in_rows)
+        skeleton = without_weights(module, sharders)
+        session = cls(request, skeleton, context, left, legal, reservation, doubtful, unused, None, in_rows=in_rows)
         return session if beyond is None else replace(session, wider=session._wider(module, sharders, beyond))
 
     @property
@@ -297,7 +300,7 @@ class PlanningSession:
         context = replace(self.context, constraints=all_types)
         return WiderSpace(
             context,
-            without_weights(module, sharders),
+            self.skeleton,
             sharders,
             self.request.batch_size,
             estimator(context),
