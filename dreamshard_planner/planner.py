@@ -464,7 +464,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             DreamShardError: there is no plan yet on this rank.
             PlannerError: it has no such table, or several.
         """
-        return self._model().without_ms(self._last().plan, table)
+        return self._last().without_ms(table)
 
     @neutral()
     def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -52,11 +51,10 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import available_bytes, check_topology, needed_bytes
 from dreamshard_planner.search_space.modules import shardable_tables, without_weights
-from dreamshard_planner.search_space.options import by_table, fqn_of, refused
+from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.usable_options import as_constrained
-from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.statistics import TableStatistics
 
 Sharders = Sequence[ModuleSharder[nn.Module]]
@@ -189,17 +187,6 @@ class PlanningSession:
         tables = (self.context.reader.declared(options[0]) for options in self._given.by_table.values())
         statistics.unused(feature for table in tables for feature in table.features)
         return replace(self, context=self.context.with_statistics(statistics))
-
-    @torch.no_grad()
-    def without_ms(self, plan: Sequence[ShardingOption], table: str) -> float:
-        """Predicted cost of a plan, were one of its tables not there; PlannerError unless just one has that name."""
-        named = {fqn_of(option) for option in plan if table in (fqn_of(option), option.name)}
-        if len(named) != 1:
-            which = f": there are {', '.join(sorted(named))}" if named else nearest(table, map(fqn_of, plan))
-            raise refused(f"the plan has {'several tables' if named else 'no table'} {table!r}{which}")
-        left = [option for option in plan if fqn_of(option) not in named]
-        read = self.context.read(left, with_storage=False)
-        return self.context.cost(read).overall_ms(read.sharding(left))
 
     def saved(self, plan: AnyPlan, name: str, known: Report | None = None) -> SavedPlan:
         """A plan with all that it was made from, and with its report, if that is ``known``."""
