@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.notes import Note, noted
@@ -193,6 +193,11 @@ class PlanningContext:
     def cost(self, read: ReadProblem) -> Cost:
         """The cost of its shardings."""
         return self._costs.cost(read, self.compute)
+
+    def rated(self, plan: Sequence[ShardingOption]) -> PlacementCosts:
+        """Costs of one plan (B = 1) whose shards have ranks, whatever memory that takes."""
+        read = self.read(plan, with_storage=False)
+        return self.cost(read).rate(read.sharding(plan))
 
 
 class WithContext:

@@ -30,8 +30,7 @@ class DreamShardPerfModel(WithContext, PerfModel):
             PlannerError: where it can't be rated: an unknown kernel, tables that depend on others, impossible ranks.
         """
         with single_thread():
-            read = self._context.read(plan, with_storage=False)
-            return self._context.cost(read).rate(read.sharding(plan))
+            return self._context.rated(plan)
 
     @neutral()
     def rate(self, plan: list[ShardingOption]) -> float:
