@@ -159,26 +159,23 @@ def _data_type(saved: SavedPlan, name: str) -> Any:
 def _machine(saved: SavedPlan) -> Machine:
     """All ranks, in 2D parallelism those of all sharding groups."""
     topology: TopologyInputs = saved.inputs.topology
-    of_group = min(topology.local_world_size, topology.world_size)
-    per_host = topology.groups.host_ranks if topology.groups else of_group
-    if topology.all_ranks % per_host:
-        raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {per_host}")
-    on_cpu = topology.compute_device == "cpu"
-    memory = min(topology.memory_bytes["DDR" if on_cpu else "HBM"])
+    if topology.all_ranks % topology.on_host:
+        raise PlanError(f"{saved.name}: {topology.all_ranks} ranks do not fill hosts of {topology.on_host}")
+    memory = min(topology.memory_bytes[topology.own_memory])
     rate = {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
-    speed, to_host = rate["DDR" if on_cpu else "HBM"], rate["HBM to DDR"]
+    speed, to_host = rate[topology.own_memory], rate["HBM to DDR"]
     known = (memory, speed, to_host)
     gpu = next((name for name, one in GPUS.items()
                 if (one.memory_bytes, one.memory_bytes_per_s, one.host_bytes_per_s) == known), None)  # fmt: skip
     own = GPUS.get(gpu or "")
     return Machine(
-        ranks_per_host=per_host,
-        hosts=topology.all_ranks // per_host,
+        ranks_per_host=topology.on_host,
+        hosts=topology.all_ranks // topology.on_host,
         device=topology.compute_device,
         gpu=gpu,
         memory_bytes=None if own else memory,
         memory_bytes_per_s=None if own else speed,
-        host_memory_bytes=None if on_cpu else min(topology.memory_bytes["DDR"]),
+        host_memory_bytes=None if topology.own_memory == "DDR" else min(topology.memory_bytes["DDR"]),
         host_bytes_per_s=None if own else to_host,
         intra_bytes_per_s=None if own and own.link_bytes_per_s == rate["within hosts"] else rate["within hosts"],
         inter_bytes_per_s=None if own and own.network_bytes_per_s == rate["between hosts"] else rate["between hosts"],
@@ -187,7 +184,7 @@ def _machine(saved: SavedPlan) -> Machine:
 
 def _reserve(saved: SavedPlan) -> float | None:
     """The share of the ranks' own memory that the reservation took from the one that it left least of."""
-    own = "DDR" if saved.inputs.topology.compute_device == "cpu" else "HBM"
+    own = saved.inputs.topology.own_memory
     limits = [entry.limit_bytes for entry in saved.predicted.memory if entry.kind == own]
     sizes = saved.inputs.topology.memory_bytes[own]
     if not limits:

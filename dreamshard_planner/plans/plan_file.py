@@ -191,6 +191,16 @@ class TopologyInputs:
     """None for one group."""
 
     @property
+    def own_memory(self) -> str:
+        """The kind of memory that its ranks compute from."""
+        return "DDR" if self.compute_device == "cpu" else "HBM"
+
+    @property
+    def on_host(self) -> int:
+        """Ranks, of all sharding groups."""
+        return self.groups.host_ranks if self.groups else min(self.local_world_size, self.world_size)
+
+    @property
     def num_groups(self) -> int:
         return self.groups.count if self.groups else 1
 
@@ -207,8 +217,7 @@ class TopologyInputs:
 
     def __str__(self) -> str:
         in_groups = f" in {self.groups.count:,} sharding groups of {self.world_size:,}" if self.groups else ""
-        on_host = self.groups.host_ranks if self.groups else self.local_world_size
-        return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {on_host:,} on a host"
+        return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {self.on_host:,} on a host"
 
     def __post_init__(self) -> None:
         for kind in ("HBM", "DDR", *self.memory_bytes):
@@ -216,8 +225,8 @@ class TopologyInputs:
                 raise ValueError(f"memory_bytes must have the {kind} of all {self.world_size} ranks")
         if missing := sorted(set(RATES) - self.bandwidths.keys()):
             raise ValueError(f"bandwidths lack {missing[0]!r}")
-        if not self.bandwidths[own := "DDR" if self.compute_device == "cpu" else "HBM"]:
-            raise ValueError(f"bandwidths: {own} must be greater than 0 on {self.compute_device}")
+        if not self.bandwidths[self.own_memory]:
+            raise ValueError(f"bandwidths: {self.own_memory} must be greater than 0 on {self.compute_device}")
 
 
 @dataclass(frozen=True)
