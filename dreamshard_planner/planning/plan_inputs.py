@@ -16,20 +16,10 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.settings import PlannerSettings
-from dreamshard_planner.plans.plan_file import GroupsInputs, PlanInputs, TopologyInputs
+from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.fingerprint import canonical, digest
-
-BANDWIDTHS = {
-    "HBM": "hbm_mem_bw",
-    "DDR": "ddr_mem_bw",
-    "HBM to DDR": "hbm_to_ddr_mem_bw",
-    "SSD": "ssd_mem_bw",
-    "within hosts": "comms_bandwidths.intra_host_bw",
-    "between hosts": "comms_bandwidths.inter_host_bw",
-}
-"""Where a topology has them, by what plan files call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +162,7 @@ def topology_inputs(topology: Topology) -> TopologyInputs:
 
 def bandwidth_arguments(bandwidths: Mapping[str, float]) -> dict[str, float]:
     """Of a plan's file, as TorchRec's ``Topology`` is given them."""
-    return {BANDWIDTHS[name].rpartition(".")[2]: value for name, value in bandwidths.items() if name in BANDWIDTHS}
+    return {BANDWIDTHS[name].rpartition(".")[2]: value for name, value in bandwidths.items()}
 
 
 def plain(value: Any) -> Any:

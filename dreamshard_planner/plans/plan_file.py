@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.plans.report import Predicted, Report, ReportEntry, TableEntry
 from dreamshard_planner.search_space.kernels import KERNELS, sharding_in_words
@@ -52,8 +53,15 @@ from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 6
-RATES = ("HBM", "DDR", "HBM to DDR", "within hosts", "between hosts")
-"""Bandwidths that every file has."""
+BANDWIDTHS = {
+    "HBM": "hbm_mem_bw",
+    "DDR": "ddr_mem_bw",
+    "HBM to DDR": "hbm_to_ddr_mem_bw",
+    "SSD": "ssd_mem_bw",
+    "within hosts": "comms_bandwidths.intra_host_bw",
+    "between hosts": "comms_bandwidths.inter_host_bw",
+}
+"""Where TorchRec's topologies have them, by what files call them."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +192,9 @@ class TopologyInputs:
     local_world_size: Several
     """Ranks of a host. The last one may have less, and there may be less ranks than that."""
     memory_bytes: dict[str, tuple[Count, ...]]
-    """Of every rank, by kind of memory, before any reservation."""
+    """Of every rank, by :data:`~dreamshard_planner.cost.problem.MEMORY_KINDS`, before any reservation."""
     bandwidths: dict[str, Unbounded]
-    """Bytes per millisecond."""
+    """Bytes per millisecond, by :data:`BANDWIDTHS`."""
     groups: GroupsInputs | None = None
     """None for one group."""
 
@@ -220,11 +228,11 @@ class TopologyInputs:
         return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {self.on_host:,} on a host"
 
     def __post_init__(self) -> None:
-        for kind in ("HBM", "DDR", *self.memory_bytes):
-            if len(self.memory_bytes.get(kind, ())) != self.world_size:
-                raise ValueError(f"memory_bytes must have the {kind} of all {self.world_size} ranks")
-        if missing := sorted(set(RATES) - self.bandwidths.keys()):
-            raise ValueError(f"bandwidths lack {missing[0]!r}")
+        sizes = {kind: len(of_D) for kind, of_D in self.memory_bytes.items()}
+        if sizes != dict.fromkeys(MEMORY_KINDS, self.world_size):
+            raise ValueError(f"memory_bytes must have the {', '.join(MEMORY_KINDS)} of all {self.world_size} ranks")
+        if self.bandwidths.keys() != BANDWIDTHS.keys():
+            raise ValueError(f"bandwidths must be of {', '.join(BANDWIDTHS)}")
         if not self.bandwidths[self.own_memory]:
             raise ValueError(f"bandwidths: {self.own_memory} must be greater than 0 on {self.compute_device}")
 

@@ -55,8 +55,8 @@ def _ranks(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
 
 
 def _memory(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
-    for kind in sorted(one.memory_bytes.keys() | other.memory_bytes.keys()):
-        before, after = (topology.memory_bytes.get(kind, (0,) * one.world_size) for topology in (one, other))
+    for kind in sorted(one.memory_bytes):
+        before, after = one.memory_bytes[kind], other.memory_bytes[kind]
         changed = [
             rank
             for rank, (was, has) in enumerate(zip(before, after, strict=True))
@@ -72,8 +72,8 @@ def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
     """What is around the ranks of a plan: others that follow it, and bandwidths."""
     if one.num_groups != other.num_groups:
         yield f"sharding groups of so many ranks {one.num_groups} -> {other.num_groups}"
-    for name in sorted(one.bandwidths.keys() | other.bandwidths.keys()):
-        was, has = (topology.bandwidths.get(name, 0.0) / 1e6 for topology in (one, other))
+    for name in sorted(one.bandwidths):
+        was, has = one.bandwidths[name] / 1e6, other.bandwidths[name] / 1e6
         if was != has:
             yield f"bandwidth of {name} {was:,.6g} -> {has:,.6g} GB/s"
 

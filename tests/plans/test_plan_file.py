@@ -237,8 +237,8 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
         "inputs.batch_size: .*equal to 1099511627776, got 10",
     ),
     "no hosts": (_with(0, *TOPOLOGY, "local_world_size"), "inputs.topology.local_world_size: .*equal to 1, got 0"),
-    "memory of other ranks": (_with([1], *TOPOLOGY, "memory_bytes", "HBM"), "the HBM of all 2 ranks"),
-    "a bandwidth less": (_without(*TOPOLOGY, "bandwidths", "HBM"), "bandwidths lack 'HBM'"),
+    "memory of other ranks": (_with([1], *TOPOLOGY, "memory_bytes", "HBM"), "the HBM, DDR, SSD of all 2 ranks"),
+    "a bandwidth less": (_without(*TOPOLOGY, "bandwidths", "HBM"), "bandwidths must be of HBM, DDR, .*"),
     "a cache of less than none": (
         _with(-0.5, "sharding", "", "t1", "cache_load_factor"),
         "sharding..t1.cache_load_factor: .*equal to 0, got -0.5",

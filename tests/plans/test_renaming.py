@@ -72,7 +72,7 @@ def test_ranks_keep_their_names_where_nothing_is_gained(plan: SavedPlan) -> None
 def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: SavedPlan) -> None:
     ruled = saved(search_seconds=0.2, placement_rules=PlacementRules(on_ranks={"t5": [0, 1]}))
     assert names_that_keep_most(renamed(ruled, NAMES), ruled) == (0, 1, 2, 3)
-    topology = replace(plan.inputs.topology, memory_bytes={"HBM": (1, 2, 3, 3), "DDR": (1,) * 4})
+    topology = replace(plan.inputs.topology, memory_bytes={"HBM": (1, 2, 3, 3), "DDR": (1,) * 4, "SSD": (0,) * 4})
     uneven = replace(plan, inputs=replace(plan.inputs, topology=topology))
     names = names_that_keep_most(renamed(uneven, (0, 1, 3, 2)), uneven)
     assert names == (0, 1, 3, 2) and names_that_keep_most(renamed(uneven, NAMES), uneven)[:2] == (0, 1)
