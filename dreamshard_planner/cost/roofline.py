@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,7 +178,6 @@ AMD_KERNELS = replace(GPU_KERNELS, row_ns=0.9)
 LANES = (32, 64, 128, 256, 512, 1024)
 """That fused kernels take, by their widest table: FBGEMM's warps share a bag between 8, 16 or 32 threads of four
 columns each, and take several turns for wider ones."""
-_MORE_LANES = [wide - narrow for narrow, wide in pairwise(LANES)]
 _SUMS, _LONGEST = 9, 3e4
 """Latents before those of the lanes; most lookups per bag, beyond any, whose power single precision holds."""
 
@@ -349,22 +348,26 @@ class RooflineCost(ComputeCost):
         for an empty group. What prefetching moves for the next batch passes beside the group's kernels, on a stream of
         its own, so that the group takes the longer of the two; the rest of the step, which hides more of it, is not
         known here. What sticks out delays the forward."""
-        kernels, forward_X, backward_X = self.kernels, latent_XH[..., 1], latent_XH[..., 2]
+        # In numpy, whose calls cost a third of torch's: a search rates few groups at a time, thousands of times.
+        kernels, latent_HX = self.kernels, np.ascontiguousarray(latent_XH.detach().movedim(-1, 0).numpy())
+        count_X, forward_X, backward_X, ahead_X, trained_X = latent_HX[:5]
         forward_X = forward_X + kernels.forward_launch_ms
         if self._has_lanes:
-            more_L = torch.tensor(_MORE_LANES, dtype=latent_XH.dtype)
-            widest_X = LANES[0] + (latent_XH[..., _SUMS:] > 0.5).to(latent_XH.dtype) @ more_L
-            longest_X, updates_X = latent_XH[..., 7].clamp_min(0), latent_XH[..., 8].clamp_min(0)
+            forward_lane_X, backward_lane_X, longest_X, updates_X = latent_HX[5:_SUMS]
+            widest_X = np.array(LANES, latent_HX.dtype)[(latent_HX[_SUMS:] > 0.5).sum(0)]
+            longest_X, updates_X = np.maximum(longest_X, 0), np.maximum(updates_X, 0)
             step_ms = kernels.step_ns * 1e-6 * self.slowness
-            forward_X = forward_X + latent_XH[..., 5] * widest_X + longest_X.sqrt().sqrt() * step_ms
+            forward_X = forward_X + forward_lane_X * widest_X + np.sqrt(np.sqrt(longest_X)) * step_ms
             sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
             # A GPU's backward returns at once where nothing was looked up.
             backward_X = (backward_X + kernels.backward_launch_ms) * (updates_X > 1e-3)
-            backward_X = backward_X + latent_XH[..., 6] * widest_X + sorted_X
+            backward_X = backward_X + backward_lane_X * widest_X + sorted_X
         else:
-            backward_X = backward_X + (latent_XH[..., 4] > 0) * kernels.backward_launch_ms
-        forward_X = forward_X + (latent_XH[..., 3] - forward_X - backward_X).clamp_min(0)
-        return torch.where(latent_XH[..., :1] > 0, torch.stack([forward_X, backward_X], dim=-1), 0.0)
+            backward_X = np.where(trained_X > 0, backward_X + kernels.backward_launch_ms, backward_X)
+        forward_X = forward_X + np.maximum(ahead_X - forward_X - backward_X, 0)
+        ms_X2 = np.stack([forward_X, backward_X], axis=-1)
+        ms_X2[count_X <= 0] = 0
+        return torch.from_numpy(ms_X2)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """Always that nothing was measured."""
