@@ -188,7 +188,7 @@ def _exchange_ms(
     largest and smallest bytes that a rank sends to each, and the sum over ranks; nothing where nothing is sent."""
     slowest_X = torch.maximum(largest_X * peers_X, total_X - smallest_X)
     time_X = latency_ms_X + slowest_X / bytes_per_ms_X + total_X * peers_X / shared_bytes_per_ms_X
-    return torch.where((slowest_X > 0) & (peers_X > 0), time_X, 0.0)
+    return time_X.masked_fill_((slowest_X <= 0) | (peers_X <= 0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -223,28 +223,28 @@ class _BetweenLikeRanks:
     """Collectives of one :attr:`Collective.over`, rated side by side, K of them; N exchanges of each."""
 
     def __init__(self, over: str, columns: list[int], collectives: Sequence[Collective]) -> None:
-        self.columns, self._over = columns, over
-        self._forward = _rates([collectives[column].forward for column in columns])
-        self._backward = _rates([collectives[column].backward for column in columns])
-        self._both_alike = all(collectives[column].forward == collectives[column].backward for column in columns)
+        self.columns, self._over = torch.tensor(columns), over
+        some = [collectives[column] for column in columns]
+        forward_4K, backward_4K = _rates([one.forward for one in some]), _rates([one.backward for one in some])
+        both_alike = torch.equal(forward_4K, backward_4K)
+        passes = [forward_4K] if both_alike else [forward_4K, backward_4K]
+        self._rates = torch.stack(passes, dim=1)[..., None].unbind(0)
 
-    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward milliseconds, both [..., K], of the slowest exchange of each."""
+    def ms(self, bytes_XCD: Tensor, ranks_per_host: int) -> Tensor:
+        """Forward and backward milliseconds, [..., 2, K], of the slowest exchange of each; [..., 1, K] where all take
+        as long in both passes."""
         together = bytes_XCD.shape[-1] if self._over == "world" else ranks_per_host
-        bytes_XKND = bytes_XCD[..., self.columns, :].unflatten(-1, (-1, together))
+        bytes_X1KND = bytes_XCD.index_select(-2, self.columns).unflatten(-1, (-1, together)).unsqueeze(-4)
         if self._over == "across":
-            bytes_XKND = bytes_XKND.transpose(-1, -2)
-        bounds = bytes_XKND.amax(-1), bytes_XKND.amin(-1), bytes_XKND.sum(-1)
-        forward_XK = _exchange_ms(*bounds, *self._forward).amax(-1)
-        if self._both_alike:
-            return forward_XK, forward_XK
-        return forward_XK, _exchange_ms(*bounds, *self._backward).amax(-1)
+            bytes_X1KND = bytes_X1KND.transpose(-1, -2)
+        smallest_X1KN, largest_X1KN = bytes_X1KND.aminmax(dim=-1)
+        return _exchange_ms(largest_X1KN, smallest_X1KN, bytes_X1KND.sum(-1), *self._rates).amax(-1)
 
 
-def _rates(models: Sequence[CollectiveModel | None]) -> tuple[Tensor, ...]:
-    """Peers, latency and bandwidths of each model, all float64 [K, 1]; None: an exchange that takes no time."""
+def _rates(models: Sequence[CollectiveModel | None]) -> Tensor:
+    """Peers, latency and bandwidths of each model, float64 [4, K]; None: an exchange that takes no time."""
     rates = [(0.0, 0.0, 1.0, 1.0) if model is None else model.rates for model in models]
-    return torch.tensor(rates, dtype=torch.float64).T[..., None].unbind(0)
+    return torch.tensor(rates, dtype=torch.float64).T
 
 
 class Collectives:
@@ -294,12 +294,12 @@ class Collectives:
         )
         return torch.tensor(forward_C, dtype=torch.float64), torch.tensor(backward_C, dtype=torch.float64)
 
-    def each_ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward and backward milliseconds of each, both [..., C]; those that move nothing take nothing."""
-        forward_XC, backward_XC = (bytes_XCD.new_zeros(bytes_XCD.shape[:-1]) for _ in range(2))
+    def each_ms(self, bytes_XCD: Tensor) -> Tensor:
+        """Forward and backward milliseconds of each, [..., 2, C]; those that move nothing take nothing."""
+        ms_X2C = bytes_XCD.new_zeros(*bytes_XCD.shape[:-2], 2, bytes_XCD.shape[-2])
         for some in self._between:
-            forward_XC[..., some.columns], backward_XC[..., some.columns] = some.ms(bytes_XCD, self._ranks_per_host)
-        return forward_XC, backward_XC
+            ms_X2C[..., some.columns] = some.ms(bytes_XCD, self._ranks_per_host)
+        return ms_X2C
 
     def groups(self, column: int, num_ranks: int) -> Tensor:
         """Which ranks exchange with each other in one of them, bool [exchanges side by side, D]."""
@@ -314,5 +314,5 @@ class Collectives:
     def ms(self, bytes_XCD: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward milliseconds [...] of all of them, from the bytes [..., C, D] that each rank sends to
         each peer."""
-        forward_XC, backward_XC = self.each_ms(bytes_XCD)
-        return forward_XC.sum(-1), backward_XC.sum(-1)
+        forward_X, backward_X = self.each_ms(bytes_XCD).sum(-1).unbind(-1)
+        return forward_X, backward_X
