@@ -78,7 +78,7 @@ class JointResult:
     """Whether the time cap ended the search before its budget."""
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def joint_search(
     cost: Cost,
     starts: Iterable[Sharding],
@@ -158,7 +158,7 @@ def _types(cost: Cost, sharding: Sharding) -> set[str]:
     return {options[option].sharding_type for options, option in chosen}
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def descended(cost: Cost, start: Sharding, config: JointConfig, search: SearchConfig) -> Sharding:
     """Where one descent from a feasible sharding ends: near it, as such searches go."""
     descents = _Descents(cost, start, config, search, 0, _budget(cost, config, None))
