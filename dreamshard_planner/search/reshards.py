@@ -206,21 +206,22 @@ class ShardingState(State):
         """Lay the units of every query down, one after the other, where they leave the lowest peak."""
         problem, started = self.problem, self._started(tables, queries, group_cost)
         options = [problem.tables[table][option] for table, option in queries]
-        device_QD = self.device_ms_D.repeat(len(queries), 1)
-        bytes_QCD = self.bytes_CD.repeat(len(queries), 1, 1)
-        fits_Q = torch.ones(len(queries), dtype=torch.bool)
+        device_QD = self.device_ms_D.new_empty(len(queries), problem.num_ranks)
+        bytes_QCD = self.bytes_CD.new_empty(len(queries), *self.bytes_CD.shape)
+        fits_Q = torch.empty(len(queries), dtype=torch.bool)
         positions: list[list[int]] = [[] for _ in queries]
         for span in {option.units[0].span for option in options}:
             some = [query for query, option in enumerate(options) if option.units[0].span == span]
+            some.sort(key=lambda query: -len(options[query].units))  # those with units left are always the first
             parts = [problem.parts_of(*queries[query]).reshape(-1, span) for query in some]
-            trials = started(some)
-            steps = max(map(len, parts))
+            trials = started(some, span)
+            steps = len(parts[0])
             for step in range(steps):
-                left = [index for index, part_UL in enumerate(parts) if step < len(part_UL)]
-                part_XL = torch.from_numpy(np.stack([parts[index][step] for index in left]))
+                part_XL = torch.from_numpy(np.stack([part_UL[step] for part_UL in parts if step < len(part_UL)]))
                 what = self.cost.latent_PH[part_XL], problem.needs_PM[part_XL], problem.bytes_PC[part_XL]
-                trials.lay(left, *what, is_last=step == steps - 1)
-            device_QD[some], bytes_QCD[some], fits_Q[some] = trials.device_ms_QD, trials.bytes_QCD, trials.fits_Q
+                trials.lay(*what, is_last=step == steps - 1)
+            device_QD[some], fits_Q[some] = trials.device_ms_QNL.flatten(1), trials.fits_Q
+            bytes_QCD[some] = trials.bytes_QNLC.flatten(1, 2).transpose(1, 2)
             for query, places in zip(some, trials.positions, strict=True):
                 positions[query] = places
         overall_Q = in_steps(overall_ms(device_QD.amax(-1), problem.collectives.ms(bytes_QCD)), self._unit)
@@ -229,14 +230,14 @@ class ShardingState(State):
 
     def _started(
         self, tables: Sequence[int], queries: Sequence[tuple[int, int]], group_cost: Callable[[Tensor], Tensor]
-    ) -> Callable[[list[int]], _Trials]:
-        """What gives some of the queries, nothing of which is laid down yet: the sums without their tables. Y are fused
-        groups, each with or without one of the tables."""
+    ) -> Callable[[list[int], int], _Trials]:
+        """What gives some of the queries, all of one span, nothing of which is laid down yet: the sums without their
+        tables. Y are fused groups, each with or without one of the tables."""
         slots, slot_of = len(tables), {table: slot for slot, table in enumerate(tables)}
         slot_Q = torch.tensor([slot_of[table] for table, _ in queries])
         old_K = torch.tensor([self.problem.group_of(table, self.sharding.options[table]) for table in tables])
         new_Q = torch.tensor([self.problem.group_of(table, option) for table, option in queries])
-        gone_KDH, gone_KCD, gone_KDM = self._without(tables)
+        gone_KDH, gone_KDC, gone_KDM = self._without(tables)
         # Each group as it is, and each that a table leaves without that table: few, whatever many options join them.
         group_Z, place_X = torch.cat([old_K, new_Q]).unique(return_inverse=True)
         latent_ZDH = self.latent_DGH.transpose(0, 1)[group_Z]
@@ -246,17 +247,17 @@ class ShardingState(State):
         spared_ms_KD = torch.where(gone_KDH[..., 0] > 0, spared_ms_KD, 0.0)  # where nothing is gone, not even rounding
         group_Q = torch.where(old_K[slot_Q] == new_Q, slot_Q, slots + place_X[slots:])
         device_ms_KD, free_KDM = self.device_ms_D - spared_ms_KD, self.free_DM + gone_KDM
-        bytes_KCD = self.bytes_CD - gone_KCD
+        bytes_KDC = self.bytes_CD.T - gone_KDC
 
-        def of_some(some: list[int]) -> _Trials:
+        def of_some(some: list[int], span: int) -> _Trials:
             slot_X, group_X = slot_Q[some], group_Q[some]
             return _Trials(
                 group_cost=group_cost,
-                device_ms_QD=device_ms_KD[slot_X],
-                latent_QDH=latent_YDH[group_X],
-                group_ms_QD=ms_YD[group_X],
-                free_QDM=free_KDM[slot_X],
-                bytes_QCD=bytes_KCD[slot_X],
+                device_ms_QNL=device_ms_KD[slot_X].unflatten(1, (-1, span)),
+                latent_QNLH=latent_YDH[group_X].unflatten(1, (-1, span)),
+                group_ms_QNL=ms_YD[group_X].unflatten(1, (-1, span)),
+                free_QNLM=free_KDM[slot_X].unflatten(1, (-1, span)),
+                bytes_QNLC=bytes_KDC[slot_X].unflatten(1, (-1, span)),
                 fits_Q=torch.ones(len(some), dtype=torch.bool),
                 positions=[[] for _ in some],
             )
@@ -264,7 +265,7 @@ class ShardingState(State):
         return of_some
 
     def _without(self, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents [K, D, H], bytes sent [K, C, D] and memory [K, D, M] of some tables, each as it is sharded."""
+        """Latents [K, D, H], bytes sent [K, D, C] and memory [K, D, M] of some tables, each as it is sharded."""
         problem, ranks = self.problem, self.problem.num_ranks
         rank_X, part_X = problem.laid(self.sharding, tables)
         counts = [len(problem.parts_of(table, self.sharding.options[table])) for table in tables]
@@ -273,43 +274,42 @@ class ShardingState(State):
             summed(values_PY[part_X], row_X, len(tables) * ranks).unflatten(0, (-1, ranks))
             for values_PY in (self.cost.latent_PH, problem.bytes_PC, problem.needs_PM)
         )
-        return latent_KDH, bytes_KDC.transpose(1, 2), used_KDM
+        return latent_KDH, bytes_KDC, used_KDM
 
 
 @dataclass
 class _Trials:
-    """Queries whose units are equally wide, laid down side by side: every rank as each has it so far."""
+    """Queries whose units are equally wide, those with most units first, laid down side by side: every rank as each has
+    it so far."""
 
     group_cost: Callable[[Tensor], Tensor]
-    device_ms_QD: Tensor
-    latent_QDH: Tensor
+    device_ms_QNL: Tensor
+    latent_QNLH: Tensor
     """Summed latents of the fused group that the option's parts join, and"""
-    group_ms_QD: Tensor
+    group_ms_QNL: Tensor
     """what it costs, which is part of its rank's cost."""
-    free_QDM: Tensor
-    bytes_QCD: Tensor
+    free_QNLM: Tensor
+    bytes_QNLC: Tensor
     fits_Q: Tensor
     """Whether memory has allowed all of it."""
     positions: list[list[int]]
 
-    def lay(self, some: Sequence[int], latent_XLH: Tensor, need_XLM: Tensor, bytes_XLC: Tensor, is_last: bool) -> None:
-        """Lay down one unit more of some queries X, each where it leaves the lowest peak; the last of all or not."""
-        query_X, span = torch.tensor(some), latent_XLH.shape[1]
-
-        def by_position(values_QDY: Tensor) -> Tensor:
-            values_XDY = values_QDY if len(some) == len(values_QDY) else values_QDY[query_X]
-            return values_XDY.unflatten(1, (-1, span))
-
-        after_XNL = both_passes(self.group_cost(by_position(self.latent_QDH) + latent_XLH[:, None])).double()
-        peak_XNL = by_position(self.device_ms_QD) + after_XNL - by_position(self.group_ms_QD)
-        position_X, found_X = best_position(peak_XNL.amax(-1), need_XLM, by_position(self.free_QDM))
-        self.fits_Q[query_X] &= found_X
-        for query, position in zip(some, position_X.tolist(), strict=True):
-            self.positions[query].append(position)
-        each, ranks = torch.arange(len(some)), (query_X[:, None], position_X[:, None] * span + torch.arange(span))
-        self.device_ms_QD[ranks] = peak_XNL[each, position_X]
-        self.bytes_QCD.transpose(1, 2).index_put_(ranks, bytes_XLC, accumulate=True)
+    def lay(self, latent_XLH: Tensor, need_XLM: Tensor, bytes_XLC: Tensor, is_last: bool) -> None:
+        """Lay down one unit more of the first queries, X of them, each where it leaves the lowest peak; the last of all
+        or not."""
+        count = len(latent_XLH)
+        device_ms_XNL, group_ms_XNL = self.device_ms_QNL[:count], self.group_ms_QNL[:count]
+        latent_XNLH, free_XNLM = self.latent_QNLH[:count], self.free_QNLM[:count]
+        after_XNL = both_passes(self.group_cost(latent_XNLH + latent_XLH[:, None])).double()
+        peak_XNL = device_ms_XNL + after_XNL - group_ms_XNL
+        position_X, found_X = best_position(peak_XNL.amax(-1), need_XLM, free_XNLM)
+        self.fits_Q[:count].logical_and_(found_X)
+        for places, position in zip(self.positions, position_X.tolist(), strict=False):
+            places.append(position)
+        chosen = torch.arange(count), position_X
+        device_ms_XNL[chosen] = peak_XNL[chosen]
+        self.bytes_QNLC[chosen] += bytes_XLC
         if not is_last:
-            self.group_ms_QD[ranks] = after_XNL[each, position_X]
-            self.latent_QDH[ranks] += latent_XLH
-            self.free_QDM[ranks] -= need_XLM
+            group_ms_XNL[chosen] = after_XNL[chosen]
+            latent_XNLH[chosen] += latent_XLH
+            free_XNLM[chosen] -= need_XLM
