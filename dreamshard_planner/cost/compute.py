@@ -156,7 +156,7 @@ class WithServing(ComputeCost):
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """Of both."""
         trained_XH, served_XH = self._split(latent_XH)
-        return self._trained.approximate_ms(trained_XH) + self._served.approximate_ms(served_XH).float()
+        return self._trained.approximate_ms(trained_XH) + self._served.approximate_ms(served_XH)
 
     def extra_ms(self, latent_XH: Tensor) -> Tensor:
         """Of both."""
@@ -195,7 +195,7 @@ class WithExtras(ComputeCost):
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """The compute cost's, and the extras."""
-        return self._compute.approximate_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH).float()
+        return self._compute.approximate_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH)
 
     def extra_ms(self, latent_XH: Tensor) -> Tensor:
         """The compute cost's, and the extras."""

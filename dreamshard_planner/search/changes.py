@@ -38,13 +38,23 @@ class Bottlenecks:
     """Which shards it holds."""
     device_ms_BD: Tensor
     bytes_BCD: Tensor
+    others_ms: _Extremes
+    """Of the other devices."""
+    exchanges: list[tuple[int, list[_Exchange]]]
+    """Of each collective that some part sends in."""
 
     @classmethod
     def of(cls, states: PlacementState, row_B: Tensor, device_B: Tensor) -> Bottlenecks:
         """Those of the placements ``row_B``."""
-        assignment_BP = states.assignment_BP[row_B]
-        here_BP = assignment_BP == device_B[:, None]
-        return cls(row_B, device_B, assignment_BP, here_BP, states.device_ms_D[row_B], states.bytes_CD[row_B])
+        assignment_BP, here_B1 = states.assignment_BP[row_B], device_B[:, None]
+        device_ms_BD, bytes_BCD = states.device_ms_D[row_B], states.bytes_CD[row_B]
+        exchanges = [
+            (column, [_Exchange.of(bytes_BCD[:, column], here_B1, member_D) for member_D in members])
+            for column, members in states.exchanges
+        ]
+        others_ms = _Extremes.of(device_ms_BD, here_B1, largest=True)
+        here_BP = assignment_BP == here_B1
+        return cls(row_B, device_B, assignment_BP, here_BP, device_ms_BD, bytes_BCD, others_ms, exchanges)
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ def _most_promising(states: PlacementState, bottlenecks: Bottlenecks, rated_exac
 
     fits_BNA = _fits(states, bottlenecks, leaving_BN, device_BA, arrival_A)
     fits_BNA &= here_BP.gather(1, leaving_BN)[..., None] & (device_BA != bottlenecks.device_B[:, None])[:, None]
-    every = Candidates(leaving_BN[..., None], device_BA[:, None].expand_as(fits_BNA), arrival_A, fits_BNA)
+    every = Candidates(leaving_BN[..., None], device_BA[:, None], arrival_A, fits_BNA)
     after_ms = _approximate(states, bottlenecks, leaving_BN)
     overall_BNA, square_BNA = _scores(states, bottlenecks, every, after_ms, unit)
     tie_break_BNA = 10.0 ** -(DIGITS + 1) * square_BNA / (1 + square_BNA.abs())
@@ -124,7 +134,7 @@ def _fits(
     needs_PM, row_B = states.problem.needs_PM, bottlenecks.row_B
     storage_AM = torch.where((arrival_A >= 0)[:, None], needs_PM[arrival_A], 0)
     fits_BNA = torch.ones(*leaving_BN.shape, len(arrival_A), dtype=torch.bool)
-    for kind in range(needs_PM.shape[1]):
+    for kind in needs_PM.any(0).nonzero()[:, 0].tolist():
         grows_BNA = needs_PM[leaving_BN, kind][..., None] - storage_AM[:, kind]
         free_BA = states.free_DM[row_B[:, None], device_BA, kind]
         here_free_B = states.free_DM[row_B, bottlenecks.device_B, kind]
@@ -201,14 +211,11 @@ def _scores(
     """Overall cost of each candidate, rounded, and its change of the two ranks' sum of squares, both [B, ...];
     ``after_ms`` [B, ...] is what the bottleneck and the other rank cost afterwards."""
     device_BX, (here_ms_BX, device_ms_BX) = candidates.device_BX, after_ms
-    own = (slice(None), *[None] * (device_BX.dim() - 1))
-    before_BD, here_B1 = bottlenecks.device_ms_BD, bottlenecks.device_B[:, None]
-    rest_ms_BX = _largest_other(before_BD, here_B1, device_BX)
+    rest_ms_BX = bottlenecks.others_ms.beside(device_BX)
     compute_BX = torch.maximum(rest_ms_BX, torch.maximum(here_ms_BX, device_ms_BX))
     collective_ms = _collectives_after(states, bottlenecks, candidates)
-    squared_BD = before_BD**2
-    before_BX = squared_BD.gather(1, here_B1)[:, 0][own] + squared_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
-    square_BX = here_ms_BX**2 + device_ms_BX**2 - before_BX
+    here_before_BX, before_BX = _of_both(bottlenecks.device_ms_BD**2, bottlenecks.device_B, device_BX)
+    square_BX = here_ms_BX**2 + device_ms_BX**2 - (here_before_BX + before_BX)
     return rounded(overall_ms(compute_BX, collective_ms), unit), rounded(square_BX, unit**2)
 
 
@@ -219,49 +226,83 @@ def _collectives_after(
     which some part sends."""
     leaving_BX, device_BX, arrival_BX = candidates.leaving_BX, candidates.device_BX, candidates.arrival_BX
     bytes_PC, (forward_BX, backward_BX) = states.problem.bytes_PC, states.other_collectives_ms
-    for column, members in states.exchanges:
+    for column, exchanges in bottlenecks.exchanges:
         gained_BX = bytes_PC[leaving_BX, column] - torch.where(arrival_BX >= 0, bytes_PC[arrival_BX, column], 0.0)
-        changed = bottlenecks.bytes_BCD[:, column], bottlenecks.device_B[:, None], device_BX, gained_BX
-        exchanges = [_exchange_after(*changed, member_D) for member_D in members]
+        here_BX, there_BX = _of_both(bottlenecks.bytes_BCD[:, column], bottlenecks.device_B, device_BX)
+        changed = bottlenecks.device_B, device_BX, (here_BX - gained_BX, there_BX + gained_BX), gained_BX
+        after = [exchange.after(*changed) for exchange in exchanges]
         one = states.problem.collectives.collectives[column]
-        forward_ms_BX = 0.0 if one.forward is None else _slowest(one.forward, exchanges)
+        forward_ms_BX = 0.0 if one.forward is None else _slowest(one.forward, after)
         if one.backward == one.forward:
             backward_ms_BX = forward_ms_BX
         else:
-            backward_ms_BX = 0.0 if one.backward is None else _slowest(one.backward, exchanges)
+            backward_ms_BX = 0.0 if one.backward is None else _slowest(one.backward, after)
         forward_BX, backward_BX = forward_BX + forward_ms_BX, backward_BX + backward_ms_BX
     return forward_BX, backward_BX
 
 
 ExchangedBytes = tuple[Tensor, Tensor, Tensor]
-"""Largest and smallest bytes that one of its ranks sends to each peer, and the sum over its ranks, each [B, ...]."""
+"""Largest and smallest bytes that one of its ranks sends to each peer, and the sum over its ranks, each of a shape that
+broadcasts to [B, ...]."""
 
 
-def _exchange_after(
-    bytes_BD: Tensor, here_B1: Tensor, device_BX: Tensor, gained_BX: Tensor, member_D: Tensor
-) -> ExchangedBytes:
-    """An exchange between some ranks after the bottleneck has given so many bytes to the other rank."""
-    own = (slice(None), *[None] * (device_BX.dim() - 1))
-    here_bytes_BX = bytes_BD.gather(1, here_B1)[:, 0][own] - gained_BX
-    there_bytes_BX = bytes_BD.gather(1, device_BX.flatten(1)).view(device_BX.shape) + gained_BX
-    if member_D.all():
-        sides, total_BX = [(bytes_BD, here_bytes_BX, there_bytes_BX)] * 2, bytes_BD.sum(-1)[own]
-    else:
-        here_BX, there_BX, none = member_D[here_B1[:, 0]][own], member_D[device_BX], torch.finfo(bytes_BD.dtype).min
-        sides = [
-            (
-                bytes_BD.masked_fill(~member_D, sign * none),
-                torch.where(here_BX, here_bytes_BX, sign * none),
-                torch.where(there_BX, there_bytes_BX, sign * none),
+@dataclass(frozen=True)
+class _Extremes:
+    """The two largest, or smallest, values of all devices but the bottleneck."""
+
+    first_B: Tensor
+    device_B: Tensor
+    """Whose the first is."""
+    second_B: Tensor
+
+    @classmethod
+    def of(cls, values_BD: Tensor, here_B1: Tensor, largest: bool) -> _Extremes:
+        limits = torch.finfo(values_BD.dtype)
+        top = values_BD.scatter(1, here_B1, limits.min if largest else limits.max).topk(2, largest=largest)
+        return cls(top.values[:, 0], top.indices[:, 0], top.values[:, 1])
+
+    def beside(self, device_BX: Tensor) -> Tensor:
+        """That of all but one more device, [B, ...]; the limit of the type where there is no other."""
+        own = _own(device_BX)
+        return torch.where(device_BX == self.device_B[own], self.second_B[own], self.first_B[own])
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What all ranks of one exchange but the bottleneck send: the same whatever a candidate changes."""
+
+    member_D: Tensor | None
+    """Whether each device is one of them; None: all are."""
+    largest: _Extremes
+    smallest: _Extremes
+    total_B: Tensor
+    """The bottleneck's included."""
+
+    @classmethod
+    def of(cls, bytes_BD: Tensor, here_B1: Tensor, member_D: Tensor | None) -> _Exchange:
+        most_BD, least_BD, limits = bytes_BD, bytes_BD, torch.finfo(bytes_BD.dtype)
+        if member_D is not None:
+            bytes_BD = bytes_BD * member_D
+            most_BD, least_BD = (most_BD.masked_fill(~member_D, limit) for limit in (limits.min, limits.max))
+        largest, smallest = _Extremes.of(most_BD, here_B1, largest=True), _Extremes.of(least_BD, here_B1, largest=False)
+        return cls(member_D, largest, smallest, bytes_BD.sum(-1))
+
+    def after(
+        self, here_B: Tensor, device_BX: Tensor, bytes_BX: tuple[Tensor, Tensor], gained_BX: Tensor
+    ) -> ExchangedBytes:
+        """What its ranks send once the bottleneck has given so many bytes to another device; ``bytes_BX`` are what both
+        have then."""
+        most, least, total_BX = bytes_BX, bytes_BX, self.total_B[_own(device_BX)]
+        if self.member_D is not None:
+            limits, (here_bytes_BX, there_bytes_BX) = torch.finfo(gained_BX.dtype), bytes_BX
+            here_BX, there_BX = self.member_D[here_B][_own(device_BX)], self.member_D[device_BX]
+            most, least = (
+                (torch.where(here_BX, here_bytes_BX, limit), torch.where(there_BX, there_bytes_BX, limit))
+                for limit in (limits.min, limits.max)
             )
-            for sign in (1, -1)
-        ]
-        total_BX = (bytes_BD * member_D).sum(-1)[own] + gained_BX * (there_BX.double() - here_BX.double())
-    largest_BX, negated_BX = (
-        torch.maximum(_largest_other(sign * rest_BD, here_B1, device_BX), torch.maximum(sign * one_BX, sign * other_BX))
-        for sign, (rest_BD, one_BX, other_BX) in zip((1, -1), sides, strict=True)
-    )
-    return largest_BX, -negated_BX, total_BX.expand_as(largest_BX)
+            total_BX = total_BX + gained_BX * (there_BX.double() - here_BX.double())
+        largest_BX = torch.maximum(self.largest.beside(device_BX), torch.maximum(*most))
+        return largest_BX, torch.minimum(self.smallest.beside(device_BX), torch.minimum(*least)), total_BX
 
 
 def _slowest(model: CollectiveModel, exchanges: list[ExchangedBytes]) -> Tensor:
@@ -270,9 +311,12 @@ def _slowest(model: CollectiveModel, exchanges: list[ExchangedBytes]) -> Tensor:
     return each_BX[0] if len(each_BX) == 1 else torch.stack(each_BX).amax(0)
 
 
-def _largest_other(values_BD: Tensor, first_B1: Tensor, second_BX: Tensor) -> Tensor:
-    """Largest value over the devices that are neither ``first`` nor ``second``, [B, ...]; the lowest finite value of
-    the type where there is no other device."""
-    top = values_BD.scatter(1, first_B1, torch.finfo(values_BD.dtype).min).topk(2)
-    own = (..., *[None] * (second_BX.dim() - 1))
-    return torch.where(second_BX == top.indices[:, 0][own], top.values[:, 1][own], top.values[:, 0][own])
+def _of_both(values_BD: Tensor, here_B: Tensor, device_BX: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of the bottleneck and of another device, of shapes that broadcast to [B, ...]."""
+    there_BX = values_BD.gather(1, device_BX.flatten(1)).view_as(device_BX)
+    return values_BD.gather(1, here_B[:, None])[:, 0][_own(device_BX)], there_BX
+
+
+def _own(values_BX: Tensor) -> tuple[slice | None, ...]:
+    """What gives [B] as many dimensions as there are here."""
+    return slice(None), *[None] * (values_BX.dim() - 1)

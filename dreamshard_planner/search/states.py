@@ -103,7 +103,7 @@ class State:
         latent_ZH = self.latent_DGH.flatten(0, 1)[now_Z]
         latent_ZH.index_add_(0, at_X, sign_X[:, None] * cost.latent_PH[part_X])
         change_Z = (both_passes(cost.compute.group_cost_ms(latent_ZH)) - self.group_ms_DG.flatten()[now_Z]).double()
-        device_QD = self.device_ms_D.double().repeat(count, 1)
+        device_QD = self.device_ms_D.double().expand(count, -1).clone()
         device_QD.view(-1).index_add_(0, slot_Z // groups, change_Z)
 
         bytes_QDC = self.bytes_CD.T.repeat(count, 1, 1)
@@ -120,7 +120,9 @@ class PlacementState(State):
     def __init__(self, cost: Cost, assignment_BP: Tensor) -> None:
         super().__init__(cost, assignment_BP)
         self.assignment_BP = assignment_BP.clone()
-        self.approximate_ms_DG = self.approximate_ms(self.latent_DGH)
+        approximates = cost.compute.approximates
+        self.approximate_ms_DG = self.approximate_ms(self.latent_DGH) if approximates else self.group_ms_DG
+        """The same as :attr:`group_ms_DG` where costs are not approximated."""
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """Forward + backward, approximately, [...]."""
@@ -145,10 +147,11 @@ class PlacementState(State):
         return [ms_C[~self.sends_C].sum() for ms_C in each_ms]
 
     @cached_property
-    def exchanges(self) -> list[tuple[int, Tensor]]:
-        """The collectives that some part sends in, each with the ranks that exchange with each other."""
+    def exchanges(self) -> list[tuple[int, list[Tensor | None]]]:
+        """The collectives that some part sends in, each with the ranks that exchange with each other; None: all."""
         problem, columns = self.problem, self.sends_C.nonzero()[:, 0].tolist()
-        return [(column, problem.collectives.groups(column, problem.num_ranks)) for column in columns]
+        groups = [(column, problem.collectives.groups(column, problem.num_ranks)) for column in columns]
+        return [(column, [None if member_D.all() else member_D for member_D in members]) for column, members in groups]
 
     def replace(self, row_X: Tensor, assignment_XP: Tensor) -> None:
         """Let other placements take the place of some."""
@@ -170,7 +173,8 @@ class PlacementState(State):
         used_XM = torch.where(here_XP[..., None], problem.needs_PM, 0).sum(1)
         self.free_DM[row_X, rank_X] = problem.limits_DM[rank_X] - used_XM
         self.group_ms_DG[row_X, rank_X] = both_passes(cost.compute.group_cost_ms(latent_XGH))
-        self.approximate_ms_DG[row_X, rank_X] = self.approximate_ms(latent_XGH)
+        if cost.compute.approximates:
+            self.approximate_ms_DG[row_X, rank_X] = self.approximate_ms(latent_XGH)
 
     @cached_property
     def _member_GP(self) -> Tensor:
