@@ -138,6 +138,7 @@ class Cost:
         )
         preload = Preload(self.group_latents(rank_Y, part_Y), self.bytes_sent(rank_Y, part_Y)) if len(part_Y) else None
         cost = Cost(rest, self.compute, self.latent_PH[part_S], preload)
+        cost.single_ms_P = self.single_ms_P[part_S]  # rated once, however often something is chosen
         units = tuple(zip(table_S, unit_S, strict=True))
         return Chosen(cost, rank_S, units, sharding, part_S, rank_Y, part_Y)
 

@@ -73,11 +73,13 @@ class StackedMLP(nn.Module):
             weight = torch.rand(members, fan_in, fan_out, generator=generator) * 2 - 1
             self.weights.append(nn.Parameter(weight * bound))
             self.biases.append(nn.Parameter(torch.zeros(members, 1, fan_out)))
+        # Looking them up in torch's lists takes as long as a small product.
+        self._layers = [*zip(self.weights, self.biases, strict=True)]
 
     def forward(self, x_EXI: Tensor) -> Tensor:
         """[E, X, in] -> [E, X, out]; of fewer members than there are, the first."""
         members = len(x_EXI)
-        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+        for layer, (weight, bias) in enumerate(self._layers):
             x_EXI = torch.baddbmm(bias[:members], x_EXI if layer == 0 else torch.relu(x_EXI), weight[:members])
         return x_EXI
 

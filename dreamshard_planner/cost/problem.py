@@ -44,11 +44,13 @@ def has_room(need_XM: Array, room_XM: Array) -> Array:
 
 def summed(values_XY: Tensor, slot_BX: Tensor, slots: int) -> Tensor:
     """Sums [B, slots, Y] of the rows that share a slot, int64 [B, X]; leading dimensions B are free."""
-    flat_NX = torch.atleast_2d(slot_BX).flatten(0, -2)
-    slot_Z = (flat_NX + slots * torch.arange(len(flat_NX))[:, None]).flatten()
-    sums_ZY = values_XY.new_zeros(len(flat_NX) * slots, values_XY.shape[1])
-    sums_ZY.index_add_(0, slot_Z, values_XY.repeat(len(flat_NX), 1) if len(flat_NX) > 1 else values_XY)
-    return sums_ZY.view(*slot_BX.shape[:-1], slots, values_XY.shape[1])
+    slot_NX = slot_BX[None].flatten(0, -2)
+    rows, width = len(slot_NX), values_XY.shape[1]
+    if rows > 1:
+        slot_NX = slot_NX + slots * torch.arange(rows)[:, None]
+    sums_ZY = values_XY.new_zeros(rows * slots, width)
+    sums_ZY.index_add_(0, slot_NX.flatten(), values_XY.expand(rows, -1, -1).flatten(0, 1))
+    return sums_ZY.view(*slot_BX.shape[:-1], slots, width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class OptionReader:
         self._configs: dict[nn.Module, dict[str, Any]] = {}
         self._weighted: dict[nn.Module, bool] = {}
         self._remaps: dict[nn.Module, bool] = {}
+        self._fused: dict[tuple[nn.Module, DataType | None], dict[str, Any]] = {}
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
         self._legal = legal
@@ -365,7 +366,10 @@ class OptionReader:
         return self._sharders.get(sharder_name(type(option.module[1])))
 
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
-        return fused_params(option.module[1], self._sharder(option), option.output_dtype)
+        key = option.module[1], option.output_dtype
+        if key not in self._fused:
+            self._fused[key] = fused_params(option.module[1], self._sharder(option), option.output_dtype)
+        return self._fused[key]
 
     def _is_weighted(self, module: nn.Module) -> bool:
         if module not in self._weighted:

@@ -19,6 +19,8 @@ from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Stor
 
 SHARDS = {"shards", "_runs", "_ranks", "_shards"}
 """Attributes that hold shards, of TorchRec's options and of ours."""
+_ATOMS = (str, int, type(None))
+"""Of which copies are the same object."""
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ class EnumeratedOption(ShardingOption):
     def __deepcopy__(self, memo: dict[int, Any] | None) -> EnumeratedOption:
         result = type(self).of(self)
         for name, value in vars(self).items():
-            if name not in ("_tensor", "_module", "_shards", "_runs") and not isinstance(value, str | int | None):
+            if name not in ("_tensor", "_module", "_shards", "_runs") and not isinstance(value, _ATOMS):
                 setattr(result, name, copy.deepcopy(value, memo))
         if self._runs is None:
             result.shards = [Shard([*s.size], [*s.offset], s.storage, s.perf, s.rank) for s in self._shards]
