@@ -29,7 +29,7 @@ from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
+from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer, workloads_of
 
 PUBLISHED = Path(__file__).parent / "data" / "published_gpu.json"
 KERNELS_ALONE_MS = 0.06
@@ -115,9 +115,8 @@ class Row:
 
 
 def published() -> list[Row]:
-    """All rows whose optimizer the features know."""
-    rows = json.loads(PUBLISHED.read_text())["rows"]
-    return [_row(row) for row in rows if row["optimizer"] in ("sgd", "rowwise_adagrad")]
+    """All rows."""
+    return [_row(row) for row in json.loads(PUBLISHED.read_text())["rows"]]
 
 
 def _row(row: dict) -> Row:
@@ -134,7 +133,7 @@ def _row(row: dict) -> Row:
             (feature,),
             weight_bytes=row["weight_bytes"],
             pooled=row["pooled"],
-            optimizer=row["optimizer"],
+            optimizer=costed_optimizer(row["optimizer"]),
             memory=row.get("memory", "device"),
             cache_load_factor=row.get("cache_load_factor", 1.0),
         )
@@ -171,11 +170,10 @@ def _reuse(rows: int, lookups: float, exponent: float, drawn: bool) -> tuple[tor
 
 
 def measured() -> list[Row]:
-    """Settings that an H100 measured, with optimizers that the features know."""
+    """Settings that an H100 measured."""
     known = json.loads(MEASURED.read_text())
     card = {"source": "an H100", "card": known["card"]["card"], "memory_gb_per_s": 3350, "l2_mb": 50}
-    rows = (row for row in known["rows"] if row["optimizer"] in ("sgd", "rowwise_adagrad", "adagrad"))
-    return [_row(row | card) for row in rows]
+    return [_row(row | card) for row in known["rows"]]
 
 
 def sets_of(path: Path) -> LabelledSets:

@@ -38,7 +38,7 @@ from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.workload.features import FEATURE_NAMES
+from dreamshard_planner.workload.features import NETWORK_FEATURES
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
@@ -95,7 +95,7 @@ class Checkpoint:
         tensors = _state("policy", self.policy) | (_state("cost", self.cost) if self.cost is not None else {})
         description = {
             **self.metadata,
-            "features": list(FEATURE_NAMES),
+            "features": list(NETWORK_FEATURES),
             "policy": asdict(self.policy.config),
             "cost": None if self.cost is None else asdict(self.cost.config),
         }

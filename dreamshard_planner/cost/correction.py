@@ -102,8 +102,9 @@ _EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements")
 
 def optimizer_of(features_SF: Tensor) -> Tensor:
     """Index of each shard's optimizer in :data:`OPTIMIZERS`, [S]."""
-    stateful_S, adagrad_S = features_SF[:, columns(("stateful_optimizer", "adagrad"))].unbind(-1)
-    return (stateful_S + adagrad_S).long()
+    of_weights_S, of_rows_S = features_SF[:, columns(("weight_states", "row_states"))].unbind(-1)
+    stateful_S, adagrad_S = of_weights_S + of_rows_S > 0, (of_weights_S == 1) & (of_rows_S == 0)
+    return stateful_S.long() + adagrad_S.long()
 
 
 def check_corrections(given: Any) -> None:

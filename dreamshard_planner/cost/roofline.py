@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 SORT_PASSES = 4.0
 """Times that the backward reads and writes the indices while it sorts them (radix sort of int64 keys)."""
+TWO_STATES = 2.0
+"""Times as long as others that a lookup takes in a GPU's backward where the optimizer has two states (Adam, LAMB): its
+kernels hold more, so that fewer run at once. What an H100 measured beside the bytes of the states themselves."""
 CACHE_SET_BYTES = 32 * 8
 """Keys that one lookup in a UVM cache compares: FBGEMM's sets are as wide as a warp. Before, the indices are sorted, to
 find the distinct ones."""
@@ -266,9 +269,9 @@ class RooflineCost(ComputeCost):
         link_row_bytes = (dim * weight_bytes).clamp_min(LINK_BYTES)
         outputs = column("output_elements") * OUTPUT_BYTES
         indices, tables = lookups * INDEX_BYTES, torch.full_like(lookups, kernels.table_bytes)
-        states = distinct_rows * (1 + column("adagrad") * (dim - 1))
-        optimizer_state = column("stateful_optimizer") * states * OUTPUT_BYTES
-        scattered = column("stateful_optimizer") * (1 - column("adagrad")) * distinct_rows
+        weight_states, row_states = column("weight_states"), column("row_states")
+        optimizer_state = distinct_rows * (weight_states * dim + row_states) * OUTPUT_BYTES
+        scattered = row_states * distinct_rows
         sequence = column("sequence")
         ns = 1e-6 * self.slowness
 
@@ -317,9 +320,10 @@ class RooflineCost(ComputeCost):
         pooling = lookups / all_bags
         bags = all_bags * -torch.expm1(-pooling)  # that are not empty
         forward += (lookups * kernels.lookup_ns + bags * kernels.bag_ns) * ns
-        backward += lookups * kernels.update_lookup_ns * ns
+        updates = torch.where(weight_states + row_states > 1, TWO_STATES * lookups, lookups)
+        backward += updates * kernels.update_lookup_ns * ns
         forward_lane = (lookups * kernels.lookup_lane_ns + bags * kernels.bag_lane_ns) * ns
-        backward_lane = lookups * kernels.update_lane_ns * ns * trained
+        backward_lane = updates * kernels.update_lane_ns * ns * trained
         longest = pooling.clamp_max(_LONGEST) ** 4  # the fourth root of whose sum stands for the maximum
         sums = [forward, backward * trained, ahead, trained, forward_lane, backward_lane, longest, lookups * trained]
         lanes_SL = dim[:, None] > dim.new_tensor(LANES[:-1])
@@ -379,12 +383,12 @@ class RooflineCost(ComputeCost):
         )
 
 
-DENSE_PASSES = {"sgd": 8, "rowwise_adagrad": 12, "adagrad": 16, "other": 16}
+DENSE_PASSES = {"sgd": 8, "rowwise_adagrad": 12, "adagrad": 16, "partial_rowwise_adam": 16, "adam": 23, "other": 16}
 """Times that a data-parallel table's size passes through memory beside its kernels, by optimizer: the gradient is
 zeroed, read and written into DDP's bucket, read and written by DDP's division by the number of ranks, and read by an
 optimizer that reads and writes all weights; row-wise Adagrad reads it once more, and passes over its squares; one with
-a state for every weight passes over that, and a temporary, eight times. An H100 takes 8.6, 12.4 and 17.5 of them
-(``benchmarks/replica_steps.py``)."""
+a state for every weight passes over that, and a temporary, eight times; Adam over two of them, and its temporaries, 15
+times. An H100 takes 8.6, 12.4 and 17.5 of them, but for Adam (``benchmarks/replica_steps.py``)."""
 CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.2e-6
 """Measured on one core of an AMD EPYC (family 25 model 17), with SGD and without DDP: what four such passes add to a
 fused backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""

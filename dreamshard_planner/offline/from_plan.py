@@ -19,7 +19,7 @@ from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
 from dreamshard_planner.planning.settings import PlannerSettings
-from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, PlanInputs, SavedPlan, TableInputs, TopologyInputs
+from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import OnRequest, Replan
 from dreamshard_planner.plans.stale import differences, stale_differences
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
@@ -28,6 +28,7 @@ from dreamshard_planner.support.files import brief
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import NO_OPTIMIZER
 
 IN_WORDS = ("stats",)
 """What a file has of a cache's parameters in words alone; nothing of it is read offline."""

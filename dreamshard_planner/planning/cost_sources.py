@@ -6,7 +6,7 @@ Shapes: P parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -25,6 +25,7 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.workload.tables import OPTIMIZERS
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """Exchanges that cost nothing of their own."""
@@ -78,18 +79,21 @@ class NetworkCosts:
         """What a reader of a plan's cost should know of where it came from."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
-        # Networks tell Adagrad from row-wise Adagrad where calibration did, or the roofline that they start from.
-        network = self.checkpoint.cost if self.uses_network else None
-        told_apart = (
-            network is None or network.knows_states or "adagrad" in self.checkpoint.metadata.get("corrections", {})
-        )
-        unknown = () if self.takes_estimates else ("other",) if told_apart else ("other", "adagrad")
         return (
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
             *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
             *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=self.uses_network)),
-            *noted("optimizer", costed_optimizers(plan, reader, self.topology, unknown)),
+            *noted("optimizer", costed_optimizers(plan, reader, self.topology, self._unknown())),
         )
+
+    def _unknown(self) -> Collection[str]:
+        """Optimizers that the costs do not tell from row-wise Adagrad."""
+        if self.takes_estimates:
+            return ()
+        network = self.checkpoint.cost if self.uses_network else None
+        if network is None or network.knows_states:
+            return ("other",)
+        return OPTIMIZERS.keys() - {"sgd", "rowwise_adagrad", *self.checkpoint.metadata.get("corrections", {})}
 
 
 class BandwidthCosts(NetworkCosts):

@@ -49,7 +49,14 @@ from dreamshard_planner.support.documents import (
 )
 from dreamshard_planner.support.files import brief, write_whole
 from dreamshard_planner.support.formatting import layout, ranks_in_words
-from dreamshard_planner.workload.tables import MAX_BATCH_SIZE, FeatureStatistics, Table, costed_optimizer
+from dreamshard_planner.workload.tables import (
+    MAX_BATCH_SIZE,
+    NO_OPTIMIZER,
+    OPTIMIZERS,
+    FeatureStatistics,
+    Table,
+    costed_optimizer,
+)
 
 FORMAT = "dreamshard_planner plan"
 VERSION = 6
@@ -107,23 +114,8 @@ class TableSharding:
         return f"{sharding_in_words(self.sharding_type, self.kernel)}{cached} on {ranks}"
 
 
-NO_OPTIMIZER = "none"
 STATE_BYTES = 4
 """FBGEMM keeps states in fp32, also of tables in fp16."""
-STATES = {
-    NO_OPTIMIZER: (0, 0),
-    "sgd": (0, 0),
-    "exact_sgd": (0, 0),
-    "exact_rowwise_adagrad": (0, 1),
-    "rowwise_adagrad": (0, 1),
-    "emainplace_rowwise_adagrad": (0, 1),
-    "adam": (2, 0),
-    "lamb": (2, 0),
-    "partial_rowwise_adam": (1, 1),
-    "partial_rowwise_lamb": (1, 1),
-}
-"""States per weight, and per row of a shard, by FBGEMM's name of the optimizer; one per weight (Adagrad, momentum) of
-others."""
 
 
 Weights = TypeVar("Weights", int, np.ndarray)
@@ -159,9 +151,9 @@ class TableInputs:
 
     def trained_bytes(self, weights: Weights, width: Any) -> Weights:
         """Of so many weights, in shards so many columns wide, and of their part of the optimizer's states."""
-        per_weight, per_row = STATES.get(self.optimizer, (1, 0))
-        states = weights * per_weight - (-weights * per_row // width)
-        return weights * self.weight_bytes + states * STATE_BYTES
+        states = OPTIMIZERS[costed_optimizer(self.optimizer)]
+        number = weights * states.per_weight - (-weights * states.per_row // width)
+        return weights * self.weight_bytes + number * STATE_BYTES
 
     def table(self, name: str, statistics: Mapping[str, FeatureStatistics]) -> Table:
         """As workloads are made of it; features that the statistics lack are read once per sample."""

@@ -25,7 +25,7 @@ from torchrec.types import DataType
 
 from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.problem import Option, Problem
-from dreamshard_planner.plans.plan_file import NO_OPTIMIZER, TableInputs
+from dreamshard_planner.plans.plan_file import TableInputs
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.parts import Parts, group_key
 from dreamshard_planner.problem.read_problem import ReadProblem
@@ -48,6 +48,7 @@ from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
     CACHE_LOAD_FACTOR,
+    NO_OPTIMIZER,
     FeatureStatistics,
     Table,
     Workload,
@@ -314,7 +315,7 @@ class OptionReader:
             weight_bytes=weight_bytes,
             pooled=option.is_pooled,
             weighted=self._is_weighted(option.module[1]) or bool(constraint.is_weighted),
-            optimizer="sgd" if is_served else costed_optimizer(self._optimizer(option)),
+            optimizer=costed_optimizer(self._optimizer(option)),
             memory="device" if on_host else memory_of(option.compute_kernel),
             cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
             prefetched=self._prefetches(option),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, cache_hits
-from dreamshard_planner.workload.tables import Workload
+from dreamshard_planner.workload.tables import OPTIMIZERS, Workload
 
 REUSE_FEATURES = tuple(f"reuse_{bin_index}" for bin_index in range(NUM_REUSE_BINS))
 
@@ -52,21 +52,22 @@ WORK = (
 PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
 
-LATER_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched", "adagrad", "served")
-"""One where the weights live outside the device's own memory; the share of a batch's distinct rows that the cache does
-not hold; one where they are fetched while the batch before is computed; one where every weight has an optimizer state
-of its own, which corrections of networks tell apart; and one for quantized tables, which have no backward. No network
+NETWORK_FEATURES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS))
+"""All that networks read."""
+
+PRIOR_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched", "served", "weight_states", "row_states")
+"""What the roofline and corrections read beside: one where the weights live outside the device's own memory; the share
+of a batch's distinct rows that the cache does not hold; one where they are fetched while the batch before is computed;
+one for quantized tables, which have no backward; and the optimizer's states of each weight, and of each row. No network
 reads these, so that a checkpoint made before some of them were known is as good as ever."""
 
-FEATURE_NAMES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS), *LATER_FEATURES)
+FEATURE_NAMES = (*NETWORK_FEATURES, *PRIOR_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
 
 
 def covers(names: Sequence[str]) -> bool:
-    """Whether columns of these names are those that networks read here, in the same order: :data:`FEATURE_NAMES`, but
-    for the last of :data:`LATER_FEATURES`."""
-    needed = len(FEATURE_NAMES) - len(LATER_FEATURES)
-    return len(names) >= needed and list(names) == list(FEATURE_NAMES[: len(names)])
+    """Whether columns of these names begin with those that networks read here, in the same order."""
+    return list(names[: len(NETWORK_FEATURES)]) == list(NETWORK_FEATURES)
 
 
 def columns(names: Sequence[str]) -> list[int]:
@@ -91,6 +92,7 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
     w = _completed(columns)
     rows, dim, weight_bytes, distinct_rows = w["rows"], w["dim"], w["weight_bytes"], w["distinct_rows"]
     lookups = w["pooling_factor"] * w["batch_size"]
+    weight_states, row_states = _states(w["optimizer"])
     samples = w["num_features"] * w["batch_size"] * w["output_share"]
     values = {
         "log2_rows": np.log2(rows),
@@ -105,7 +107,7 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
         "weight_bytes": weight_bytes,
         "sequence": ~w["pooled"],
         "weighted": w["weighted"],
-        "stateful_optimizer": w["optimizer"] != "sgd",
+        "stateful_optimizer": weight_states + row_states > 0,
         "tables": np.ones(len(rows)),
         "samples": samples,
         "lookups": lookups,
@@ -122,8 +124,9 @@ def features_of(columns: Mapping[str, np.ndarray]) -> Tensor:
         "uvm": w["memory"] == "uvm",
         "cache_misses": _cache_misses(w, lookups),
         "cache_prefetched": w["prefetched"],
-        "adagrad": w["optimizer"] == "adagrad",
         "served": w["served"],
+        "weight_states": weight_states,
+        "row_states": row_states,
         **dict(zip(REUSE_FEATURES, w["reuse_histogram"].T, strict=True)),
     }
     return torch.from_numpy(np.stack([values[name].astype(np.float32) for name in FEATURE_NAMES], axis=1))
@@ -138,6 +141,14 @@ def _completed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if entry.name in _FIELDS
     }
     return {name: column.astype(float) if column.dtype.kind in "iuO" else column for name, column in complete.items()}
+
+
+def _states(optimizer_S: np.ndarray) -> np.ndarray:
+    """Of each weight, and of each row, [2, S]."""
+    states_2S = np.zeros((2, len(optimizer_S)))
+    for name in set(optimizer_S.tolist()):
+        states_2S[:, optimizer_S == name] = np.array(OPTIMIZERS[name])[:, None]
+    return states_2S
 
 
 def _cache_misses(w: Mapping[str, np.ndarray], lookups_S: np.ndarray) -> np.ndarray:

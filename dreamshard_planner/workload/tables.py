@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -20,13 +20,39 @@ from dreamshard_planner.support.files import brief
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
 from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 
-OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "other")
-"""Fused optimizers that the cost models tell apart; ``other`` is costed like row-wise Adagrad."""
+
+class States(NamedTuple):
+    """How many states, in fp32, a fused optimizer keeps."""
+
+    per_weight: int
+    per_row: int
+
+
+OPTIMIZERS = {
+    "sgd": States(0, 0),
+    "rowwise_adagrad": States(0, 1),
+    "adagrad": States(1, 0),
+    "partial_rowwise_adam": States(1, 1),
+    "adam": States(2, 0),
+    "other": States(0, 1),
+}
+"""Fused optimizers that the cost models tell apart, by their states; ``other`` is costed like row-wise Adagrad."""
+NO_OPTIMIZER = "none"
+_ALIKE = {
+    NO_OPTIMIZER: "sgd",
+    "emainplace_rowwise_adagrad": "rowwise_adagrad",
+    "lars_sgd": "adagrad",
+    "ensemble_rowwise_adagrad": "partial_rowwise_adam",
+    "partial_rowwise_lamb": "partial_rowwise_adam",
+    "lamb": "adam",
+}
+"""Others of FBGEMM's, and those that keep as many states."""
 
 
 def costed_optimizer(name: str) -> str:
-    """Of :data:`OPTIMIZERS`, by TorchRec's or FBGEMM's name of one."""
+    """Of :data:`OPTIMIZERS`, by TorchRec's or FBGEMM's name of one: itself, or one with as many states."""
     known = name.lower().removeprefix("exact_")
+    known = _ALIKE.get(known, known)
     return known if known in OPTIMIZERS else "other"
 
 
@@ -167,7 +193,8 @@ class Table:
         if not 0 <= self.output_share < math.inf:
             raise TaskError(f"table {self.name!r}: output share must be finite and >= 0, got {self.output_share}")
         if self.optimizer not in OPTIMIZERS:
-            raise TaskError(f"table {self.name!r}: optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
+            known = tuple(OPTIMIZERS)
+            raise TaskError(f"table {self.name!r}: optimizer must be one of {known}, got {self.optimizer!r}")
         if self.memory not in MEMORIES:
             raise TaskError(f"table {self.name!r}: memory must be one of {MEMORIES}, got {self.memory!r}")
         if not 0 < self.cache_load_factor <= 1:

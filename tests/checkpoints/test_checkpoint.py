@@ -18,7 +18,7 @@ from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
-from dreamshard_planner.workload.features import FEATURE_NAMES, LATER_FEATURES
+from dreamshard_planner.workload.features import FEATURE_NAMES, NETWORK_FEATURES
 
 DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")
 PAPER = (PaperPolicy(PaperPolicyConfig()), PaperCostNetwork(PaperCostConfig(), seed=5), "paper")
@@ -94,7 +94,7 @@ def test_damaged_description(saved: Path) -> None:
     rewrite(saved, description="{")
     with pytest.raises(CheckpointError, match="description is missing or damaged"):
         Checkpoint.load(saved)
-    for features in (["dim"], [], None, 3, [*FEATURE_NAMES, "later"], list(FEATURE_NAMES[::-1])):
+    for features in (["dim"], [], None, 3, list(NETWORK_FEATURES[::-1])):
         rewrite(saved, description=json.dumps({"features": features}))
         with pytest.raises(CheckpointError, match="other features"):
             Checkpoint.load(saved)
@@ -116,17 +116,17 @@ def test_what_is_shown_of_a_description_is_checked(tmp_path: Path, wrong: dict[s
         describe(path)
 
 
-def test_features_that_no_network_reads_may_be_missing(saved: Path) -> None:
+def test_features_that_no_network_reads_may_be_any(saved: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(saved, framework="pt") as file:
         description = json.loads(file.metadata()["description"])
-    assert description["features"] == list(FEATURE_NAMES)
-    for missing in range(len(LATER_FEATURES) + 1):
-        description["features"] = list(FEATURE_NAMES[: len(FEATURE_NAMES) - missing])
+    assert description["features"] == list(NETWORK_FEATURES)
+    for names in (FEATURE_NAMES, [*NETWORK_FEATURES, "uvm", "of another version"]):
+        description["features"] = list(names)
         rewrite(saved, description=json.dumps(description))
         assert Checkpoint.load(saved).metadata["hardware_name"] == "a machine"
-    description["features"] = description["features"][:-1]
+    description["features"] = list(NETWORK_FEATURES[:-1])
     rewrite(saved, description=json.dumps(description))
     with pytest.raises(CheckpointError, match="other features"):
         Checkpoint.load(saved)

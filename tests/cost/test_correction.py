@@ -136,6 +136,12 @@ def test_hot_rows_are_told_from_a_few_kernels() -> None:
     assert max(errors(CorrectedCost(ROOFLINE, corrections), other)[:, 0].tolist()) < 0.03
 
 
+def test_optimizers_without_a_correction_of_their_own_go_with_row_wise_adagrad() -> None:
+    ((workload, *_), *_) = drawn(1, 5)
+    for name in ("other", "partial_rowwise_adam", "adam"):
+        assert optimizer_of(feature_matrix([replace(workload, optimizer=name)])).tolist() == [1]
+
+
 @pytest.mark.parametrize("compute", ["network", "roofline"])
 def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str) -> None:
     inner = Checkpoint.load(SHIPPED / "cpu.safetensors").cost if compute == "network" else ROOFLINE

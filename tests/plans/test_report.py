@@ -157,13 +157,14 @@ def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
-    for optimizer, said in ((torch.optim.Adam, True), (torch.optim.Adagrad, False), (torch.optim.SGD, False)):
+    adam, adagrad, sgd = torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD
+    for optimizer, device, said in ((adam, "cpu", 1), (adagrad, "cpu", 0), (sgd, "cpu", 0), (adam, "cuda", 0)):
         model = small_model()
         apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
-        made = planner()
+        made = planner(topology=topology(device=device))
         made.plan(model, SHARDERS)
         made.save_plan(tmp_path / "plan.json")
-        again = planner(plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+        again = planner(topology=topology(device=device), plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
         again.plan(model, SHARDERS)
         for report in (made.report(), again.report()):
             notes = [note for note in report.notes if "costed as with row-wise Adagrad" in note.text]

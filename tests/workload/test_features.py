@@ -9,6 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 from dreamshard_planner import FeatureStatistics, TaskError
 from dreamshard_planner.cost.dataset import WORKLOAD_FIELDS
@@ -17,11 +20,12 @@ from dreamshard_planner.workload.features import (
     FEATURE_NAMES,
     PAPER_FEATURES,
     Scaler,
+    columns,
     feature_matrix,
     features_of,
 )
 from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2
-from dreamshard_planner.workload.tables import Table, workloads_of
+from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
 
 
 def test_features_have_one_order_and_no_nan() -> None:
@@ -51,3 +55,21 @@ def test_features_of_columns_are_those_of_workloads() -> None:
     assert torch.equal(features_of(columns), feature_matrix(workloads))
     huge = replace(workloads[0], rows=10**25)
     assert feature_matrix([huge])[0, FEATURE_INDEX["log2_rows"]] == pytest.approx(math.log2(10**25))
+
+
+@pytest.mark.parametrize("optimizer", EmbOptimType)
+def test_optimizers_keep_the_states_that_costs_count(optimizer: EmbOptimType) -> None:
+    """As FBGEMM allocates them, for every optimizer that it has GPU kernels of."""
+    table = (100, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    try:
+        kernel = SplitTableBatchedEmbeddingBagsCodegen([table], optimizer=optimizer, device=torch.device("meta"))
+    except AssertionError as error:
+        assert "deprecated" in str(error) or "not supported" in str(error)
+        return
+    kept = [getattr(kernel, f"momentum{which}_dev", torch.empty(0)).numel() for which in (1, 2)]
+    costed = costed_optimizer(optimizer.name)
+    assert costed != "other" and OPTIMIZERS[costed] == (kept.count(800), kept.count(100))
+    workload = replace(workloads_of(mlperf_dlrm_dcnv2(), 8)[0], optimizer=costed)
+    names = ("weight_states", "row_states", "stateful_optimizer")
+    states = feature_matrix([workload])[0, columns(names)].tolist()
+    assert states == [*OPTIMIZERS[costed], any(OPTIMIZERS[costed])]
