@@ -93,7 +93,7 @@ test-matrix: $(MATRIX:%=.matrix/%/installed)
 	    echo "== torchrec $$release"; \
 	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q \
 	        tests/distributed/test_smoke.py tests/torchrec_components/test_plugin.py tests/problem/test_table_reader.py tests/planning/test_refusals.py \
-	        tests/plans/test_report.py tests/problem/test_links.py tests/search_space/test_estimates.py tests/plans/test_plan_file.py; \
+	        tests/plans/test_report.py tests/problem/test_links.py tests/problem/test_fused_groups.py tests/search_space/test_estimates.py tests/plans/test_plan_file.py; \
 	done
 
 .venv-%/installed: requirements/%.txt

@@ -24,7 +24,7 @@ from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_se
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.alike_shards import is_torchrecs, set_ranks
-from dreamshard_planner.search_space.cache_sizes import coarse_sizes, finer_sizes, uses_host_memory
+from dreamshard_planner.search_space.cache_sizes import all_sized, coarse_sizes, finer_sizes, uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.towers import pinned_options
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
@@ -153,7 +153,8 @@ def with_cache_sizes(
         options = [*options, *sizes]
         found = joint_plan(context, options, topology, how, known=found)
         sizes = finer_sizes(options, found.proposal)
-    return found
+    proposal = all_sized(found.proposal, context.reader.load_factor)
+    return found if proposal is found.proposal else replace(found, proposal=proposal)
 
 
 def as_found(

@@ -4,12 +4,13 @@ of them TorchRec fuses into one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
+from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.problem import MEMORY_KINDS
@@ -135,10 +136,34 @@ def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> i
     return 0
 
 
+_of_option = attrgetter("stochastic_rounding", "bounds_check_mode", "enforce_hbm")
+_of_cache = attrgetter("algorithm", "reserved_memory", "precision", "prefetch_pipeline", "multipass_prefetch_config")
+_NO_CACHE = CacheParams()
+_SET = (
+    "stochastic_rounding",
+    "bounds_check_mode",
+    "enforce_hbm",
+    "cache_algorithm",
+    "cache_reserved_memory",
+    "cache_precision",
+    "prefetch_pipeline",
+    "multipass_prefetch_config",
+)
+"""Fused parameters that options set, and their cache parameters. A load factor is not one: a kernel has the mean of its
+tables'."""
+
+
+def _set_fused_params(option: ShardingOption, of_sharder: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Those of an option, else of its sharder, as ``torchrec.distributed.utils.add_params_from_parameter_sharding``
+    has them."""
+    own = _of_option(option) + _of_cache(option.cache_params or _NO_CACHE)
+    return tuple(of_sharder.get(name) if value is None else value for name, value in zip(_SET, own, strict=True))
+
+
 def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
     """What must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
-    tensor, cache = option.tensor, option.cache_params
+    tensor = option.tensor
     key_value = KERNELS[option.compute_kernel].store
     return (
         option.path,
@@ -155,11 +180,8 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         repr(getattr(tensor, "_optimizer_kwargs", None)),
         table.pooled,
         option.name if fused_params.get("use_one_tbe_per_table") else None,
-        option.output_dtype,
-        option.stochastic_rounding,
-        option.bounds_check_mode,
-        option.enforce_hbm,
-        repr(cache and replace(cache, load_factor=None, stats=None)),
+        fused_params.get("output_dtype"),
+        _set_fused_params(option, fused_params),
         repr(getattr(option, "key_value_params", None)) if key_value else None,
         option.shards[0].size[1] if table.prefetched or key_value else None,
     )

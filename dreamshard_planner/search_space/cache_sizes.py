@@ -60,6 +60,21 @@ def finer_sizes(options: Iterable[ShardingOption], plan: Sequence[ShardingOption
     ]
 
 
+def all_sized(plan: list[ShardingOption], given: Callable[[ShardingOption], float | None]) -> list[ShardingOption]:
+    """A plan that names TorchRec's fifth as well, where it names the size of some cache: TorchRec gives a kernel the
+    mean of the sizes that its tables name, also for those that name none.
+
+    Args:
+        plan: one option for every table; itself where nothing changes.
+        given: see :func:`coarse_sizes`.
+    """
+    cached = [option for option in plan if option.compute_kernel == CACHING]
+    unsized = {fqn_of(option) for option in cached if given(option) is None}
+    if len(unsized) in (0, len(cached)):
+        return plan
+    return [_with_share(option, CACHE_LOAD_FACTOR) if fqn_of(option) in unsized else option for option in plan]
+
+
 def uses_host_memory(plan: Iterable[ShardingOption]) -> bool:
     """Whether some table lies there, cached or not."""
     return any(in_host_memory(option.compute_kernel) for option in plan)
@@ -70,7 +85,12 @@ def _share(option: ShardingOption) -> float:
 
 
 def _sized(option: ShardingOption, share: float) -> OwnCacheSize:
+    result = _with_share(option, share)
+    result.forget_estimates()
+    return result
+
+
+def _with_share(option: ShardingOption, share: float) -> OwnCacheSize:
     result = OwnCacheSize.of(option)
     result.cache_params = replace(option.cache_params or CacheParams(), load_factor=round(share, 4))
-    result.forget_estimates()
     return result
