@@ -67,13 +67,15 @@ moves gigabytes, so that it takes about a millisecond there as well."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMix:
-    """What share of the drawn sets has each attribute; the rest is pooled, unweighted, fp32, SGD."""
+    """What share of the drawn sets has each attribute; the rest is pooled, unweighted, fp32, SGD, of mixed dims."""
 
     sequence: float = 0.08
     weighted: float = 0.08
     """Of the pooled sets; sequence lookups take no weights."""
     fp16: float = 0.10
     rowwise_adagrad: float = 0.30
+    one_dim: float = 0.25
+    """Of the pooled sets, as many models have it: on GPUs the widest table of a kernel counts for all of them."""
 
     def __post_init__(self) -> None:
         for name, share in asdict(self).items():
@@ -112,8 +114,9 @@ def draw_sets(
     """Random groups to measure.
 
     Set sizes are log-uniform from 1 to ``max_tables``; batch sizes come from a ladder, each as likely as the
-    others; tables of a set are distinct, and of one dim where sequences are looked up. Tables that would carry a
-    set past ``max_work`` are left out of it; where none fits, another that does is its only one, else the lightest.
+    others; tables of a set are distinct, and of one dim in a share of the sets and where sequences are looked up.
+    Tables that would carry a set past ``max_work`` are left out of it; where none fits, another that does is its only
+    one, else the lightest.
 
     Args:
         tables: the pool; its own pooling, weighting, precision, optimizer and memory are replaced by drawn ones.
@@ -142,18 +145,22 @@ def draw_sets(
         size = int(math.exp(size_share * math.log(max_tables + 1)))
         batch = batch_sizes[int(batch_share * len(batch_sizes))]
         attributes = mix.draw(generator)
-        candidates: Sequence[int] = range(len(tables))
-        if not attributes["pooled"]:
-            candidates = of_dim[tables[int(dim_share * len(tables))].dim]
+        # What choosing a dim leaves of the number is random as well: sets of mixed dims are the same without others.
+        one_dim_share, chosen = math.modf(dim_share * len(tables))
+        dim = tables[int(chosen)].dim
+        candidates = range(len(tables)) if attributes["pooled"] else of_dim[dim]
+        order = [candidates[i] for i in torch.randperm(len(candidates), generator=generator).tolist()]
+        if one_dim_share < mix.one_dim:
+            order = [i for i in order if tables[i].dim == dim]
         group: list[Workload] = []
         lightest: list[Workload] = []
         total, least_work = 0.0, math.inf
-        for position, i in enumerate(torch.randperm(len(candidates), generator=generator).tolist()):
+        for position, i in enumerate(order):
             if position >= size and group:
                 break
-            key = (candidates[i], batch, *attributes.values())
+            key = (i, batch, *attributes.values())
             if key not in variants:
-                workload = replace(pools[batch][candidates[i]], **attributes)
+                workload = replace(pools[batch][i], **attributes)
                 variants[key] = workload, set_work([workload])
             workload, work = variants[key]
             if total + work <= max_work:

@@ -49,6 +49,17 @@ def test_sets_cover_sizes_and_attributes() -> None:
     assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
 
 
+def test_a_share_of_the_sets_has_one_dim_and_the_others_are_the_same_without() -> None:
+    mixed, some, all_of_one = (draw_sets(TABLES, 400, seed=3, mix=GroupMix(one_dim=share)) for share in (0, 0.25, 1))
+    same = [one for one, drawn in zip(mixed, some, strict=True) if one == drawn]
+    assert same and all(drawn in (one, other) for one, drawn, other in zip(mixed, some, all_of_one, strict=True))
+    several = [len({w.dim for w in group}) > 1 for group in mixed]
+    of_one = [len({w.dim for w in drawn}) == 1 for drawn, counts in zip(some, several, strict=True) if counts]
+    assert 0.2 < sum(of_one) / len(of_one) < 0.3 and sum(several) > 200
+    assert all(len({w.dim for w in group}) == 1 for group in all_of_one)
+    assert [group[0].batch_size for group in mixed] == [group[0].batch_size for group in some]
+
+
 def test_a_collection_goes_on_whatever_else_a_pool_says_of_its_tables(tmp_path: Path) -> None:
     counted = FeatureStatistics(5.0, ids=IdSketch.even(1000), batch_size=8)
     tables = [
