@@ -2,20 +2,22 @@
 """What the roofline model says of GPU kernels that an H100 measured and others published, and its parameters fitted to
 them.
 
-    python benchmarks/gpu_prior.py              # predicted beside published
-    python benchmarks/gpu_prior.py --fit        # parameters fitted to all rows, and to all sources but one in turn
+    python benchmarks/gpu_prior.py                   # predicted beside published
+    python benchmarks/gpu_prior.py --fit [--json F]  # parameters fitted to all rows, to all sources but one in turn,
+                                                     # and to the H100 alone: how well each predicts what it did not see
 
-The rows, with source, card and what was inferred: ``benchmarks/data/published_gpu.json``. Where a source does not name
-its card, that card's bandwidth is fitted beside the parameters. The formula and its parameters:
-``dreamshard_planner/cost/roofline.py``.
+A fit takes some 15 s of one core, all of them four minutes. The rows, with source, card and what was inferred:
+``benchmarks/data/published_gpu.json``. Where a source does not name its card, that card's bandwidth is fitted beside
+the parameters. The formula and its parameters: ``dreamshard_planner/cost/roofline.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -24,8 +26,10 @@ import torch
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
+from common.output import table_of, wide_console, write_result
+from common.provenance import provenance
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
+from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
@@ -77,49 +81,106 @@ LEAST_RATIO = 0.1
 PUBLISHED_WEIGHT, SETTINGS_WEIGHT = 6.0, 3.0
 """Of a published time, and of a measured setting, over that of a measured set of tables: there are many of these."""
 
+DIRECTIONS = ("forward", "backward", "both")
+"""Both: where they were timed as one."""
+
 
 @dataclass(frozen=True)
-class Row:
-    """One published setting."""
+class Setup:
+    """A card, and how it was timed."""
 
-    name: str
     source: str
-    features_SF: torch.Tensor
     memory_gb_per_s: float
     l2_mb: float
-    inferred: bool
+    inferred: bool = False
     """Whether the source leaves out which card it was."""
-    amd: bool
-    without_sort: bool
+    amd: bool = False
+    without_sort: bool = False
     """Whether only the kernels were timed that update rows, without what comes before them."""
-    forward_ms: float | None
-    backward_ms: float | None
-    both_ms: float | None
-    """Where they were timed as one."""
 
-    def predicted(self, kernels: Kernels, cards: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-        """Predicted and published milliseconds, by direction, with fitted bandwidths of sources that name no card."""
+    def cost(self, kernels: Kernels, cards: Mapping[str, float]) -> RooflineCost:
+        """With fitted bandwidths, in GB/s, of sources that name no card. A state's time on AMD counts there alone."""
         gb_per_s = cards.get(self.source, self.memory_gb_per_s)
-        kernels = replace(kernels, row_ns=(kernels.row_ns or AMD_KERNELS.row_ns) if self.amd else 0.0)
+        if not self.amd:
+            kernels = replace(kernels, row_ns=0.0)
         if self.without_sort:
             kernels = replace(kernels, backward_launch_ms=KERNELS_ALONE_MS)
         usual = RooflineCost.of_bandwidths("cuda", gb_per_s * 1e6, 64e6)
-        cost = replace(usual, kernels=kernels, cache_bytes=self.l2_mb * 1e6)
-        forward, backward = cost.group_cost_ms(cost.encode(self.features_SF).sum(0)).tolist()
-        found = {
-            "forward": (forward, self.forward_ms),
-            "backward": (backward, self.backward_ms),
-            "both": (forward + backward, self.both_ms),
-        }
-        return {name: pair for name, pair in found.items() if pair[1] is not None}
+        return replace(usual, kernels=kernels, cache_bytes=self.l2_mb * 1e6)
 
 
-def published() -> list[Row]:
-    """All rows."""
-    return [_row(row) for row in json.loads(PUBLISHED.read_text())["rows"]]
+@dataclass(frozen=True)
+class Times:
+    """Of sets of tables, in one setup."""
+
+    setup: Setup
+    weight: float
+    """Of each in a fit."""
+    features_UF: torch.Tensor
+    """Of the distinct shards: half of the H100's recur."""
+    shard_S: torch.Tensor
+    set_S: torch.Tensor
+    told_ms_X3: torch.Tensor
+    """By direction; NaN of what was not timed."""
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, setup: Setup, weight: float, features_SF: torch.Tensor, set_S: torch.Tensor, told_ms_X3: torch.Tensor
+    ) -> Times:
+        """Of the features of all shards, and the set of each."""
+        features_UF, shard_S = torch.unique(features_SF, dim=0, return_inverse=True)
+        return cls(setup, weight, features_UF, shard_S, set_S, told_ms_X3)
+
+    def predicted_and_told(self, kernels: Kernels, cards: Mapping[str, float]) -> np.ndarray:
+        """Milliseconds of all that was timed, set by set, [N, 2]."""
+        cost = self.setup.cost(kernels, cards)
+        latent_UH = cost.encode(self.features_UF)
+        latent_XH = latent_UH.new_zeros(len(self.told_ms_X3), cost.channels)
+        ms_X2 = cost.group_cost_ms(latent_XH.index_add_(0, self.set_S, latent_UH[self.shard_S]))
+        ms_X3 = torch.cat([ms_X2, ms_X2.sum(1, keepdim=True)], dim=1)
+        timed_X3 = ~self.told_ms_X3.isnan()
+        return torch.stack([ms_X3[timed_X3], self.told_ms_X3[timed_X3]], dim=1).numpy()
+
+    def labels(self) -> list[str]:
+        """Of what was timed, in that order."""
+        timed_X3 = (~self.told_ms_X3.isnan()).tolist()
+        return [
+            f"{name:<44} {direction:<9}"
+            for name, timed_3 in zip(self.names, timed_X3, strict=True)
+            for direction, timed in zip(DIRECTIONS, timed_3, strict=True)
+            if timed
+        ]
 
 
-def _row(row: dict) -> Row:
+def published() -> list[Times]:
+    """All rows, those of one setup together."""
+    by_setup: dict[Setup, list[dict]] = {}
+    for row in json.loads(PUBLISHED.read_text())["rows"]:
+        by_setup.setdefault(_setup(row), []).append(row)
+    return [_times(setup, PUBLISHED_WEIGHT, rows) for setup, rows in by_setup.items()]
+
+
+def _setup(row: dict) -> Setup:
+    return Setup(
+        source=row["source"],
+        memory_gb_per_s=row["memory_gb_per_s"],
+        l2_mb=row["l2_mb"],
+        inferred=row.get("card_inferred", False),
+        amd=row["card"].startswith("AMD"),
+        without_sort=row.get("without_sort", False),
+    )
+
+
+def _times(setup: Setup, weight: float, rows: Sequence[dict]) -> Times:
+    told = [[row.get(f"{direction}_ms", math.nan) for direction in DIRECTIONS] for row in rows]
+    set_S = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([row["tables"] for row in rows]))
+    features_SF = torch.cat([_features_SF(row) for row in rows])
+    times = Times.of(setup, weight, features_SF, set_S, torch.tensor(told, dtype=torch.float64))
+    return replace(times, names=tuple(row["name"] for row in rows))
+
+
+def _features_SF(row: dict) -> torch.Tensor:
     lookups = row["batch"] * row["pooling"]
     drawn = "power_law" in row
     histogram, distinct = _reuse(row["rows"], lookups, row["power_law" if drawn else "zipf"], drawn)
@@ -139,19 +200,11 @@ def _row(row: dict) -> Row:
         )
         for index in range(row["tables"])
     ]
-    return Row(
-        name=row["name"],
-        source=row["source"],
-        features_SF=feature_matrix(workloads_of(tables, row["batch"])),
-        memory_gb_per_s=row["memory_gb_per_s"],
-        l2_mb=row["l2_mb"],
-        inferred=row.get("card_inferred", False),
-        amd=row["card"].startswith("AMD"),
-        without_sort=row.get("without_sort", False),
-        forward_ms=row.get("forward_ms"),
-        backward_ms=row.get("backward_ms"),
-        both_ms=row.get("both_ms"),
-    )
+    return feature_matrix(workloads_of(tables, row["batch"]))
+
+
+H100 = Setup("an H100", 3350, 50)
+"""The card that was measured here."""
 
 
 @cache
@@ -169,99 +222,135 @@ def _reuse(rows: int, lookups: float, exponent: float, drawn: bool) -> tuple[tor
     return histogram_of_counts(torch.from_numpy(counts[counts > 0]))
 
 
-def measured() -> list[Row]:
+def measured() -> Times:
     """Settings that an H100 measured."""
-    known = json.loads(MEASURED.read_text())
-    card = {"source": "an H100", "card": known["card"]["card"], "memory_gb_per_s": 3350, "l2_mb": 50}
-    return [_row(row | card) for row in known["rows"]]
+    return _times(H100, SETTINGS_WEIGHT, json.loads(MEASURED.read_text())["rows"])
 
 
-def sets_of(path: Path) -> LabelledSets:
-    """Sets of tables that an H100 measured."""
-    return LabelledSets.of_dataset(CostDataset.load(path))
+def sets_of(path: Path) -> Times:
+    """Sets of tables that the same H100 measured."""
+    sets = LabelledSets.of_dataset(CostDataset.load(path))
+    told_ms_X3 = torch.nn.functional.pad(sets.labels_ms_X2.double(), (0, 1), value=math.nan)
+    return Times.of(H100, 1.0, sets.features_SF, sets.set_S, told_ms_X3)
 
 
-def h100(kernels: Kernels) -> RooflineCost:
-    """The card that measured them."""
-    return replace(RooflineCost.of_gpu("h100"), kernels=kernels)
-
-
-def fit(rows: Sequence[Row], settings: Sequence[Row], sets: LabelledSets) -> tuple[Kernels, dict[str, float]]:
-    """Parameters that explain published rows, measured settings and measured sets best, by the log of predicted over
-    measured, and the bandwidths of the cards that sources do not name."""
-    unnamed = sorted({row.source for row in rows if row.inferred})
+def fit(times: Sequence[Times]) -> tuple[Kernels, dict[str, float]]:
+    """Parameters that explain them best, by the log of predicted over measured, and the bandwidths of the cards that
+    sources do not name. It starts from the middles of the bounds, since parameters that ship know all sources."""
+    unnamed = sorted({part.setup.source for part in times if part.setup.inferred})
     bounds = [*FITTED.values(), *([(500.0, 8000.0)] * len(unnamed))]
     low, high = np.log(np.array(bounds).T)
-    start = np.log([*(getattr(GPU_KERNELS, name) for name in FITTED), *([1555.0] * len(unnamed))]).clip(low, high)
+    fixed = AMD_KERNELS if any(part.setup.amd for part in times) else GPU_KERNELS
 
     def read(logs: np.ndarray) -> tuple[Kernels, dict[str, float]]:
         values = np.exp(logs).tolist()
-        kernels = replace(GPU_KERNELS, **dict(zip(FITTED, values, strict=False)))
+        kernels = replace(fixed, **dict(zip(FITTED, values, strict=False)))
         return kernels, dict(zip(unnamed, values[len(FITTED) :], strict=True))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         kernels, cards = read(logs)
-        log_X2 = (predict_ms(h100(kernels), sets) / sets.labels_ms_X2).clamp_min(LEAST_RATIO).log()
-        of_rows = [
-            weight * float(np.log(predicted / told))
-            for some, weight in ((rows, PUBLISHED_WEIGHT), (settings, SETTINGS_WEIGHT))
-            for row in some
-            for predicted, told in row.predicted(kernels, cards).values()
-        ]
-        return np.concatenate([log_X2.flatten().numpy(), of_rows])
+        return np.concatenate([part.weight * log_ratios(part, kernels, cards) for part in times])
 
-    found = least_squares(residuals, start, bounds=(low, high), loss="soft_l1", f_scale=0.3, x_scale=0.1, max_nfev=60)
-    return read(found.x)
+    options = {"loss": "soft_l1", "f_scale": 0.3, "x_scale": 0.1, "ftol": 1e-4}
+    return read(least_squares(residuals, (low + high) / 2, bounds=(low, high), **options).x)
 
 
-def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each source, in the order of their names."""
-    return {source: [row for row in rows if row.source == source] for source in sorted({row.source for row in rows})}
+def log_ratios(part: Times, kernels: Kernels, cards: Mapping[str, float]) -> np.ndarray:
+    """Logs of predicted over measured."""
+    predicted, ms = part.predicted_and_told(kernels, cards).T
+    return np.log(np.maximum(predicted / ms, LEAST_RATIO))
 
 
-def told(rows: Sequence[Row], kernels: Kernels, cards: dict[str, float]) -> None:
-    """Predicted beside published, the median factor between them, Kendall's tau, and the error at that scale."""
-    pairs = []
-    for row in rows:
-        for direction, (predicted, ms) in row.predicted(kernels, cards).items():
-            pairs.append((predicted, ms))
-            print(f"  {row.name:<44} {direction:<9} {ms:8.3f}  predicted {predicted:8.3f}  {ms / predicted:5.2f}")
-    predicted, ms = np.array(pairs).T
-    factor = float(np.median(ms / predicted))
-    error = float(np.mean(np.abs(predicted * factor / ms - 1)))
-    tau = kendalltau(predicted, ms).statistic if len(pairs) > 2 else float("nan")
-    print(f"  measured over predicted: median {factor:.2f}; tau {tau:.2f}; error at that scale {error:.0%}")
+def by_source(times: Iterable[Times]) -> dict[str, list[Times]]:
+    """Those of each source, in the order of their names."""
+    found: dict[str, list[Times]] = {}
+    for part in sorted(times, key=lambda part: part.setup.source):
+        found.setdefault(part.setup.source, []).append(part)
+    return found
 
 
-def tell_sets(kernels: Kernels) -> None:
-    """Errors on sets of tables that no fit has seen."""
-    sets = sets_of(TEST)
-    predicted_X2 = predict_ms(h100(kernels), sets)
-    forward, backward = mape_2(predicted_X2, sets.labels_ms_X2).tolist()
-    factors = (predicted_X2 / sets.labels_ms_X2).median(0).values.tolist()
-    print(f"{len(sets)} sets of held-out tables on an H100: mean error {forward:.0%} forward, {backward:.0%} backward")
-    print(f"  predicted over measured, median: {factors[0]:.2f}, {factors[1]:.2f}")
+@dataclass(frozen=True)
+class Agreement:
+    """Of predicted and measured times."""
+
+    times: int
+    factor: float
+    """Measured over predicted, median."""
+    tau: float | None
+    """Kendall's; None of less than three."""
+    error: float
+    """Mean, at that factor."""
+
+    @classmethod
+    def of(cls, times: Sequence[Times], kernels: Kernels, cards: Mapping[str, float] | None = None) -> Agreement:
+        """Of one source."""
+        predicted, ms = np.concatenate([part.predicted_and_told(kernels, cards or {}) for part in times]).T
+        factor = float(np.median(ms / predicted))
+        tau = float(kendalltau(predicted, ms).statistic) if len(ms) > 2 else None
+        return cls(len(ms), factor, tau, float(np.mean(np.abs(predicted * factor / ms - 1))))
+
+    def __str__(self) -> str:
+        return f"{self.factor:.2f}, {'-' if self.tau is None else f'{self.tau:.2f}'}, {self.error:.0%}"
+
+
+def show(times: Sequence[Times], kernels: Kernels, cards: Mapping[str, float]) -> None:
+    """Predicted beside published, source by source."""
+    for source, some in by_source(times).items():
+        print(f"{source}:")
+        for part in some:
+            for label, (predicted, ms) in zip(part.labels(), part.predicted_and_told(kernels, cards), strict=True):
+                print(f"  {label} {ms:8.3f}  predicted {predicted:8.3f}  {ms / predicted:5.2f}")
+        print(f"  measured over predicted, median; tau; error at that scale: {Agreement.of(some, kernels, cards)}")
+
+
+def errors_2(kernels: Kernels, sets: Times) -> list[float]:
+    """Mean errors, forward and backward, on sets of tables that no fit has seen."""
+    predicted, ms = sets.predicted_and_told(kernels, {}).T
+    return np.abs(predicted / ms - 1).reshape(-1, 2).mean(0).tolist()
+
+
+def leave_out(times: Sequence[Times], settings: Times, json_file: Path | None) -> tuple[Kernels, dict[str, float]]:
+    """Fits to all, to all but each source, and to the H100 alone, compared; the first of them."""
+    own = [settings, sets_of(TRAIN)]
+    every, cards = fit([*times, *own])
+    alone, _ = fit(own)
+    columns = ("shipped", "all", "left out", "H100 alone")
+    table = table_of("Measured over predicted, tau, error at that scale", "source", "card", "times", *columns)
+    sources = {}
+    for source, some in by_source(times).items():
+        without, _ = fit([*(part for part in times if part.setup.source != source), *own])
+        each = [Agreement.of(some, kernels) for kernels in (AMD_KERNELS, every, without, alone)]
+        named = not any(part.setup.inferred for part in some)
+        table.add_row(source, "named" if named else "not named", str(each[0].times), *map(str, each))
+        sources[source] = {"card_named": named, **dict(zip(columns, map(asdict, each), strict=True))}
+    wide_console(180).print(table)
+    test = sets_of(TEST)
+    result = {
+        "sources": sources,
+        "held_out_sets_of_the_h100": {"shipped": errors_2(AMD_KERNELS, test), "all": errors_2(every, test)}
+        | {"H100 alone": errors_2(alone, test)},
+        "kernels": {"all": asdict(every), "H100 alone": asdict(alone)},
+        "bandwidths_gb_per_s": cards,
+    }
+    write_result(json_file, provenance(torch.device("cpu")), result)
+    return every, cards
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--json", type=Path, help="of --fit: also write the comparison here")
     arguments = parser.parse_args()
-    rows, settings = published(), measured()
-    kernels: Kernels = GPU_KERNELS
+    times, settings = published(), measured()
+    kernels: Kernels = AMD_KERNELS
     cards: dict[str, float] = {}
     if arguments.fit:
-        sets = sets_of(TRAIN)
-        for source, some in by_source(rows).items():
-            without, _ = fit([row for row in rows if row.source != source], settings, sets)
-            print(f"without {source}:")
-            told(some, without, {})
-        kernels, cards = fit(rows, settings, sets)
-        print("all:", {f.name: float(f"{getattr(kernels, f.name):.3g}") for f in fields(kernels)}, cards)
-    for source, some in by_source([*rows, *settings]).items():
-        print(f"{source}:")
-        told(some, kernels, cards)
-    tell_sets(kernels)
+        kernels, cards = leave_out(times, settings, arguments.json)
+        print({name: float(f"{getattr(kernels, name):.3g}") for name in FITTED}, cards)
+    show([*times, settings], kernels, cards)
+    forward, backward = errors_2(kernels, sets_of(TEST))
+    print(f"sets of held-out tables on an H100: mean error {forward:.0%} forward, {backward:.0%} backward")
 
 
 if __name__ == "__main__":
