@@ -219,7 +219,7 @@ def test_the_gpu_prior_agrees_with_measured_kernels() -> None:
     assert len(sources) == 12
     for source, times in sources.items():
         found = gpu_prior.Agreement.of(times, AMD_KERNELS)
-        level = 1.25 if "H100" in source or "recsys" in source else 1.5
+        level = 1.1 if "H100" in source or "recsys" in source else 1.5
         assert any(part.setup.inferred for part in times) or 1 / level < found.factor < level, source
         assert found.error < 0.3, source
         assert found.tau is None or found.tau > 0.65, source
