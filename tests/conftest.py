@@ -21,20 +21,20 @@ torch.set_num_threads(1)
 # Typer and rich print for a terminal with colours where these say so, as on a public CI; typer asks at its import.
 for _name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERMINAL_WIDTH"):
     os.environ.pop(_name, None)
-# Ranks, and processes to be killed, are forked from one server that has imported what they need: imports are most
-# of a short test's time. A later list would count only where no test has started the server yet.
-multiprocessing.set_forkserver_preload(
-    ["torchrec", "dreamshard_planner.planner", "dreamshard_planner.training", "dreamshard_planner.cli"]
-)
+# A later list would count only where no test has started the server yet.
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 LONG = (
     "test_cli.py",
+    "test_docs.py",
     "test_every_process.py",
     "test_examples.py",
     "test_fuzz.py",
+    "test_gpu_command.py",
     "test_mixed_models.py",
     "test_moved_training.py",
-    "test_plugin.py",
+    "test_placers.py",
+    "test_planner.py",
     "test_replicas.py",
     "test_sharding_types.py",
     "test_splits.py",
