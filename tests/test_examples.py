@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.training import QUICK, calibration
-from tests.faults import PATIENCE_SECONDS
+from tests.torchrun import forked, torchrun
 
 FOLDER = Path(__file__).parent.parent / "examples"
 ON_RANKS = ("replan", "reuse_plan", "train_dlrm")
@@ -43,8 +42,7 @@ def test_each_is_short_says_how_it_is_run_and_is_run_here() -> None:
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_example_runs_on_two_ranks(name: str) -> None:
     example = FOLDER / f"{name}.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = (torchrun if name == "train_dlrm" else forked)(example)
     assert done.returncode == 0, done.stderr
     # The report names its source: examples use GPUs where there is one for each rank.
     gpus = torch.cuda.device_count() >= 2 and "cuda" in example.read_text()

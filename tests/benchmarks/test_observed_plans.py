@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from observed import overhead
 from observed.record import Record
 from observed.setting import trains_exactly
 from observed.summary import summary_of
-from tests.faults import PATIENCE_SECONDS
+from tests.torchrun import forked
 
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "observed_steps.py"
 
@@ -88,19 +86,10 @@ def test_slices_of_columns_change_row_wise_optimizers_alone() -> None:
 
 
 def test_two_ranks_learn_and_plan(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(COMMAND)]
-    command += [
-        "--first-model=1",
-        "--models=1",
-        "--count=4",
-        "--max-rows=500",
-        "--dim=8",
-        "--batch-size=8",
-        "--steps=6",
-    ]
-    command += ["--learned-from=planners", "--steps-measured=8", "--copies=2", "--min-partition=4"]
-    command += [f"--record={tmp_path / 'rows.jsonl'}", f"--json={tmp_path / 'all.json'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    options = ["--first-model=1", "--models=1", "--count=4", "--max-rows=500", "--dim=8", "--batch-size=8", "--steps=6"]
+    options += ["--learned-from=planners", "--steps-measured=8", "--copies=2", "--min-partition=4"]
+    options += [f"--record={tmp_path / 'rows.jsonl'}", f"--json={tmp_path / 'all.json'}"]
+    done = forked(COMMAND, *options)
     assert done.returncode == 0, done.stderr
     assert "Step over that under TorchRec's plan" in done.stdout
     result = json.loads((tmp_path / "all.json").read_text())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,15 +24,9 @@ from dlrm.results import ratio_interval
 from dreamshard_planner import Observation
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
-from tests.faults import PATIENCE_SECONDS
+from tests.torchrun import forked
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def _run(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*torchrun, str(BENCHMARKS / "run_dlrm.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "run_dlrm.py"
 
 
 def test_scaling_is_said() -> None:
@@ -69,13 +62,15 @@ def test_ranks_share_the_global_batches() -> None:
     assert lengths == [3.0, 2.0, 2.0, 0.0]
 
 
-def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
+def test_two_ranks_under_several_planners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     planners = ["dreamshard", "torchrec", "lookup_greedy"]
     file = tmp_path / "result.json"
     options = ["--max-rows=500", "--dim=8", "--batch-size=8", "--steps=8", "--block=2", "--copies=2", "--skewed=1"]
-    done = _run(
-        *options, f"--planners={','.join(planners)}", f"--json={file}", f"--report={tmp_path / 'report.html'}",
-        f"--observe={tmp_path / 'seen.json'}", ranks=2,
+    done = forked(
+        SCRIPT, *options, f"--planners={','.join(planners)}", f"--json={file}", f"--report={tmp_path / 'report.html'}",
+        f"--observe={tmp_path / 'seen.json'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
@@ -100,10 +95,10 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
     assert done.stdout.replace("\n", "").rstrip().endswith("report.html")
     assert "cost source" in done.stdout and "cut to 500 rows" in done.stdout
 
-    command = [sys.executable, str(BENCHMARKS / "step_formula.py"), str(file)]
-    formulas = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert formulas.returncode == 0, formulas.stderr
-    assert all(name in formulas.stdout for name in (*planners, "max(f+b)", "max f + max b"))
+    monkeypatch.setattr(sys, "argv", ["step_formula.py", str(file)])
+    step_formula.main()
+    formulas = capsys.readouterr().out
+    assert all(name in formulas for name in (*planners, "max(f+b)", "max f + max b"))
     assert file.with_suffix(".png").stat().st_size > 0
 
 
@@ -128,7 +123,8 @@ def test_interval_of_ratios() -> None:
 
 
 def test_one_rank_and_no_torchrec() -> None:
-    done = _run(
+    done = forked(
+        SCRIPT,
         "--max-rows=100",
         "--dim=4",
         "--batch-size=4",
@@ -136,6 +132,7 @@ def test_one_rank_and_no_torchrec() -> None:
         "--block=1",
         "--planners=size_greedy",
         "--train-seconds=0.001",
+        ranks=1,
     )
     assert done.returncode == 0, done.stderr
     assert "x size_greedy" in done.stdout

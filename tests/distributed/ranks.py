@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from torchrec.distributed import comm
 
 from tests.faults import PATIENCE_SECONDS
+from tests.torchrun import assert_no_process_group
 
 TIMEOUT_SECONDS = PATIENCE_SECONDS
 
@@ -88,6 +89,5 @@ def _rank_main(
     gc.collect()  # models are cyclic, and hold the group
     dist.destroy_process_group()
     if backend == "gloo":  # else its threads can abort this process at its exit, rarely
-        names = {thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()}
-        assert "gloo_tcp_loop" not in names, "something keeps the process group"
+        assert_no_process_group()
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))

@@ -1,0 +1,60 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Scripts on several ranks as ``torchrun --standalone`` runs them, and the same without a rank importing torch anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.faults import PATIENCE_SECONDS, ended, start
+
+
+def torchrun(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """The command itself: three processes that import torch, of which two import TorchRec."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+def forked(script: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """The script on ranks that are forked, with the surroundings that torchrun gives them.
+
+    A rank whose script leaves a process group behind fails: its threads can abort Python at its end, but rarely do.
+    Where there are GPUs it is the command, since asking for them rules forks out.
+    """
+    if torch.cuda.is_available():
+        return torchrun(script, *options, ranks=ranks)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        surroundings = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+        statuses = ended(*(start(_run, script, options, own, stdout, stderr) for own in surroundings))
+        return subprocess.CompletedProcess(
+            [str(script), *options], max(statuses, key=abs), stdout.read_text(), stderr.read_text()
+        )
+
+
+def _run(script: Path, options: tuple[str, ...], surroundings: dict[str, object], stdout: Path, stderr: Path) -> None:
+    os.environ.update({name: str(value) for name, value in surroundings.items()})
+    for path, stream in ((stdout, sys.stdout), (stderr, sys.stderr)):
+        with path.open("a") as file:  # of all ranks
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv, sys.path[0] = [str(script), *options], str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+    gc.collect()  # what the script's own names held, as the end of Python does
+    assert_no_process_group()
+
+
+def assert_no_process_group() -> None:
+    """Fails where this process has threads of one."""
+    names = {thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()}
+    assert "gloo_tcp_loop" not in names, "something keeps the process group"
