@@ -25,6 +25,8 @@ from tests.small_models import collection, table
 Shape: TypeAlias = tuple[int, int, int, tuple[str, ...]]
 """Ranks, ranks of a host, tables and their types."""
 ALL = (TW, CW, RW, DP, TWRW, GRID)
+AT_ONCE = 1 << 14
+"""Shardings that are rated together."""
 SHAPES: tuple[Shape, ...] = (
     (2, 1, 4, ALL),
     (4, 2, 3, ALL),
@@ -84,14 +86,13 @@ def optimum_ms(cost: Cost) -> float:
     """Of all shardings within memory."""
     problem = cost.problem
     tables = [_choices(cost, table) for table in range(problem.num_tables)]
-    first, *others = tables[:-2], tables[-2], tables[-1]
-    pair = [one[:, None] + other[None] for one, other in zip(*others, strict=True)]
+    together = tables.pop()
+    while tables and len(together[0]) * len(tables[-1][0]) <= AT_ONCE:
+        pairs = zip(tables.pop(), together, strict=True)
+        together = tuple((one[:, None] + other).flatten(0, 1) for one, other in pairs)
     best_ms = float("inf")
-    for indices in itertools.product(*(range(len(choices[0])) for choices in first)):
-        latent_XDGH, bytes_XCD, used_XDM = (
-            sum((choices[kind][index] for choices, index in zip(first, indices, strict=True)), pair[kind])
-            for kind in range(3)
-        )
+    for chosen in itertools.product(*(zip(*choices, strict=True) for choices in tables)):
+        latent_XDGH, bytes_XCD, used_XDM = (sum(sums) for sums in zip(*chosen, together, strict=True))
         device_ms_XD = cost.compute.group_cost_ms(latent_XDGH).sum((-1, -2))
         forward_X, backward_X = problem.collectives.ms(bytes_XCD)
         fits_X = has_room(used_XDM, problem.limits_DM).all(-1)

@@ -263,7 +263,7 @@ def simulated_hits(batches: list[Tensor], rows: int, load_factor: float, ways: i
         if step >= len(batches) - 10:
             hits, asked = hits + int(hit_R.sum()), asked + len(row_R)
         row_M, set_M = row_R[~hit_R], set_R[~hit_R]
-        while len(row_M):  # one row of each set at a time
+        for _ in range(ways):  # one row of each set at a time; later ones find it full of this batch
             first = torch.full((sets,), len(row_M)).scatter_reduce(0, set_M, torch.arange(len(row_M)), "amin")[set_M]
             here_M = first == torch.arange(len(row_M))
             row, at = row_M[here_M], set_M[here_M]
