@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.005, "row_wise_adagrad": 0.005, "top": 0.05}
 """So small that no sample's probability gets near 0 or 1, where float32 has few digits of its gradient."""
 EPS = 1e-8
-BEFORE, AFTER = 3, 10
+BEFORE, AFTER = 3, 5
 """Steps before a move, and after it."""
 ROUNDED = 2
 """Further runs of the reference, which tell what rounding does."""
