@@ -13,8 +13,12 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(int(sys.argv[1]))
 from tests.mixed_models import mixed_case
 from tests.planning.test_context import made, topology
+from tests import small_models
 on_cpus, on_gpus = made()[0], made(topology=topology(device="cuda"))[0]
 print(on_cpus.hash_planner_context_inputs_str(), on_gpus.hash_planner_context_inputs())
+for device in ("cpu", "cuda"):
+    whole = small_models.planner(topology=small_models.topology(3, device=device), seed=7)
+    print(sorted(small_models.ranks_of(whole.plan(small_models.small_model(), small_models.SHARDERS)).items()))
 for seed in (6, 7, 12, 13, 15, 19):
     case = mixed_case(seed)
     planner = case.planner()
