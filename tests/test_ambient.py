@@ -66,15 +66,15 @@ def described() -> tuple:
 
 HISTOGRAM = (0.5, 0.3, 0.2) + (0.0,) * 14
 STATISTICS = TableStatistics(
-    {f"t{i}_f0": FeatureStatistics(2.0**i, HISTOGRAM if i % 2 else None, 256) for i in range(8)}
+    {f"t{i}_f0": FeatureStatistics(2.0**i, HISTOGRAM if i % 2 else None, 256) for i in range(5)}
 )
 
 
-TABLE_WISE = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
+TABLE_WISE = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(5)}
 
 
 def model() -> nn.Module:
-    return collection(*(table(f"t{i}", 300 * (i + 1) ** 3, 8 << i % 4) for i in range(8)))
+    return collection(*(table(f"t{i}", 300 * (i + 1) ** 3, 8 << i % 4) for i in range(5)))
 
 
 def plan_of(given) -> tuple:
