@@ -87,9 +87,9 @@ class Payload:
 
     def moved_bytes(self, world_size: int) -> tuple[float, float]:
         """What a :class:`CollectiveModel` counts: the most that any rank sends or receives, and all ranks' sum."""
-        sends = torch.tensor(self.sends(world_size), dtype=torch.float64)
         if self.operation == "bucketing":  # by itself
             return 0.0, self.samples * FEATURES * INDEX_BYTES * (LOOKUPS_PER_SAMPLE + SORTED_BAG * world_size)
+        sends = torch.tensor(self.sends(world_size), dtype=torch.float64)
         per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
         return float(per_byte.all_to_all_ms(sends)), float(sends.sum()) * (world_size - 1)
 

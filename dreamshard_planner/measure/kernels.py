@@ -34,8 +34,13 @@ from dreamshard_planner.workload.tables import Workload
 GROUP_FIELDS = ("batch_size", "weight_bytes", "pooled", "weighted", "optimizer", "memory")
 """What all shards of one fused kernel have in common."""
 
-_OPTIMIZER = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
-"""All else is costed like row-wise Adagrad, and measured so."""
+_OPTIMIZER = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "other": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+"""Those that are measured; what is not known is costed like row-wise Adagrad, and measured so."""
 _PRECISION: dict[float, SparseType] = {4: SparseType.FP32, 2: SparseType.FP16}
 _ALIGN = 64  # elements: every window starts on a cache line of its own, like an allocation of its own
 _LEARNING_RATE = 1e-3  # small: thousands of updates of one buffer must not overflow
@@ -248,7 +253,7 @@ class FusedKernel:
             feature_table_map=[t for t, w in enumerate(workloads) for _ in range(w.num_features)],
             weights_precision=precision,
             output_dtype=SparseType.FP32,
-            optimizer=_OPTIMIZER.get(first.optimizer, EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+            optimizer=_OPTIMIZER[first.optimizer],
             pooling_mode=PoolingMode.SUM if first.pooled else PoolingMode.NONE,
             learning_rate=_LEARNING_RATE,
             device=self.device,
@@ -326,6 +331,11 @@ def check_group(workloads: Sequence[Workload]) -> None:
     if first.memory != "device":
         raise TaskError(
             f"table {first.name!r}: only kernels with weights in device memory are measured, got {first.memory!r}"
+        )
+    if first.optimizer not in _OPTIMIZER:
+        raise TaskError(
+            f"table {first.name!r}: kernels with the optimizer {first.optimizer} are not measured; those of "
+            f"{', '.join(_OPTIMIZER)} are"
         )
     if first.weighted and not first.pooled:
         raise TaskError(f"table {first.name!r}: sequence lookups take no per-sample weights; set weighted=False")

@@ -54,6 +54,7 @@ from dreamshard_planner.workload.tables import (
     NO_OPTIMIZER,
     OPTIMIZERS,
     FeatureStatistics,
+    States,
     Table,
     costed_optimizer,
 )
@@ -151,7 +152,9 @@ class TableInputs:
 
     def trained_bytes(self, weights: Weights, width: Any) -> Weights:
         """Of so many weights, in shards so many columns wide, and of their part of the optimizer's states."""
-        states = OPTIMIZERS[costed_optimizer(self.optimizer)]
+        known = costed_optimizer(self.optimizer)
+        # As TorchRec counts of optimizers that it has no kernel of.
+        states = States(per_weight=1, per_row=0) if known == "other" else OPTIMIZERS[known]
         number = weights * states.per_weight - (-weights * states.per_row // width)
         return weights * self.weight_bytes + number * STATE_BYTES
 
@@ -266,7 +269,7 @@ class SavedPlan:
     predicted: Predicted
     alone_ms: dict[str, Amount | tuple[Amount, ...]]
     """What each shard of a table would cost alone on its rank, or their sum where they are alike; empty where nobody
-    rated them."""
+    rated them, which a file may not have."""
     inputs: PlanInputs
     sharding: dict[str, dict[str, TableSharding]]
     """By the fully qualified name of a module and the name of a table, as in TorchRec's ``ShardingPlan``."""
@@ -344,7 +347,10 @@ class SavedPlan:
                 is wrong with it.
         """
         document = entries_of(path, FORMAT, VERSION, "plan and save again", PlanError)
-        return parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
+        saved = parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
+        if saved.inputs.tables and not saved.alone_ms:
+            raise PlanError(f"{path}: alone_ms has no table: plan and save again")
+        return saved
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:

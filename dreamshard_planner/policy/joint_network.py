@@ -217,6 +217,7 @@ SHIPPED = Path(__file__).with_name("joint.safetensors")
 
 
 @cache
+@torch.inference_mode(False)  # searches ask first, and all of the process get it
 def shipped_joint_policy() -> JointPolicy:
     """The one that was trained by ``benchmarks/train_joint_policy.py``."""
     with safe_open(SHIPPED, framework="pt") as file:

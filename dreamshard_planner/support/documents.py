@@ -54,13 +54,13 @@ _names: Callable[[type], tuple[str, ...]] = cache(lambda kind: tuple(entry.name 
 
 def document_of(value: Any) -> Any:
     """What ``dataclasses.asdict`` makes of dataclasses, lists, tuples, dicts and plain values, in a fraction of its
-    time: it asks of every number what it is. Infinity becomes None, as :data:`Unbounded` reads it; lists of numbers
-    are taken to have none."""
+    time: it asks of every number what it is. Infinity becomes None, as :data:`Unbounded` reads it, of a dataclass's
+    own entries alone."""
     kind = type(value)
     if kind in PLAIN:
         return None if value == math.inf else value
     if kind is dict:
-        return {name: document_of(part) for name, part in value.items()}
+        return {name: part if type(part) in PLAIN else document_of(part) for name, part in value.items()}
     if kind in (list, tuple):
         return kind(value if PLAIN.issuperset(map(type, value)) else map(document_of, value))
     if is_dataclass(kind):

@@ -185,6 +185,7 @@ def test_groups_that_cannot_be_fused_are_refused(change: dict, field: str) -> No
         ([workload("odd", pooled=False, weighted=True)], "'odd'.*per-sample weights"),
         ([workload(pooled=False), workload("odd", pooled=False, dim=4)], "'odd'.*dim is 4, not 8"),
         ([workload("odd", memory="uvm")], "'odd'.*device memory.*'uvm'"),
+        ([workload("odd", optimizer="adam")], "'odd'.*adam"),
     ],
 )
 def test_kernels_that_do_not_exist_are_refused(group: list[Workload], message: str) -> None:

@@ -87,7 +87,15 @@ def test_a_plan_s_document_is_all_that_the_plan_holds(made: tuple[DreamShardPlan
         asdict(plan.predicted),
         {"a": (1, None)},
     ]
-    assert document_of(held := {"list": [1, 2]}) == held and document_of(held)["list"] is not held["list"]
+    held = {"list": [1, 2], "search_seconds": math.inf}
+    assert document_of(held) == held and document_of(held)["list"] is not held["list"]
+
+
+def test_an_optimizer_that_fbgemm_has_not_keeps_a_state_of_every_weight(made: tuple) -> None:
+    rows, dim = 100, 8
+    known = next(iter(made[0].saved_plan().inputs.tables.values()))
+    bytes_of = {name: replace(known, optimizer=name).trained_bytes(rows * dim, dim) for name in ("rmsprop", "adam")}
+    assert bytes_of == {"rmsprop": rows * dim * (4 + 4), "adam": rows * dim * (4 + 8)}
 
 
 def test_a_loaded_plan_is_the_file_s_and_not_a_new_one(made: tuple, file: Path) -> None:
@@ -293,6 +301,7 @@ DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "a table's cost of NaN": (_with(NAN, "alone_ms", "t0"), "alone_ms.t0: .*finite number, got nan"),
     "a table's cost below none": (_with(-1.0, "alone_ms", "t0"), "alone_ms.t0.*equal to 0, got -1.0"),
     "memory taken below none": (_with([-1] * 2, "predicted", "memory", 0, "used_bytes"), "used_bytes.0: .*got -1"),
+    "no table's cost": (_with({}, "alone_ms"), "alone_ms has no table"),
     "costs of other shards": (_with([1.0] * 9, "alone_ms", "t0"), "'t0' has 1 shards, and alone_ms of 9"),
     "a cost of no table": (_with(1.0, "alone_ms", "t9"), "costs and sharding name different tables: t9"),
     "a rival of other ranks": (

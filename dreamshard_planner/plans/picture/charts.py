@@ -122,7 +122,7 @@ def tables(content: Content) -> Figure:
         for rank, count in _several(table.ranks):
             where.text(rank, row, f"{count}", ha="center", va="center", fontsize=8, color=drawing.PAPER)
     weights.set_xlim(0, (shown[0][0] or 1.0) * 1.3)
-    weights.set_xlabel(content.weighed_by)
+    weights.set_xlabel("ms by itself")
     _rows(weights, [_short(table.name) for _, table in shown])
     where.tick_params(axis="y", length=0, labelleft=False)
     where.set_xlim(-0.5, content.world_size - 0.5)

@@ -27,9 +27,7 @@ class Content:
     title: str
     report: Report
     tables: tuple[tuple[float, TableEntry], ...]
-    """Each after its weight, the costliest first."""
-    weighed_by: str
-    """What the weights are, with their unit."""
+    """Each after what it would take by itself, in milliseconds, the costliest first."""
     facts: tuple[tuple[str, str], ...]
     """What the plan was made from, as far as known: name and value."""
     replan: Replan | None = None
@@ -50,7 +48,7 @@ class Content:
             ("re-shards evaluated", f"{report.reshards:,}"),
             ("tables", ", ".join(f"{count:,} {name}" for name, count in report.sharding_types.items()) or "none"),
         )
-        return cls(title or "Sharding plan", report, _heaviest_first(tables), "ms by itself", facts)
+        return cls(title or "Sharding plan", report, _heaviest_first(tables), facts)
 
     @classmethod
     def _of_saved(cls, saved: SavedPlan, title: str | None) -> Content:

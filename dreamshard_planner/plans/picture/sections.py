@@ -167,21 +167,18 @@ def _tables(content: Content) -> Section:
     more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
     several = any(len(set(table.ranks)) < len(table.ranks) for _, table in shown)
     counted = " A number in a cell counts shards on that rank." if several else ""
-    what, by = "largest", "by the size of their weights"
-    if content.weighed_by == "ms by itself":
-        what = "costliest"
-        by = "by what a table's shards would cost if each had its rank for itself, in milliseconds, all ranks together"
     rows = [
         (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{weight:,.3f}")
         for weight, table in content.tables
     ]
-    columns = ("table", "sharding", "shards", "ranks", content.weighed_by)
+    columns = ("table", "sharding", "shards", "ranks", "ms by itself")
     return Section(
         name="tables",
-        title=f"The {what} tables, and where their shards went",
-        caption=f"Tables {by}{more}.{counted}",
+        title="The costliest tables, and where their shards went",
+        caption="Tables by what a table's shards would cost if each had its rank for itself, in milliseconds, all "
+        f"ranks together{more}.{counted}",
         finding=f"{costliest.name}, {costliest.label} on {ranks_in_words(costliest.ranks)}, is first with "
-        f"{most:,.3f} {content.weighed_by}.",
+        f"{most:,.3f} ms by itself.",
         draw=partial(charts.tables, content),
         grids=(Grid(f"Every table ({len(content.tables):,})", columns, rows),),
     )
