@@ -31,6 +31,7 @@ from common.provenance import provenance
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
+from dreamshard_planner.devices import GPUS
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer, workloads_of
@@ -203,7 +204,7 @@ def _features_SF(row: dict) -> torch.Tensor:
     return feature_matrix(workloads_of(tables, row["batch"]))
 
 
-H100 = Setup("an H100", 3350, 50)
+H100 = Setup("an H100", GPUS["h100"].memory_bytes_per_s / 1e9, GPUS["h100"].l2_bytes / 1e6)
 """The card that was measured here."""
 
 
