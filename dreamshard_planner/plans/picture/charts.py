@@ -112,18 +112,18 @@ def tables(content: Content) -> Figure:
     """The costliest tables, and the ranks that their shards are on."""
     shown = content.tables[:MAX_TABLES]
     figure = Figure((drawing.WIDTH_INCHES, 1.4 + ROW_INCHES * len(shown)), layout="constrained")
-    weights, where = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
-    for row, (weight, table) in enumerate(shown):
+    alone, where = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
+    for row, table in enumerate(shown):
         colour = _colour(table)
-        weights.barh(row, weight, color=colour, height=0.68)
-        _beside(weights, weight, row, f"{weight:,.3f}", fontsize=9)
+        alone.barh(row, table.alone_ms, color=colour, height=0.68)
+        _beside(alone, table.alone_ms, row, f"{table.alone_ms:,.3f}", fontsize=9)
         bars = [(first - 0.5, last - first + 1) for first, last in runs(table.ranks)]
         where.broken_barh(bars, (row - 0.34, 0.68), color=colour, linewidth=0)
         for rank, count in _several(table.ranks):
             where.text(rank, row, f"{count}", ha="center", va="center", fontsize=8, color=drawing.PAPER)
-    weights.set_xlim(0, (shown[0][0] or 1.0) * 1.3)
-    weights.set_xlabel("ms by itself")
-    _rows(weights, [_short(table.name) for _, table in shown])
+    alone.set_xlim(0, (shown[0].alone_ms or 1.0) * 1.3)
+    alone.set_xlabel("ms by itself")
+    _rows(alone, [_short(table.name) for table in shown])
     where.tick_params(axis="y", length=0, labelleft=False)
     where.set_xlim(-0.5, content.world_size - 0.5)
     where.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -132,8 +132,8 @@ def tables(content: Content) -> Figure:
         where.set_xticks([rank + 0.5 for rank in range(content.world_size - 1)], minor=True)
         where.tick_params(axis="x", which="minor", length=0)
         where.grid(axis="x", which="minor")
-    kinds = dict.fromkeys((table.sharding_type, _colour(table)) for _, table in shown)
-    _legend(weights, [Patch(color=colour, label=kind) for kind, colour in kinds])
+    kinds = dict.fromkeys((table.sharding_type, _colour(table)) for table in shown)
+    _legend(alone, [Patch(color=colour, label=kind) for kind, colour in kinds])
     return figure
 
 

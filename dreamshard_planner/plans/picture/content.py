@@ -26,8 +26,8 @@ class Content:
 
     title: str
     report: Report
-    tables: tuple[tuple[float, TableEntry], ...]
-    """Each after what it would take by itself, in milliseconds, the costliest first."""
+    tables: tuple[TableEntry, ...]
+    """Those that would take longest by themselves first."""
     facts: tuple[tuple[str, str], ...]
     """What the plan was made from, as far as known: name and value."""
     replan: Replan | None = None
@@ -42,13 +42,14 @@ class Content:
 
     @classmethod
     def _of_report(cls, report: Report, title: str | None) -> Content:
-        tables = [(table.alone_ms, replace(table, name=printable(table.name))) for table in report.tables]
+        tables = [replace(table, name=printable(table.name)) for table in report.tables]
+        tables.sort(key=lambda table: -table.alone_ms)
         facts = (
             ("moves and swaps evaluated", f"{report.candidates:,}"),
             ("re-shards evaluated", f"{report.reshards:,}"),
             ("tables", ", ".join(f"{count:,} {name}" for name, count in report.sharding_types.items()) or "none"),
         )
-        return cls(title or "Sharding plan", report, _heaviest_first(tables), facts)
+        return cls(title or "Sharding plan", report, tuple(tables), facts)
 
     @classmethod
     def _of_saved(cls, saved: SavedPlan, title: str | None) -> Content:
@@ -115,10 +116,6 @@ class Content:
             words = f"rank {rank}: {size_in_words(used)} of {size_in_words(limit)}"
             found.append((f"fullest {entry.kind}", filled, words))
         return tuple(found)
-
-
-def _heaviest_first(tables: list[tuple[float, TableEntry]]) -> tuple[tuple[float, TableEntry], ...]:
-    return tuple(sorted(tables, key=lambda pair: -pair[0]))
 
 
 def printable(text: str) -> str:

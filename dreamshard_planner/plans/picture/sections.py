@@ -163,13 +163,13 @@ def _plan_row(entry: ReportEntry, chosen: ReportEntry) -> tuple[str, ...]:
 
 def _tables(content: Content) -> Section:
     shown = content.tables[: charts.MAX_TABLES]
-    most, costliest = shown[0]
+    costliest = shown[0]
     more = f", the first {len(shown)} of {len(content.tables):,}" if len(shown) < len(content.tables) else ""
-    several = any(len(set(table.ranks)) < len(table.ranks) for _, table in shown)
+    several = any(len(set(table.ranks)) < len(table.ranks) for table in shown)
     counted = " A number in a cell counts shards on that rank." if several else ""
     rows = [
-        (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{weight:,.3f}")
-        for weight, table in content.tables
+        (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{table.alone_ms:,.3f}")
+        for table in content.tables
     ]
     columns = ("table", "sharding", "shards", "ranks", "ms by itself")
     return Section(
@@ -178,7 +178,7 @@ def _tables(content: Content) -> Section:
         caption="Tables by what a table's shards would cost if each had its rank for itself, in milliseconds, all "
         f"ranks together{more}.{counted}",
         finding=f"{costliest.name}, {costliest.label} on {ranks_in_words(costliest.ranks)}, is first with "
-        f"{most:,.3f} ms by itself.",
+        f"{costliest.alone_ms:,.3f} ms by itself.",
         draw=partial(charts.tables, content),
         grids=(Grid(f"Every table ({len(content.tables):,})", columns, rows),),
     )
