@@ -59,8 +59,9 @@ def on_torchrecs_terms() -> str:
 
 
 def seconds_to_plan() -> str:
-    few, many = (full_search()[task][0]["seconds"] for task in ("random 50 x 8", "random 800 x 64"))
-    return f"{few:.1f} s for 50 tables on 8 GPUs and {many:.1f} s for 800 on 64"
+    rows = read("2026-11-26-planning-scale.json")["results"]
+    seconds = {row["size"]: row["seconds"] for row in rows if row["cost_source"] == "auto"}
+    return f"{seconds['50x8']:.1f} s for 50 tables on 8 GPUs and {seconds['800x64']:.1f} s for 800 on 64"
 
 
 def placements(record: str, placer: str = "dreamshard", pool: str | None = None) -> dict[str, Any]:
