@@ -42,7 +42,7 @@ L2_BYTES = 40e6
 """Of a GPU that :data:`~dreamshard_planner.devices.GPUS` does not name."""
 USUAL_CORES = 0.6
 """Power of its bandwidth by which its multiprocessors and their clock are taken to grow: from V100 to H100 they did."""
-GENERATIONS = 1.5
+GENERATIONS = 2.0
 """Power of these by which kernels' nanoseconds shrink: later generations do more in a clock as well."""
 
 
@@ -74,7 +74,8 @@ class Kernels:
     lookup_bytes: float = INDEX_BYTES
     """That a lookup takes in the forward beside its row: its index, and what finding the row takes."""
     sequence_bytes: float = 0.0
-    """That a lookup takes more in the forward where none are pooled."""
+    """That a lookup takes more in the forward where none are pooled, of tables of at most 32 columns, which have a
+    kernel of their own."""
     table_bytes: float = 0.0
     """That each table takes in either direction beside its rows: kernels that go from table to table start anew."""
     lane_dims: float = 0.0
@@ -92,7 +93,7 @@ class Kernels:
     """Of the forward, for each lookup of the longest bags, whose lookups come one after the other: while few bags last,
     the GPU is idle."""
     bag_ns: float = 0.0
-    """Of the forward, for each bag, and more for each lane."""
+    """Of the forward, for each bag, empty or not, and more for each lane."""
     bag_lane_ns: float = 0.0
     table_ns: float = 0.0
     """Of the forward, for each table."""
@@ -139,40 +140,40 @@ CPU_KERNELS = Kernels(
 """Fitted by ``benchmarks/cpu_prior.py`` to sets that an AMD EPYC (family 25 model 17) measured, each optimizer and
 direction up to a factor: the level is that of the topology's bandwidth, which one core does not reach."""
 GPU_KERNELS = Kernels(
-    forward_share=1.0,
-    backward_share=0.814,
+    forward_share=0.98,
+    backward_share=0.857,
     cache_speedup=1000.0,
-    gradient_speedup=7.26,
-    rows_held=0.239,
-    gradients_held=0.835,
-    row_bytes=117.0,
-    far_row_bytes=43.3,
-    far_table_bytes=260000000.0,
-    update_bytes=64.0,
+    gradient_speedup=7.99,
+    rows_held=0.221,
+    gradients_held=0.575,
+    row_bytes=111.0,
+    far_row_bytes=43.2,
+    far_table_bytes=117000000.0,
+    update_bytes=54.3,
     update_weight_bytes=4.0,
-    sequence_bytes=298.0,
-    lane_dims=24.0,
-    state_bytes=415.0,
-    lookup_ns=0.000428,
-    lookup_lane_ns=0.000105,
-    step_ns=120.0,
-    bag_ns=0.4,
-    bag_lane_ns=0.00095,
-    table_ns=252.0,
-    update_lookup_ns=0.0556,
-    update_lane_ns=0.000472,
-    update_row_ns=0.12,
-    update_table_ns=460.0,
+    sequence_bytes=370.0,
+    lane_dims=22.9,
+    state_bytes=429.0,
+    lookup_ns=0.00296,
+    lookup_lane_ns=0.000122,
+    step_ns=176.0,
+    bag_ns=0.253,
+    bag_lane_ns=0.000488,
+    table_ns=4.65,
+    update_lookup_ns=0.0575,
+    update_lane_ns=0.000459,
+    update_row_ns=0.141,
+    update_table_ns=496.0,
     weighted_lookup_ns=0.245,
-    link_reads=1.35,
-    link_repeats=0.421,
+    link_reads=1.37,
+    link_repeats=0.428,
     link_updates=1.53,
     link_exchanges=1.42,
-    cache_row_ns=3.77,
+    cache_row_ns=3.85,
     forward_launch_ms=0.0135,
     backward_launch_ms=0.0518,
-    sort_launch_ms=0.0686,
-    sort_lookups=3330.0,
+    sort_launch_ms=0.0685,
+    sort_lookups=3340.0,
 )
 """Fitted by ``benchmarks/gpu_prior.py`` to what an H100 measured (FBGEMM 1.6) and to what others published of other
 cards."""
@@ -272,7 +273,7 @@ class RooflineCost(ComputeCost):
         weight_states, row_states = column("weight_states"), column("row_states")
         optimizer_state = distinct_rows * (weight_states * dim + row_states) * OUTPUT_BYTES
         scattered = row_states * distinct_rows
-        sequence = column("sequence")
+        narrow_sequence = column("sequence") * (dim <= LANES[0])
         ns = 1e-6 * self.slowness
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
@@ -294,7 +295,7 @@ class RooflineCost(ComputeCost):
         forward = (
             out_of_memory * (1 - uvm) * forward_ms
             + over_link * uvm * link_ms
-            + (outputs + found + keys + tables + sequence * lookups * kernels.sequence_bytes) * forward_ms
+            + (outputs + found + keys + tables + narrow_sequence * lookups * kernels.sequence_bytes) * forward_ms
             + (cached * distinct_rows * kernels.cache_row_ns + kernels.table_ns) * ns
             + (exchanges - ahead)
         )
@@ -316,9 +317,8 @@ class RooflineCost(ComputeCost):
         count, trained = torch.ones_like(forward), 1 - column("served")
         if not self._has_lanes:
             return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
-        all_bags = (column("log2_batch_size") + column("log2_num_features")).exp2()
-        pooling = lookups / all_bags
-        bags = all_bags * -torch.expm1(-pooling)  # that are not empty
+        bags = (column("log2_batch_size") + column("log2_num_features")).exp2()  # empty ones take as long
+        pooling = lookups / bags
         forward += (lookups * kernels.lookup_ns + bags * kernels.bag_ns) * ns
         updates = torch.where(weight_states + row_states > 1, TWO_STATES * lookups, lookups)
         backward += updates * kernels.update_lookup_ns * ns
