@@ -24,15 +24,20 @@ MAX_BYTES_PER_MS = 1e15
 """What a fit says of a bandwidth that limits nothing; finite, for JSON."""
 OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """What is measured between ranks, of outputs and gradients."""
-REVISION = 2
+REVISION = 3
 """Of how payloads are measured. In 1, an all-reduce between n ranks was of an n-th of the bytes that it was said to be
-of: its bandwidths came out n times too high."""
+of: its bandwidths came out n times too high. Until 3, bags counted as their bytes on CPUs, too."""
 LOOKUPS = ("lookups", "bucketing")
 """How lookups get to the ranks that compute them, and what each rank takes to sort those of row blocks into the blocks
 before. Checkpoints lack both that were made before these were measured."""
 SORTED_BAG = 0.2
 """What a bag in a block takes to be sorted, over an id. Processor time of TorchRec's own on a Xeon, 1 to 48 features, 1
 to 100 lookups, 2 and 4 blocks: 1.5 ns, and 8.2 to 9.6 ns."""
+CPU_BAG_BYTES = 8.0
+"""As many bytes of lookups, beside those of its length, a bag takes as long as where CPUs exchange it: its length, and
+where its ids begin, are put in order with the ids."""
+OLD_BAG_BYTES = 84
+"""Of the bags that were measured until revision 3, of ten ids each."""
 LOOKUP_EXCHANGES = 3
 """One after the other: how many they are, lengths and ids. Weights are one more."""
 
@@ -126,7 +131,15 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
         raise ValueError(f"a fit has other fields: {error}") from error
     if revision < 2 and "all_reduce" in read:
         read["all_reduce"] = read["all_reduce"].slowed(measured["world_size"])
+    if revision < 3 and "lookups" in read:
+        more_bytes = bag_bytes(measured["hardware"]["device"])
+        read["lookups"] = read["lookups"].slowed(OLD_BAG_BYTES / (OLD_BAG_BYTES + more_bytes))
     return read
+
+
+def bag_bytes(device: str) -> float:
+    """That a bag counts as where ranks exchange lookups, beside those of its length."""
+    return CPU_BAG_BYTES if device == "cpu" else 0.0
 
 
 @dataclass(frozen=True)

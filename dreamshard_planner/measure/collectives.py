@@ -38,6 +38,7 @@ from dreamshard_planner.cost.collectives import (
     SORTED_BAG,
     CollectiveFit,
     CollectiveModel,
+    bag_bytes,
     fits_of,
 )
 from dreamshard_planner.errors import DreamShardError
@@ -71,9 +72,10 @@ class Payload:
     size_bytes: int
     skew: float = 1.0
 
-    def sends(self, world_size: int) -> list[int]:
-        """Bytes that each rank gives each other rank; of lookups, which it gets."""
-        size = self.size_bytes if self.operation in OPERATIONS else self.samples * FEATURES * self._bag_bytes
+    def sends(self, world_size: int, more_bytes: float = 0.0) -> list[int]:
+        """Bytes that each rank gives each other rank; of lookups, which it gets, with so many more of a bag."""
+        bag = self._bag_bytes + more_bytes
+        size = self.size_bytes if self.operation in OPERATIONS else round(self.samples * FEATURES * bag)
         return [size, *[round(size * self.skew)] * (world_size - 1)]
 
     @property
@@ -85,11 +87,11 @@ class Payload:
     def _bag_bytes(self) -> int:
         return LOOKUPS_PER_SAMPLE * INDEX_BYTES + (LENGTH_BYTES if self.operation == "lookups" else 0)
 
-    def moved_bytes(self, world_size: int) -> tuple[float, float]:
+    def moved_bytes(self, world_size: int, device: str) -> tuple[float, float]:
         """What a :class:`CollectiveModel` counts: the most that any rank sends or receives, and all ranks' sum."""
         if self.operation == "bucketing":  # by itself
             return 0.0, self.samples * FEATURES * INDEX_BYTES * (LOOKUPS_PER_SAMPLE + SORTED_BAG * world_size)
-        sends = torch.tensor(self.sends(world_size), dtype=torch.float64)
+        sends = torch.tensor(self.sends(world_size, bag_bytes(device)), dtype=torch.float64)
         per_byte = CollectiveModel(world_size, bytes_per_ms=1.0, latency_ms=0.0)
         return float(per_byte.all_to_all_ms(sends)), float(sends.sum()) * (world_size - 1)
 
@@ -162,7 +164,7 @@ def measure(
     fits = {}
     for operation in (*OPERATIONS, *LOOKUPS):
         chosen = [index for index, payload in enumerate(PAYLOADS) if payload.operation == operation]
-        moved = [PAYLOADS[index].moved_bytes(world_size) for index in chosen]
+        moved = [PAYLOADS[index].moved_bytes(world_size, device.type) for index in chosen]
         slowest_P, total_P = torch.tensor(moved, dtype=torch.float64).unbind(-1)
         if operation == "bucketing":
             fits[operation] = CollectiveFit.of_sorting(total_P, time_P[chosen])

@@ -25,6 +25,7 @@ from dreamshard_planner.cost.collectives import (
     REVISION,
     CollectiveFit,
     CollectiveModel,
+    bag_bytes,
     fits_of,
 )
 from dreamshard_planner.cost.correction import LEAST_GAIN
@@ -76,8 +77,9 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     alike = [run for run in whole if _ranks(run) == _ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
     seen: dict[str, list[ObservedExchange]] = defaultdict(list)
+    bag = bag_bytes(str(observation.hardware["device"]))
     for run in alike:
-        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing)):
+        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag)):
             seen[one.operation].append(one)
     learned, said = {}, []
     for operation, points in seen.items():
@@ -165,16 +167,18 @@ def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
         yield ObservedExchange(operation, one.calls, max(*one.bytes, *received), total, share * one.ms)
 
 
-def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None) -> Iterator[ObservedExchange]:
-    """Between all ranks, with the bytes that the cost counts for the run's plan. Sorting into blocks of rows is taken
-    off as it is predicted; where it is not, runs that sort tell nothing."""
+def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, bag: float) -> Iterator[ObservedExchange]:
+    """Between all ranks, with the bytes that the cost counts for the run's plan, of a bag so many more than its
+    length's. Sorting into blocks of rows is taken off as it is predicted; where it is not, runs that sort tell
+    nothing."""
     sent: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(run.world_size, 2, dtype=torch.float64))
     weighted = {(kernel.module, kernel.sharding_type): kernel.weighted for rank in run.ranks for kernel in rank.kernels}
     for rank in run.ranks:
         for index, kernel in enumerate(rank.kernels):
             spec, lookups = SHARDING_TYPES[kernel.sharding_type], rank.median(f"kernel {index} lookups")
             if not spec.is_replicated:
-                told_2 = torch.tensor([kernel.lookup_bytes(lookups), sorting_bytes(spec, lookups, kernel.bags)])
+                sent_bytes = kernel.lookup_bytes(lookups) + bag * kernel.bags
+                told_2 = torch.tensor([sent_bytes, sorting_bytes(spec, lookups, kernel.bags)])
                 sent[kernel.module, kernel.sharding_type][rank.rank] += told_2 / run.world_size
     of_groups = any(name.startswith("lookups") and " of " in name for name in run.collectives)
     if run.lookups_ms is None or of_groups or not sent:

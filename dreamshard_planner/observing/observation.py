@@ -83,7 +83,7 @@ class ObservedKernel:
         return self.samples * sum(len(table.features) for table in self.tables)
 
     def lookup_bytes(self, lookups: float) -> float:
-        """Of so many lookups in a step, as the cost counts them."""
+        """Of so many lookups in a step."""
         return lookup_bytes(lookups, self.bags, self.weighted)
 
     def workloads(self, statistics: Mapping[str, FeatureStatistics]) -> list[Workload]:

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CommOp, ModuleSharder
 
-from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel
+from dreamshard_planner.cost.collectives import LOOKUP_EXCHANGES, SORTED_BAG, Collective, CollectiveModel, bag_bytes
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import exchange_codecs
 from dreamshard_planner.search_space.options import type_of
@@ -89,7 +89,8 @@ def exchanges_of(
         return
     # Also between hosts, ids go straight to the rank that holds their rows.
     model = replace(links.lookups, latency_ms=links.lookups.latency_ms * lookup_exchanges(workload.weighted))
-    yield Collective(f"{name} lookups", "world", model, None, of_lookups=True), workload.lookup_bytes / world
+    lookup_bytes = workload.lookup_bytes + bag_bytes(topology.compute_device) * workload.pooled_vectors
+    yield Collective(f"{name} lookups", "world", model, None, of_lookups=True), lookup_bytes / world
     sorted_bytes = sorting_bytes(spec, workload.lookups, workload.pooled_vectors)
     if sorted_bytes and links.bucketing is not None:
         yield Collective(f"{name} bucketing", "world", links.bucketing, None, of_lookups=True), sorted_bytes / world

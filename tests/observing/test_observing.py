@@ -17,7 +17,7 @@ from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, Obser
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
-from dreamshard_planner.cost.collectives import OPERATIONS, REVISION, CollectiveFit
+from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused
@@ -338,10 +338,16 @@ LATENCY_MS, RATE = 0.5, 4e3
 """Of an exchange of lookups, and its bytes per millisecond."""
 
 
+def counted_bytes(rank: RankSteps) -> float:
+    """Of the lookups that it gets of one rank."""
+    (kernel,) = rank.kernels
+    return (kernel.lookup_bytes(rank.median("kernel 0 lookups")) + CPU_BAG_BYTES * kernel.bags) / WORLD_SIZE
+
+
 def with_lookups(run: int, sharding_type: str = "table_wise", more_ms: float = 0.0, **columns: tuple) -> ObservedRun:
     """What kernels read takes some time to get there; rank 0 waits for rank 1."""
     ranks = [rank_steps(run, rank) for rank in range(WORLD_SIZE)]
-    moved = [one.kernels[0].lookup_bytes(one.median("kernel 0 lookups")) / WORLD_SIZE for one in ranks]
+    moved = [counted_bytes(one) for one in ranks]
     ms = LATENCY_MS + max(moved) / RATE + more_ms
     told = [{"input_dist": (ms + 1 - one.rank,) * 8, "input_dist calls": (1.0,) * 8} | columns for one in ranks]
     kernels = [(replace(one.kernels[0], sharding_type=sharding_type),) for one in ranks]
@@ -375,9 +381,7 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
         made = learn(prior, seen, tmp_path / f"{name}.safetensors")
         links, before = links_of(cpu, made), links_of(cpu, prior)
         for run in seen.runs:
-            moved_D = torch.tensor(
-                [rank.kernels[0].lookup_bytes(rank.median("kernel 0 lookups")) / WORLD_SIZE for rank in run.ranks]
-            )
+            moved_D = torch.tensor([counted_bytes(rank) for rank in run.ranks])
             assert float(links.lookups.all_to_all_ms(moved_D)) == pytest.approx(run.lookups_ms, rel=1e-3)
         # All else costs what it did, and nobody knows what sorting takes.
         assert replace(links.all_to_all, source="") == replace(before.all_to_all, source="") and links.bucketing is None

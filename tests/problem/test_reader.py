@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm.model import EveryTypeSharder
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
@@ -77,7 +78,7 @@ def test_sequence_tables_exchange_a_vector_for_each_lookup(sharding_type: str) -
     # All of one rank's lookups come back to it as vectors, whoever sends them.
     assert sent["all-to-all"] == pytest.approx(SAMPLES * LENGTH * DIM * 4)
     # Column slices and row blocks each get a length for every sample; slices every id, and blocks one of them.
-    ids, lengths = SAMPLES * LENGTH * 8, SAMPLES * 4 * len(parts)
+    ids, lengths = SAMPLES * LENGTH * 8, SAMPLES * (4 + CPU_BAG_BYTES) * len(parts)
     repeated = len(parts) if sharding_type == "column_wise" else 1
     assert sent["lookups"] == pytest.approx(repeated * ids + lengths)
     # Every bag is in each block.

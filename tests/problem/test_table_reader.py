@@ -16,6 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
@@ -133,9 +134,10 @@ def test_options_become_workloads() -> None:
     # How many lookups they are, lengths, ids, and weights, one exchange after the other.
     weighted, plain = (problem.collectives.collectives[index].forward.latency_ms for index in (1, 3))
     assert weighted == pytest.approx(plain * 4 / 3)
-    # Ids, weights where there are any, and a length for each pooled vector.
-    assert problem.bytes_PC[problem.names.index("weighted.d"), 1] == 64 * (1 * (8 + 4) + 4)
-    assert problem.bytes_PC[problem.names.index("plain.a"), 3] == 64 * ((2.0 + 0.75 * 3.0) * 8 + 1.75 * 4)
+    # Ids, weights where there are any, and for each pooled vector a length, and what putting it in order takes.
+    bag = 4 + CPU_BAG_BYTES
+    assert problem.bytes_PC[problem.names.index("weighted.d"), 1] == 64 * (1 * (8 + 4) + bag)
+    assert problem.bytes_PC[problem.names.index("plain.a"), 3] == 64 * ((2.0 + 0.75 * 3.0) * 8 + 1.75 * bag)
 
 
 def workloads_and_problem(model: nn.Module, sharders, constraints=None):
