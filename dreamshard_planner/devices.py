@@ -100,6 +100,28 @@ GPUS = {
         network_bytes_per_s=None,
         source="NVIDIA L4 data sheet",
     ),
+    "l40s": Gpu(
+        title="NVIDIA L40S",
+        memory_bytes=48 * GB,
+        memory_bytes_per_s=864 * GB,
+        l2_bytes=96 * 10**6,
+        multiprocessor_hz=142 * 2.52e9,
+        link_bytes_per_s=32 * GB,
+        host_bytes_per_s=32 * GB,
+        network_bytes_per_s=None,
+        source="NVIDIA L40S data sheet; NVIDIA Ada GPU architecture (AD102)",
+    ),
+    "a10": Gpu(
+        title="NVIDIA A10",
+        memory_bytes=24 * GB,
+        memory_bytes_per_s=600 * GB,
+        l2_bytes=6 * 10**6,
+        multiprocessor_hz=72 * 1.695e9,
+        link_bytes_per_s=32 * GB,
+        host_bytes_per_s=32 * GB,
+        network_bytes_per_s=None,
+        source="NVIDIA A10 data sheet; NVIDIA Ampere GA102 GPU architecture",
+    ),
 }
 """By name."""
 _CARDS = {
@@ -111,6 +133,9 @@ _CARDS = {
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA L4": "l4",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A10": "a10",
+    "NVIDIA A10G": "a10",
 }
 UNKNOWN_CARD = "a GPU of another bandwidth"
 

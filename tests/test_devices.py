@@ -29,7 +29,7 @@ def test_a_named_gpu_gives_memory_and_bandwidths() -> None:
 
 
 def test_every_gpu_has_figures_of_its_own_and_a_source() -> None:
-    assert set(GPUS) == {"a100-40", "a100-80", "h100", "h200", "b200", "l4"}
+    assert set(GPUS) == {"a100-40", "a100-80", "h100", "h200", "b200", "l4", "l40s", "a10"}
     for name, gpu in GPUS.items():
         assert "NVIDIA" in gpu.source and gpu.memory_bytes_per_s > gpu.link_bytes_per_s > 0
         assert default_notes(Machine(ranks_per_host=2, gpu=name).topology()) == ()

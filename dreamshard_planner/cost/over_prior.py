@@ -30,7 +30,8 @@ _KERNELS = tuple(each.name for each in fields(Kernels))
 _DIVIDE = {*_DEVICE, "forward_share", "backward_share", "cache_speedup", "gradient_speedup", "far_table_bytes"}
 _MOST = 1e15
 """Of any figure: bytes of a cache are the largest."""
-_LEAST_MS = 1e-6
+_LEAST_MS = 1e-3
+"""That the network corrects: what a GPU's backward takes to return at once where nothing was looked up."""
 
 
 class NetworkOverPrior(CostNetwork):

@@ -42,14 +42,17 @@ L2_BYTES = 40e6
 """Of a GPU that :data:`~dreamshard_planner.devices.GPUS` does not name."""
 USUAL_CORES = 0.6
 """Power of its bandwidth by which its multiprocessors and their clock are taken to grow: from V100 to H100 they did."""
-GENERATIONS = 2.0
-"""Power of these by which kernels' nanoseconds shrink: later generations do more in a clock as well."""
+GENERATIONS = 3.0
+"""Power of these by which kernels take longer for lookups and rows on cards that have fewer than an H100: later
+generations, and later versions of FBGEMM, do more in a clock as well. On cards that have more, time shrinks as they
+grow."""
 
 
 @dataclass(frozen=True)
 class Kernels:
     """How FBGEMM's kernels use a device: its bandwidth, and on GPUs its lanes. Each parameter has a meaning; together
-    they are few enough to be fitted. Nanoseconds are those of an H100's multiprocessors."""
+    they are few enough to be fitted. Nanoseconds are those of an H100's multiprocessors, of bags and steps those of all
+    cards."""
 
     forward_share: float = 1.0
     """Of the memory's bandwidth that the forward reaches."""
@@ -91,10 +94,12 @@ class Kernels:
     lookup_lane_ns: float = 0.0
     step_ns: float = 0.0
     """Of the forward, for each lookup of the longest bags, whose lookups come one after the other: while few bags last,
-    the GPU is idle."""
+    the GPU is idle. Memory answers no sooner on later cards."""
     bag_ns: float = 0.0
-    """Of the forward, for each bag, empty or not, and more for each lane."""
+    """Of the forward, for each bag, empty or not: FBGEMM's check of ids, above all, which starts as many blocks of
+    threads a second on cards of all kinds."""
     bag_lane_ns: float = 0.0
+    """More for each lane of the kernel, of an H100's multiprocessors."""
     table_ns: float = 0.0
     """Of the forward, for each table."""
     update_lookup_ns: float = 0.0
@@ -140,40 +145,40 @@ CPU_KERNELS = Kernels(
 """Fitted by ``benchmarks/cpu_prior.py`` to sets that an AMD EPYC (family 25 model 17) measured, each optimizer and
 direction up to a factor: the level is that of the topology's bandwidth, which one core does not reach."""
 GPU_KERNELS = Kernels(
-    forward_share=0.98,
-    backward_share=0.857,
+    forward_share=0.997,
+    backward_share=0.849,
     cache_speedup=1000.0,
-    gradient_speedup=7.99,
-    rows_held=0.221,
-    gradients_held=0.575,
-    row_bytes=111.0,
-    far_row_bytes=43.2,
-    far_table_bytes=117000000.0,
-    update_bytes=54.3,
+    gradient_speedup=8.48,
+    rows_held=0.262,
+    gradients_held=0.563,
+    row_bytes=108.0,
+    far_row_bytes=55.3,
+    far_table_bytes=135000000.0,
+    update_bytes=64.0,
     update_weight_bytes=4.0,
-    sequence_bytes=370.0,
-    lane_dims=22.9,
-    state_bytes=429.0,
-    lookup_ns=0.00296,
-    lookup_lane_ns=0.000122,
-    step_ns=176.0,
-    bag_ns=0.253,
-    bag_lane_ns=0.000488,
-    table_ns=4.65,
-    update_lookup_ns=0.0575,
-    update_lane_ns=0.000459,
-    update_row_ns=0.141,
-    update_table_ns=496.0,
-    weighted_lookup_ns=0.245,
+    sequence_bytes=376.0,
+    lane_dims=31.7,
+    state_bytes=393.0,
+    lookup_ns=0.00315,
+    lookup_lane_ns=0.000127,
+    step_ns=170.0,
+    bag_ns=0.254,
+    bag_lane_ns=0.00046,
+    table_ns=31.7,
+    update_lookup_ns=0.0506,
+    update_lane_ns=0.000471,
+    update_row_ns=0.155,
+    update_table_ns=272.0,
+    weighted_lookup_ns=0.246,
     link_reads=1.37,
-    link_repeats=0.428,
+    link_repeats=0.426,
     link_updates=1.53,
     link_exchanges=1.42,
-    cache_row_ns=3.85,
+    cache_row_ns=3.87,
     forward_launch_ms=0.0135,
-    backward_launch_ms=0.0518,
-    sort_launch_ms=0.0685,
-    sort_lookups=3340.0,
+    backward_launch_ms=0.0525,
+    sort_launch_ms=0.0697,
+    sort_lookups=3570.0,
 )
 """Fitted by ``benchmarks/gpu_prior.py`` to what an H100 measured (FBGEMM 1.6) and to what others published of other
 cards."""
@@ -196,7 +201,7 @@ class RooflineCost(ComputeCost):
     cache_bytes: float = math.inf
     """Of the cache that rows are read from again; infinite: all of them are."""
     slowness: float = 1.0
-    """An H100's multiprocessors over the device's: what the kernels' nanoseconds take here."""
+    """Times as long as on an H100 that kernels take for lookups, rows and tables, beside what memory takes."""
     source: CostSource = field(init=False, repr=False, compare=False)
     """Names the bandwidths."""
 
@@ -226,7 +231,8 @@ class RooflineCost(ComputeCost):
         else:
             cache_bytes, fewer = gpu.l2_bytes, h100.multiprocessor_hz / gpu.multiprocessor_hz
         kernels = AMD_KERNELS if torch.version.hip else GPU_KERNELS
-        return cls(memory_bytes_per_ms, uvm_bytes_per_ms, kernels, cache_bytes, fewer**GENERATIONS)
+        slowness = fewer**GENERATIONS if fewer > 1 else fewer
+        return cls(memory_bytes_per_ms, uvm_bytes_per_ms, kernels, cache_bytes, slowness)
 
     @classmethod
     def of_card(cls, name: str) -> RooflineCost:
@@ -317,9 +323,9 @@ class RooflineCost(ComputeCost):
         count, trained = torch.ones_like(forward), 1 - column("served")
         if not self._has_lanes:
             return torch.stack([count, forward, backward * trained, ahead, trained], dim=-1)
-        bags = (column("log2_batch_size") + column("log2_num_features")).exp2()  # empty ones take as long
-        pooling = lookups / bags
-        forward += (lookups * kernels.lookup_ns + bags * kernels.bag_ns) * ns
+        bags = column("samples")  # empty ones take as long
+        pooling = lookups / bags.clamp_min(1.0)
+        forward += lookups * kernels.lookup_ns * ns + bags * kernels.bag_ns * 1e-6
         updates = torch.where(weight_states + row_states > 1, TWO_STATES * lookups, lookups)
         backward += updates * kernels.update_lookup_ns * ns
         forward_lane = (lookups * kernels.lookup_lane_ns + bags * kernels.bag_lane_ns) * ns
@@ -360,8 +366,8 @@ class RooflineCost(ComputeCost):
             forward_lane_X, backward_lane_X, longest_X, updates_X = latent_HX[5:_SUMS]
             widest_X = np.array(LANES, latent_HX.dtype)[(latent_HX[_SUMS:] > 0.5).sum(0)]
             longest_X, updates_X = np.maximum(longest_X, 0), np.maximum(updates_X, 0)
-            step_ms = kernels.step_ns * 1e-6 * self.slowness
-            forward_X = forward_X + forward_lane_X * widest_X + np.sqrt(np.sqrt(longest_X)) * step_ms
+            steps_X = np.sqrt(np.sqrt(longest_X))
+            forward_X = forward_X + forward_lane_X * widest_X + steps_X * kernels.step_ns * 1e-6
             sorted_X = kernels.sort_launch_ms * updates_X / (updates_X + kernels.sort_lookups)
             # A GPU's backward returns at once where nothing was looked up.
             backward_X = (backward_X + kernels.backward_launch_ms) * (updates_X > 1e-3)
