@@ -399,6 +399,18 @@ def test_the_longest_bags_of_a_gpus_kernel_and_its_empty_ones() -> None:
     assert _gpu_ms(sparse, kernels=kernels)[0] == pytest.approx(0.01 * 1e-3 + 1000 * 1e-6, rel=1e-3)
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_gpu_takes_as_long_for_features_with_batches_of_their_own(pooled: bool) -> None:
+    """As for so many bags of one batch: TorchRec's variable batch, or several poolings of a sample."""
+    histogram, gpu = (1.0,) + (0.0,) * 16, RooflineCost.of_gpu("h100")
+    plain = Workload("t", 10**6, 64, 1000, 2.0, 1990.0, histogram, pooled=pooled)
+    fewer = replace(plain, batch_size=10_000, pooling_factor=0.2, output_share=0.1)
+    more = replace(plain, batch_size=100, pooling_factor=20.0, output_share=10.0)
+    plain_ms, *own_ms = (predict_ms(gpu, LabelledSets.of([[one]], torch.ones(1, 2))) for one in (plain, fewer, more))
+    for ms in own_ms:
+        torch.testing.assert_close(ms, plain_ms, rtol=1e-6, atol=0)
+
+
 def test_a_gpus_cache_holds_the_rows_that_are_read_most() -> None:
     """200 rows are read once, 100 some 700 times each."""
     kernels = replace(NO_FLOOR, cache_speedup=1000.0, lookup_bytes=0.0)
