@@ -217,7 +217,8 @@ class CostNetwork(AnyCostNetwork):
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
         """What some shard, or the sum over some group, has more of, or less, than anything measured."""
         notes = tables_outside(features_SF, *self._trained_bounds("descriptor"))
-        low_P, high_P = (bound_P.expm1().tolist() for bound_P in self._trained_bounds("log_work"))
+        # Counts: scaling leaves a trace where there was nothing.
+        low_P, high_P = (bound_P.expm1().round().tolist() for bound_P in self._trained_bounds("log_work"))
         for column, name in enumerate(WORK):
             values_X, what = latent_XH[:, column], name.replace("_", " ")
             notes += outside("fused group(s)", what, values_X, low_P[column], high_P[column])

@@ -99,6 +99,16 @@ def test_cost_is_finite_and_grows_far_outside_of_training(network: CostNetwork) 
     assert any("table(s) have more rows than was measured (1,000,000,000 against" in note for note in notes)
 
 
+@pytest.mark.parametrize("factors", [(0.0, 1.0, 2.0), (0.0, 3.0, 10.0, 30.0), (0.0, 0.5, 4.0)])
+def test_nothing_is_not_less_than_nothing_that_was_measured(factors: tuple[float, ...]) -> None:
+    tables = [Table("t", 10_000, 64, (FeatureStatistics(factor),)) for factor in factors]
+    sets = LabelledSets.of([workloads_of([table], 4096) for table in tables], torch.ones(len(tables), 2))
+    network = CostNetwork(CostNetworkConfig(members=1))
+    network.initialize(sets)
+    unread_SF = sets.features_SF[:1]
+    assert network.notes(unread_SF, network.encode(unread_SF)) == ()
+
+
 def test_fitting_is_deterministic(split) -> None:
     config = FitConfig(epochs=2)
     runs = [fit_cost_network(split[0], CostNetworkConfig(members=1), config) for _ in range(2)]
