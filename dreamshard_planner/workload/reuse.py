@@ -253,7 +253,8 @@ def _power_laws(rows_T: Tensor, lookups_T: Tensor) -> Tensor:
 
 def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) -> Tensor:
     """Rows per Poisson rate, [Q], that explain a histogram: non-negative least squares on the bins, with the
-    total lookups, at most ``rows`` rows in all (a slack takes the rest), and a little smoothness."""
+    total lookups, at most ``rows`` rows in all (a slack takes the rest), and a little smoothness; then as many as give
+    the distinct rows."""
     import numpy as np
     from scipy.optimize import nnls
 
@@ -269,7 +270,9 @@ def _mixture(histogram_K: Tensor, distinct: float, rows: float, lookups: float) 
     slack[NUM_REUSE_BINS + 1] = strong
     target = torch.cat([histogram_K * scale_K, torch.tensor([strong, strong]), torch.zeros(len(curvature))])
     solution, _ = nnls(torch.cat([design, slack], dim=1).numpy(), target.double().numpy(), maxiter=3000)
-    return torch.from_numpy(np.asarray(solution[:-1])) * distinct
+    rows_Q = torch.from_numpy(np.asarray(solution[:-1]))
+    # Poisson's counts spread more than those of a batch that reads all its rows as often: too few rows fit best then.
+    return rows_Q * distinct / (rows_Q @ probability_QK).sum().clamp_min(1e-300)
 
 
 def cache_hits(
@@ -308,6 +311,7 @@ def cache_hits(
         for table in part[~explained_T].tolist():
             known = float(distinct_T[table]), float(rows_T[table]), float(lookups_T[table])
             mixture_1Q = _mixture(histogram_TK[table], *known)[None]
+            mixture_1Q = mixture_1Q * (rows_T[table] / mixture_1Q.sum()).clamp_max(1.0)
             hit_T[table] = _hits(mixture_1Q, _rates(_MIXTURE_RATES), cached_T[table : table + 1])[0]
     return hit_T
 

@@ -163,6 +163,23 @@ def test_rescaling_keeps_to_what_is_possible() -> None:
     assert torch.equal(bins, again)
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("rows", [5000, 50_000, 10**6])
+def test_a_larger_batch_reads_no_fewer_rows_where_all_are_read_as_often(times: int, rows: int) -> None:
+    """As where an epoch's users come in random order, each once: no mixture of Poisson rates has such counts."""
+    histogram, distinct = reuse_histogram(torch.arange(2000).repeat(times))
+    lookups = 2000.0 * times
+    _, rescaled = rescale_reuse([histogram.tolist()] * 2, [rows] * 2, [lookups] * 2, [2.0, 8.0], [distinct] * 2)
+    least, twice, most = 2000, *rescaled.tolist()
+    assert least <= twice <= most <= min(rows, 8 * lookups)
+
+
+def test_cache_misses_of_rows_that_are_all_read_as_often() -> None:
+    """A cache that holds few of them has few hits."""
+    histogram, distinct = reuse_histogram(torch.arange(2000).repeat(2))
+    assert float(cache_hits([histogram.tolist()], [50_000], [4000.0], [distinct], [100.0])) < 0.2
+
+
 def test_a_table_does_not_depend_on_its_neighbours() -> None:
     pool = meta_like()[:600]  # more than are solved at once
     given = [
