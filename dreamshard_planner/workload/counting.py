@@ -82,7 +82,7 @@ class FeatureCounts:
         self._lookups += len(id_N)
         if not len(id_N):
             return
-        id_R, count_R = torch.unique(id_N.cpu(), return_counts=True)
+        id_R, count_R = torch.unique(_whole_numbers(self.name, "ids", id_N).cpu(), return_counts=True)
         histogram_K, distinct = histogram_of_counts(count_R)
         self._count_K += histogram_K * distinct
         self._sketches.add(IdSketch.of_counts(id_R, count_R), len(id_N), distinct)
@@ -185,10 +185,7 @@ def _checked_counts(name: str, pair: Any) -> tuple[Tensor, Tensor]:
         length_B, id_N = (torch.as_tensor(values).flatten() for values in pair)
     except (TypeError, ValueError, RuntimeError) as error:
         raise StatisticsError(f"feature {name!r}: lengths and ids must be two arrays of whole numbers") from error
-    for what, values in (("lengths", length_B), ("ids", id_N)):
-        if len(values) and (values.is_floating_point() or values.dtype == torch.bool):
-            raise StatisticsError(f"feature {name!r}: {what} must be whole numbers, got {values.dtype}")
-    length_B = length_B.long()
+    length_B, id_N = _whole_numbers(name, "lengths", length_B), _whole_numbers(name, "ids", id_N)
     if len(length_B) and int(length_B.min()) < 0:
         raise StatisticsError(f"feature {name!r}: lengths must be 0 or more, got {int(length_B.min())}")
     if int(length_B.sum()) != len(id_N):
@@ -196,6 +193,13 @@ def _checked_counts(name: str, pair: Any) -> tuple[Tensor, Tensor]:
             f"feature {name!r}: lengths add up to {int(length_B.sum())}, and there are {len(id_N)} ids"
         )
     return length_B, id_N
+
+
+def _whole_numbers(feature: str, what: str, values: Tensor) -> Tensor:
+    """As int64; unsigned ones of 2^63 and more become negative, which are no rows either."""
+    if len(values) and (values.is_floating_point() or values.dtype == torch.bool):
+        raise StatisticsError(f"feature {feature!r}: {what} must be whole numbers, got {values.dtype}")
+    return values.long()
 
 
 @neutral()

@@ -63,6 +63,25 @@ def test_lengths_and_ids_that_contradict_each_other_are_refused(pair: tuple, rea
         TableStatistics.from_counts({"f": pair}, batch_size=2)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_ids_count_as_signed_ones(dtype: type) -> None:
+    lengths, ids = drawn(100)
+    unsigned = TableStatistics.from_counts({"f": (lengths.astype(dtype), ids.astype(dtype))}, batch_size=50)
+    assert dict(unsigned) == dict(TableStatistics.from_counts({"f": (lengths, ids)}, batch_size=50))
+
+
+def test_hashes_of_64_bits_are_no_rows() -> None:
+    hashes = np.array([2**64 - 1, 2**63, 5, 5], dtype=np.uint64)
+    counted = TableStatistics.from_counts({"f": ([2, 2], hashes)}, batch_size=2)["f"]
+    assert (counted.distinct_rows, counted.ids) == (3, None)
+
+
+def test_batches_of_values_that_are_no_ids_are_refused() -> None:
+    batch = KeyedJaggedTensor(["f"], torch.tensor([0.5, 2.0]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(StatisticsError, match="feature 'f': ids must be whole numbers, got torch.float32"):
+        TableStatistics.from_batches([batch])
+
+
 @pytest.mark.parametrize(("samples", "batch_size"), [((16, 16, 16, 16, 3), 13), ((16, 0, 16), 16)])
 def test_batches_of_several_sizes_count_as_their_mean_and_empty_ones_not_at_all(
     samples: tuple[int, ...], batch_size: int
