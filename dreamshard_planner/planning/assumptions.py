@@ -15,6 +15,7 @@ from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.search_space.kernels import in_host_memory
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.formatting import first_of, size_in_words
+from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.reuse import POPULARITY_EXPONENT
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -46,6 +47,7 @@ def assumptions(
         *(_lookups(context, plan, unknown, len(known) + len(unknown), statistics) if unknown else ()),
         *_popularity(context, plan),
         *_batch_size(plan, given_batch_size),
+        *_samples(context, plan, constraints or {}, statistics or {}),
         *_host_memory(context.topology, plan),
     )
 
@@ -120,6 +122,30 @@ def _batch_size(plan: Sequence[ShardingOption], given: int | None) -> tuple[Note
     batch_size = plan[0].batch_size
     text = f"a local batch of {batch_size} samples is assumed, TorchRec's default: costs are nearly proportional to it"
     return (Note("assumption", text, {"batch_size": float(batch_size)}),)
+
+
+def _samples(
+    context: PlanningContext,
+    plan: Sequence[ShardingOption],
+    constraints: Mapping[str, ParameterConstraints],
+    statistics: Mapping[str, FeatureStatistics],
+) -> tuple[Note, ...]:
+    """Of features that were counted in smaller batches than others of their module."""
+    known: dict[str, dict[str, FeatureStatistics]] = {}
+    told: set[str] = set()
+    for option in plan:
+        features, given = context.reader.declared(option).features, constraints.get(option.name)
+        known.setdefault(option.path, {}).update((name, statistics[name]) for name in features if name in statistics)
+        told.update(features if given is not None and given.batch_sizes else ())
+    names = sorted({name for of_module in known.values() for name in in_smaller_batches(of_module)} - told)
+    if not names:
+        return ()
+    text = (
+        f"batches of {plan[0].batch_size:,} samples are assumed for every feature, and {len(names)} of them "
+        f"({first_of(names, NAMED)}) were counted in smaller batches than others of their module: where batches vary "
+        "by feature, batch_sizes of constraints tell"
+    )
+    return (Note("assumption", text, {"features": float(len(names))}),)
 
 
 def _host_memory(topology: Topology, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:

@@ -33,7 +33,7 @@ from dreamshard_planner.search_space.modules import (
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import some_of
-from dreamshard_planner.workload.counting import SAME_BATCH
+from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
@@ -139,11 +139,11 @@ def _with_varied_batches(
     tables: Iterable[ShardableTable], statistics: Mapping[str, FeatureStatistics]
 ) -> frozenset[str]:
     """Paths of modules of which statistics know features of batches of other sizes than the others'."""
-    sizes: dict[str, set[int]] = {}
+    known: dict[str, dict[str, FeatureStatistics]] = {}
     for table in tables:
-        known = (statistics[name].batch_size for name in table.feature_names if name in statistics)
-        sizes.setdefault(table.path, set()).update(filter(None, known))
-    return frozenset(path for path, found in sizes.items() if found and max(found) > SAME_BATCH * min(found))
+        counted = {name: statistics[name] for name in table.feature_names if name in statistics}
+        known.setdefault(table.path, {}).update(counted)
+    return frozenset(path for path, features in known.items() if in_smaller_batches(features))
 
 
 def left_out_by_group(

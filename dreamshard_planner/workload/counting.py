@@ -202,6 +202,13 @@ def _whole_numbers(feature: str, what: str, values: Tensor) -> Tensor:
     return values.long()
 
 
+def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:
+    """Those that were counted in clearly smaller batches than others of them, as where batches vary by feature."""
+    # A size of 1 is also that of pooling factors that nobody gave one with.
+    sizes = {name: one.samples for name, one in features.items() if one.samples > 1 or one.reuse_histogram is not None}
+    return [name for name, size in sizes.items() if max(sizes.values()) > SAME_BATCH * size]
+
+
 @neutral()
 def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStatistics:
     """One feature's statistics of several sources, each counting by its batches.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from small_models import SHARDERS, collection, small_model, table, topology
+from small_models import SHARDERS, collection, planner, small_model, table, topology
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
@@ -43,6 +43,17 @@ def test_the_verdict_names_the_bottleneck(rank_ms, collectives_ms, tables, said)
     assert text.startswith(said), text
     averaged = verdict(entry(rank_ms, collectives_ms), tables, (), averaging_ms=0.6 * (max(rank_ms) + collectives_ms))
     assert averaged.startswith("Bottleneck: averaging replicas, 60% of" if max(rank_ms) else said), averaged
+
+
+@pytest.mark.parametrize("batch_sizes", [None, [16]])
+def test_features_that_were_counted_in_smaller_batches_are_named(batch_sizes: list[int] | None) -> None:
+    counted = [TableStatistics.from_counts({f"t{i}_f0": ([1] * n, range(n))}, n) for i, n in ((0, 64), (2, 16))]
+    made = planner(
+        statistics=TableStatistics.merge(counted), constraints={"t2": ParameterConstraints(batch_sizes=batch_sizes)}
+    )
+    made.plan(small_model(), SHARDERS)
+    told = [note.text for note in made.report().notes if "were counted in smaller batches" in note.text]
+    assert len(told) == (batch_sizes is None) and all("1 of them (t2_f0)" in text for text in told)
 
 
 def test_reports_begin_with_the_verdict_and_the_assumptions() -> None:
