@@ -58,7 +58,7 @@ from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search_space.constraints import left_out_by_group
+from dreamshard_planner.search_space.constraints import given_constraints, left_out_by_group
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
@@ -170,6 +170,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "there is no process group to take the topology from: give topology=Topology(world_size=..., "
                 "compute_device=...), or call torch.distributed.init_process_group() first"
             )
+        constraints = given_constraints(constraints)
         topology = topology or _cpu_topology()
         sync_ms_per_byte, all_ranks = 0.0, None
         if sharding_groups is not None:

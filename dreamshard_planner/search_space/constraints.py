@@ -60,6 +60,21 @@ class PlanningConstraints(dict[str, ParameterConstraints]):
         all of them may."""
 
 
+def given_constraints(
+    constraints: Mapping[str, ParameterConstraints | None] | None,
+) -> dict[str, ParameterConstraints] | None:
+    """A copy without those that are None, which TorchRec passes over; TypeError, naming the table, for other things."""
+    if constraints is None:
+        return None
+    if not isinstance(constraints, Mapping):
+        raise TypeError(f"constraints must be ParameterConstraints by table name, got {type(constraints).__name__}")
+    given = {name: one for name, one in constraints.items() if one is not None}
+    for name, one in given.items():
+        if not isinstance(one, ParameterConstraints):
+            raise TypeError(f"constraints[{name!r}] must be ParameterConstraints, got {type(one).__name__}")
+    return given
+
+
 def planning_constraints(
     module: nn.Module,
     sharders: Sequence[ModuleSharder[nn.Module]],
@@ -324,9 +339,11 @@ def _usable_kernels(
 
 
 def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> None:
-    """PlannerError for sharding types and kernels that are no strings, such as members of TorchRec's enums."""
+    """PlannerError for sharding types and kernels that are no lists of strings, such as members of TorchRec's enums."""
     for what in ("sharding_types", "compute_kernels"):
-        for given in getattr(constraint, what) or ():
+        if isinstance(one := getattr(constraint, what), str):
+            raise refused(f"table {table.fqn!r}: {what} of its constraint are a list, got {one!r}: give [{one!r}]")
+        for given in one or ():
             if not isinstance(given, str):
                 raise refused(
                     f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"

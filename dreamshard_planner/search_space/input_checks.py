@@ -27,6 +27,8 @@ MAX_PER_SAMPLE = 2**40
 
 def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
     """PlannerError, naming the table, where a value is no number or cannot be meant."""
+    if not isinstance(values, Iterable):
+        raise refused(f"table {table!r}: {what} must be a list, one number per feature, got {values!r}")
     for value in values:
         if not (_is_finite(value) and 0 <= value <= MAX_PER_SAMPLE):
             raise refused(

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +96,32 @@ def test_types_and_kernels_are_texts_that_torchrec_knows() -> None:
         text = refusal(bags((100, 16)), {"t0": ParameterConstraints(**given)})
         (what, (member,)) = next(iter(given.items()))
         assert f"'sparse.t0': {what} of its constraint are strings, got {member!r}: give {member}.value" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"sharding_types": "table_row_wise"},
+            "sharding_types of its constraint are a list.*\\['table_row_wise'\\]",
+        ),
+        ({"compute_kernels": "fused"}, "compute_kernels of its constraint are a list, got 'fused'"),
+        ({"pooling_factors": 3.0}, "pooling_factors must be a list, one number per feature, got 3.0"),
+        ({"pooling_factors": None}, "pooling_factors must be a list"),
+        ({"batch_sizes": 64}, "batch_sizes must be a list"),
+    ],
+)
+def test_what_is_no_list_is_refused_by_table(given: dict[str, Any], said: str) -> None:
+    assert re.search(f"t0'.*{said}", refusal(bags((100, 16)), {"t0": ParameterConstraints(**given)}))
+
+
+def test_tables_may_have_none_for_a_constraint_and_nothing_else() -> None:
+    """As in TorchRec."""
+    assert planned(bags((100, 16), (100, 16)), {"t0": None, "t1": ParameterConstraints(sharding_types=[TW])}).options
+    with pytest.raises(TypeError, match=r"constraints\['t0'\] must be ParameterConstraints, got dict"):
+        planned(bags((100, 16)), {"t0": {"sharding_types": [TW]}})
+    with pytest.raises(TypeError, match="constraints must be ParameterConstraints by table name, got list"):
+        planned(bags((100, 16)), [ParameterConstraints()])
 
 
 def test_an_empty_list_constrains_nothing() -> None:
