@@ -13,19 +13,37 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from pydantic import AfterValidator, Field
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import bandwidth_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.support.documents import STRICT, document_of, entries_of, parsed
-from dreamshard_planner.support.files import write_whole
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.documents import (
+    STRICT,
+    Count,
+    Several,
+    document_of,
+    entries_of,
+    one_of,
+    parsed,
+)
+from dreamshard_planner.support.files import brief, write_whole
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, lookup_bytes, workloads_of
+from dreamshard_planner.workload.tables import (
+    MEMORIES,
+    OPTIMIZERS,
+    FeatureStatistics,
+    Table,
+    Workload,
+    lookup_bytes,
+    workloads_of,
+)
 
 FORMAT = "dreamshard_planner observation"
 VERSION = 2
@@ -33,6 +51,8 @@ WARM_UP = 3
 """First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
 OUTPUTS = "outputs"
 """How names of their exchanges begin."""
+DEVICES = ("cpu", "cuda", "mtia")
+"""That training steps run on."""
 MOST_BESIDE, LEAST_BESIDE = 0.5, 0.1
 """Share of the time of exchanges, and of the step, up to which a rank may do other work meanwhile."""
 
@@ -44,13 +64,13 @@ class ObservedTable:
     __pydantic_config__: ClassVar = STRICT
     name: str
     """Fully qualified."""
-    features: tuple[str, ...]
-    rows: int
-    dim: int
+    features: Annotated[tuple[str, ...], Field(min_length=1)]
+    rows: Several
+    dim: Several
     """Both of the whole table."""
-    offset: tuple[int, int]
+    offset: tuple[Count, Count]
     """First row and column of the part."""
-    size: tuple[int, int]
+    size: tuple[Count, Count]
     """Its rows and columns."""
 
 
@@ -59,18 +79,18 @@ class ObservedKernel:
     """A fused kernel of one rank."""
 
     __pydantic_config__: ClassVar = STRICT
-    sharding_type: str
+    sharding_type: Annotated[str, one_of(SHARDING_TYPES)]
     kernel: str
     """TorchRec's compute kernel."""
-    optimizer: str
+    optimizer: Annotated[str, one_of(OPTIMIZERS)]
     """As costs tell them apart."""
-    memory: str
+    memory: Annotated[str, one_of(MEMORIES)]
     pooled: bool
     weighted: bool
-    weight_bytes: float
-    samples: int
+    weight_bytes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    samples: Count
     """Of the batch that it sees."""
-    tables: tuple[ObservedTable, ...]
+    tables: Annotated[tuple[ObservedTable, ...], Field(min_length=1)]
 
     @property
     def module(self) -> str:
@@ -112,8 +132,8 @@ class RankSteps:
     """What one rank saw."""
 
     __pydantic_config__: ClassVar = STRICT
-    rank: int
-    steps: int
+    rank: Count
+    steps: Count
     """Of the run."""
     kept: tuple[int, ...]
     """Indices of those that are told of below."""
@@ -154,8 +174,8 @@ class ObservedRun:
     id: str
     """The same on all ranks."""
     started: str
-    world_size: int
-    hosts: int
+    world_size: Several
+    hosts: Several
     backend: str
     """Of the process group."""
     plan: SavedPlan | None
@@ -163,6 +183,10 @@ class ObservedRun:
     planned_lookups: dict[str, float]
     """Per sample, by feature, that the prediction counts on."""
     ranks: tuple[RankSteps, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hosts > self.world_size or any(rank.rank >= self.world_size for rank in self.ranks):
+            raise ValueError(f"run {brief(self.id)} has hosts or ranks beyond its {self.world_size}")
 
     @property
     def steps(self) -> int:
@@ -256,6 +280,13 @@ class ObservedCollective:
     """In a step."""
 
 
+def _told(hardware: dict[str, str | int]) -> dict[str, str | int]:
+    threads = hardware.get("threads")
+    if hardware.get("device") not in DEVICES or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"must tell the device, one of {', '.join(DEVICES)}, and how many threads")
+    return hardware
+
+
 @dataclass(frozen=True)
 class Observation:
     """Runs on one kind of hardware.
@@ -265,7 +296,7 @@ class Observation:
     """
 
     __pydantic_config__: ClassVar = STRICT
-    hardware: dict[str, str | int]
+    hardware: Annotated[dict[str, str | int], AfterValidator(_told)]
     """Of the first rank; all have the same device, threads and FBGEMM."""
     runs: tuple[ObservedRun, ...]
 

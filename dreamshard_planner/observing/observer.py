@@ -54,12 +54,13 @@ class Observer:
         if not dist.is_initialized():
             raise ObservationError("there is no process group: call torch.distributed.init_process_group() first")
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        ranks, self._rank, planned = dist.get_world_size(), dist.get_rank(), _planned(model, planner)
+        ranks, self._rank = dist.get_world_size(), dist.get_rank()
         hosts = -(-ranks // get_local_size(ranks))
         self._kernels: list[tuple[str, str, Any]] = []
         lookups = list(lookups_of(model))
         if not lookups:
             raise ObservationError("the model has no sharded embeddings: give the DistributedModelParallel that trains")
+        planned = _planned(model, planner)
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._recorder = StepRecorder(DeviceClock(self._device))
         modules = dict.fromkeys(module for _, module, _, _ in lookups)
@@ -155,7 +156,11 @@ def _described_table(path: str, table: Any) -> ObservedTable:
 def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[SavedPlan | None, dict[str, float]]:
     """The model's plan with what a planner of ours, which may have made another, predicts of it; on the rank that
     planned."""
-    if not isinstance(planner, DreamShardPlanner) or dist.get_rank():
+    if not isinstance(planner, DreamShardPlanner):
+        return None, {}
+    if not hasattr(model, "plan"):  # on all ranks: of one that raises alone the others wait in their next collective
+        raise ObservationError("the model has no plan to predict: give the DistributedModelParallel itself")
+    if dist.get_rank():
         return None, {}
     return planner.saved_plan(model.plan), planner.lookups_per_sample()
 
@@ -207,8 +212,17 @@ def observe(
     observer = Observer(model, planner, every, "" if path is None else os.fspath(path))
     try:
         yield observer
+    except StopIteration:  # by which TorchRec's pipelines say that there are no more batches
+        _save(observer, path)
+        raise
+    else:
+        _save(observer, path)
     finally:
         observer.close()
+
+
+def _save(observer: Observer, path: str | os.PathLike[str] | None) -> None:
+    """Where a path is given; without an error that would end the training."""
     if path is not None:
         try:
             observer.save(Path(path))

@@ -56,6 +56,9 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
     with pytest.raises(RuntimeError, match="on purpose"), observe(model):
         raise RuntimeError("on purpose")
     assert _hooks(model) == before
+    for other, reason in ((model.module, "no plan to predict"), (nn.Linear(1, 1), "no sharded embeddings")):
+        with pytest.raises(ObservationError, match=reason), observe(other, planner):  # on all ranks alike
+            pass
     with pytest.raises(ObservationError, match="one at a time"), observe(model), observe(model):
         pass
     assert _hooks(model) == before
@@ -69,6 +72,10 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
         train(model, rank, 3, 2 * LOCAL_BATCH)
     with observe(model, path=Path(folder) / "both.json"):
         train(model, rank, 3, 2 * LOCAL_BATCH)
+    with pytest.raises(StopIteration), observe(model, path=Path(folder) / "ended.json"):
+        train(model, rank, 3, 2 * LOCAL_BATCH)
+        next(iter(()))  # as a pipeline ends
+    assert _hooks(model) == before
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         train(model, rank, 3, 2 * LOCAL_BATCH)
     profiler.export_chrome_trace(str(Path(folder) / f"trace{rank.rank}.json"))
@@ -86,6 +93,7 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
         assert {"embedding forward", "embedding backward", "input exchange"} <= trace.host_ms.keys()
     assert {file.name for file in tmp_path.glob("observation*")} == {"observation.0.json", "observation.1.json"}
     assert len(Observation.load_all([tmp_path / "both.json"]).runs) == 1  # whatever one rank observed before
+    assert Observation.load_all([tmp_path / "ended.json"]).steps == 2  # whatever ends the batches
     observation = Observation.load_all([tmp_path / "observation.json"])
     (run,) = observation.runs
     assert run.steps == STEPS - 1 and [rank.rank for rank in run.ranks] == [0, 1]

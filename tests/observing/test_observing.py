@@ -7,6 +7,8 @@ import json
 import math
 import re
 from dataclasses import asdict, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,33 @@ def test_of_a_rank_that_was_saved_twice_the_most_steps_count() -> None:
         assert Observation.merge(named).runs == longer.runs
 
 
+RUN, OF_RANK = ("runs", 0), ("runs", 0, "ranks", 0)
+KERNEL = (*OF_RANK, "kernels", 0)
+DAMAGED = (
+    ("hardware", {"device": "cpu"}, "hardware: must tell the device, one of cpu, cuda, mtia, and how many threads"),
+    ("hardware", "device", "tpu", "hardware: must tell the device"),
+    (*RUN, "hosts", 0, r"runs.0.hosts: must be greater than or equal to 1, got 0"),
+    (*RUN, "hosts", 3, "has hosts or ranks beyond its 2"),
+    (*OF_RANK, "rank", 2, "has hosts or ranks beyond its 2"),
+    (*KERNEL, "sharding_type", "diagonal", "kernels.0.sharding_type: must be one of .*, got 'diagonal'"),
+    (*KERNEL, "optimizer", "adamax", "kernels.0.optimizer: must be one of .*, got 'adamax'"),
+    (*KERNEL, "memory", "tape", "kernels.0.memory: must be one of .*, got 'tape'"),
+    (*KERNEL, "samples", -1, "kernels.0.samples: must be greater than or equal to 0, got -1"),
+    (*KERNEL, "weight_bytes", 0, "kernels.0.weight_bytes: must be greater than 0"),
+    (*KERNEL, "tables", [], "kernels.0.tables: "),
+    (*KERNEL, "tables", 0, "rows", 0, "tables.0.rows: must be greater than or equal to 1, got 0"),
+)
+"""Where a file is damaged, what is there, and what is said."""
+
+
+def _changed(document: dict, *place: str | int, to: object) -> dict:
+    """A copy with another value in one place."""
+    changed = json.loads(json.dumps(document))
+    *containers, last = place
+    reduce(getitem, containers, changed)[last] = to
+    return changed
+
+
 def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Path) -> None:
     good, file = tmp_path / "good.json", tmp_path / "other.json"
     observation(1).save(good)
@@ -210,6 +239,7 @@ def test_what_is_no_observation_of_this_hardware_is_refused_by_name(tmp_path: Pa
         ({**document, "extra": 1}, "unknown key 'extra'"),
         ({**document, "runs": []}, "holds no run"),
         (short, "'step' has 1 values of 8 steps"),
+        *((_changed(document, *place, to=to), reason) for *place, to, reason in DAMAGED),
     ):
         file.write_text(json.dumps(content))
         with pytest.raises(ObservationError, match=f"other.json: .*{reason}"):
