@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,8 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 
 class WholeWriter(FileSystemWriter):
-    """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk.
+    """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk. Of two jobs that save to
+    one folder each writes apart, and the one that ends first has it.
 
     Raises:
         FileError: the folder exists, or cannot be written; names it.
@@ -102,7 +105,7 @@ class WholeWriter(FileSystemWriter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._target = Path(os.path.abspath(path))
-        super().__init__(self._target.with_name(f".{self._target.name}.part"))
+        super().__init__(self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.part"))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -120,17 +123,25 @@ class WholeWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On one rank, before any writes: nothing is left of a save that was killed."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """On one rank, before any writes: into its folder all write."""
         with self._writing():
             self.fs.mkdir(self.path)
-        return super().prepare_global_plan(plans)
+        name = Path(self.path).name
+        return [replace(plan, storage_data=(name, plan.storage_data)) for plan in super().prepare_global_plan(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, prefix = plan.storage_data
+        self.path = self._target.with_name(name)
         with self._writing():
-            return super().write_data(plan, planner)
+            return super().write_data(replace(plan, storage_data=prefix), planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self._writing():
-            super().finish(metadata, results)
-            os.rename(self.path, self._target)
+        """On one rank; nothing is left of saves to this folder that were killed, or came too late."""
+        try:
+            with self._writing():
+                super().finish(metadata, results)
+                os.rename(self.path, self._target)
+        finally:
+            if os.path.exists(self._target):
+                for left in self._target.parent.glob(f".{escape(self._target.name)}.*.part"):
+                    shutil.rmtree(left, ignore_errors=True)

@@ -25,6 +25,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -364,15 +366,37 @@ def test_killed_at_any_moment_the_old_one_is_whole_and_the_new_one_absent(
     state = saved(tmp_path / "saved")
     plan = plan_of(tmp_path / "plan.json", *((rank, 0, 4 * rank, ROWS, 4) for rank in range(4)))
     assert ended(start(_killed, what, tmp_path, plan, count)) == [-signal.SIGKILL]
-    assert not (tmp_path / "new").exists() and (tmp_path / ".new.part").exists()
+    assert not (tmp_path / "new").exists() and list(tmp_path.glob(".new.*.part"))
     convert(tmp_path / "saved", tmp_path / "new", plan)
-    assert not (tmp_path / ".new.part").exists()
+    assert not list(tmp_path.glob(".new.*.part"))
     for name in ("saved", "new"):
         found = zeros_like(state)
         load_across_plans(found, tmp_path / name)
         torch.testing.assert_close(found["model"], state["model"])
     with pytest.raises(FileError, match=r"new: exists"):
         save_across_plans(state, tmp_path / "new")
+
+
+def test_of_two_jobs_that_save_to_one_folder_the_first_to_end_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = saving.WholeWriter.write_data
+    began: list[saving.WholeWriter] = []
+
+    def write_data(self: Any, *arguments: Any) -> Any:
+        written = real(self, *arguments)
+        began.append(saving.WholeWriter(tmp_path / "new"))
+        began[0].prepare_global_plan([SavePlan([])])
+        return written
+
+    monkeypatch.setattr(saving.WholeWriter, "write_data", write_data)
+    save_across_plans({"model": {WEIGHT: torch.ones(ROWS, DIM)}}, tmp_path / "new")
+    loaded = {"model": {WEIGHT: torch.zeros(ROWS, DIM)}}
+    load_across_plans(loaded, tmp_path / "new")
+    assert loaded["model"][WEIGHT].eq(1).all()
+    with pytest.raises(FileError, match="new: cannot be written"):
+        began[0].finish(Metadata({}), [])
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
