@@ -109,7 +109,7 @@ check: .venv-check/installed .venv-docs/installed $(STAMP)
 	.venv-check/bin/ruff check --quiet
 	.venv-check/bin/ruff format --check --quiet
 	.venv-check/bin/mypy
-	.venv-docs/bin/mkdocs build --strict --quiet
+	.venv-docs/bin/mkdocs build --strict
 	$(BIN)/python -m pytest -q tests/test_docs.py -k "links or reference"
 
 clean:

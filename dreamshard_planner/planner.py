@@ -345,7 +345,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         :func:`~dreamshard_planner.planning.collective.plan_on_rank_0` says.
 
         Args:
-            module, sharders, pg: as TorchRec's.
+            module: as TorchRec's.
+            sharders: as TorchRec's.
+            pg: as TorchRec's.
             in_groups: whether the ranks may be several sharding groups of as many ranks as the topology has.
 
         Raises:

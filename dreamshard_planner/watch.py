@@ -98,7 +98,8 @@ class DriftWatch:
         every: steps of a window.
         sample_every: batches from one that is counted to the next.
         worth: share of a step's cost that a new plan has to save.
-        restart_seconds, bytes_per_s: what moving takes, as of :meth:`DreamShardPlanner.replan`.
+        restart_seconds: what a restart takes, as of :meth:`DreamShardPlanner.replan`.
+        bytes_per_s: at which moved bytes come to a rank, likewise.
         told: called with every judgement whose plan pays, on the rank that planned.
         path: of a file to which every judgement is added as a line of JSON.
         group: whose batches count; by default those of the rank that planned alone. Each of its ranks makes a watch,

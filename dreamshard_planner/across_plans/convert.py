@@ -52,8 +52,9 @@ def convert(
     Args:
         source: folder of a checkpoint.
         target: a folder that does not exist yet.
-        dropped, added, fresh: as for :func:`~dreamshard_planner.across_plans.loading.load_across_plans`; what they let
-            the checkpoint lack is not in the new one either, and is named again when that is loaded.
+        dropped: as for :func:`~dreamshard_planner.across_plans.loading.load_across_plans`, as are the next two.
+        added: what the checkpoint may lack is not in the new one either, and is named again when that is loaded.
+        fresh: likewise.
 
     Raises:
         CheckpointError: no checkpoint, or one that does not go with the plan; names the table.
