@@ -107,6 +107,6 @@ def without_idle_halves(options: Sequence[ShardingOption], ranks: int) -> list[S
         ranks: that share the tables.
     """
     least_ms = {table: min(option.total_perf for option in choices) for table, choices in by_table(options).items()}
-    # Of tables that are all alike each has its exact share, but for rounding.
+    # Where tables are all alike, and twice as many as ranks, each is just at the limit, but for rounding.
     heavy_ms = (1 + 1e-9) * HEAVY * sum(least_ms.values()) / ranks
     return [option for option in options if not isinstance(option, Halves) or least_ms[fqn_of(option)] > heavy_ms]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from small_models import SHARDERS, collection, planner, table, topology
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, Perf
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -97,3 +97,15 @@ def test_halves_of_light_tables_are_not_searched() -> None:
     kept = without_idle_halves(options, ranks=2)
     assert {option.name for option in kept if isinstance(option, Halves)} == {"hot"}
     assert [o for o in kept if not isinstance(o, Halves)] == [o for o in options if not isinstance(o, Halves)]
+
+
+def test_tables_that_are_alike_are_not_halved_by_rounding() -> None:
+    """Twice as many as ranks, each takes just the share from which a table is worth halving."""
+    tables = [table(f"t{i}", 10_000, 64) for i in range(10)]
+    constraints = {one.name: ParameterConstraints(sharding_types=["table_wise", "column_wise"]) for one in tables}
+    options = FastEnumerator(topology(), 64, constraints, variants=own_slices).enumerate(collection(*tables), SHARDERS)
+    for option in options:
+        for shard in option.shards:
+            shard.perf = Perf(0.1, 0.0, 0.0, 0.0)  # before Python 3.12 ten of them add up to less than 1
+    assert any(isinstance(option, Halves) for option in options)
+    assert not any(isinstance(option, Halves) for option in without_idle_halves(options, ranks=5))
