@@ -95,7 +95,7 @@ def test_costs_of_one_device_used_on_another_are_noted() -> None:
     here = describe_hardware("cpu", 1)["name"]
     at_home = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": here}})
     (note,) = checkpoint_notes(at_home, cpu)
-    assert "not yet checked" in note and "this machine" in note and "dreamshard doctor --measure" in note
+    assert "not yet checked on the machine that trains" in note and "dreamshard doctor --measure" in note
     elsewhere = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": "abacus"}})
     (note,) = checkpoint_notes(elsewhere, cpu)
     assert "measured on abacus" in note and here in note and "dreamshard calibrate" in note

@@ -59,4 +59,4 @@ def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
         return f"costs were {learned['said']}"
     if "checked" in calibration:
         return f"costs were checked on {name} with {calibration['checked']}"
-    return "costs were not yet checked against kernels of this machine; dreamshard doctor --measure does so in seconds"
+    return "costs were not yet checked on the machine that trains; dreamshard doctor --measure does so there in seconds"
