@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from dreamshard_planner.observing.trace import Trace
 
 FilesArgument = Annotated[
-    list[Path], typer.Argument(help="Of with observe(...), all ranks and runs; observation.json stands for its ranks'.")
+    list[Path],
+    typer.Argument(help="Files of observe(...), all ranks and runs; observation.json stands for those of its ranks."),
 ]
 
 

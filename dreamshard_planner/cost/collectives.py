@@ -26,7 +26,8 @@ OPERATIONS = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 """What is measured between ranks, of outputs and gradients."""
 REVISION = 3
 """Of how payloads are measured. In 1, an all-reduce between n ranks was of an n-th of the bytes that it was said to be
-of: its bandwidths came out n times too high. Until 3, bags counted as their bytes on CPUs, too."""
+of: its bandwidths came out n times too high. Before 3, a bag of lookups counted as no more than its length on CPUs,
+too."""
 LOOKUPS = ("lookups", "bucketing")
 """How lookups get to the ranks that compute them, and what each rank takes to sort those of row blocks into the blocks
 before. Checkpoints lack both that were made before these were measured."""
@@ -34,10 +35,10 @@ SORTED_BAG = 0.2
 """What a bag in a block takes to be sorted, over an id. Processor time of TorchRec's own on a Xeon, 1 to 48 features, 1
 to 100 lookups, 2 and 4 blocks: 1.5 ns, and 8.2 to 9.6 ns."""
 CPU_BAG_BYTES = 8.0
-"""As many bytes of lookups, beside those of its length, a bag takes as long as where CPUs exchange it: its length, and
-where its ids begin, are put in order with the ids."""
+"""What a bag counts for beside its length where CPUs exchange lookups: the length, and where its ids begin, are put in
+order with the ids. What fits a Xeon best, ``benchmarks/results/collectives.md``."""
 OLD_BAG_BYTES = 84
-"""Of the bags that were measured until revision 3, of ten ids each."""
+"""What each measured bag, of ten ids and a length, counted for before revision 3."""
 LOOKUP_EXCHANGES = 3
 """One after the other: how many they are, lengths and ids. Weights are one more."""
 
@@ -132,13 +133,13 @@ def fits_of(measured: Any) -> dict[str, CollectiveFit]:
     if revision < 2 and "all_reduce" in read:
         read["all_reduce"] = read["all_reduce"].slowed(measured["world_size"])
     if revision < 3 and "lookups" in read:
-        more_bytes = bag_bytes(measured["hardware"]["device"])
-        read["lookups"] = read["lookups"].slowed(OLD_BAG_BYTES / (OLD_BAG_BYTES + more_bytes))
+        bag_more_bytes = bag_bytes(measured["hardware"]["device"])
+        read["lookups"] = read["lookups"].slowed(OLD_BAG_BYTES / (OLD_BAG_BYTES + bag_more_bytes))
     return read
 
 
 def bag_bytes(device: str) -> float:
-    """That a bag counts as where ranks exchange lookups, beside those of its length."""
+    """Bytes that a bag counts for where ranks exchange lookups, beside those of its length."""
     return CPU_BAG_BYTES if device == "cpu" else 0.0
 
 

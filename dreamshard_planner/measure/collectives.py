@@ -72,9 +72,9 @@ class Payload:
     size_bytes: int
     skew: float = 1.0
 
-    def sends(self, world_size: int, more_bytes: float = 0.0) -> list[int]:
-        """Bytes that each rank gives each other rank; of lookups, which it gets, with so many more of a bag."""
-        bag = self._bag_bytes + more_bytes
+    def sends(self, world_size: int, bag_more_bytes: float = 0.0) -> list[int]:
+        """Bytes that each rank gives each other rank; of lookups, that it gets, each bag with ``bag_more_bytes``."""
+        bag = self._bag_bytes + bag_more_bytes
         size = self.size_bytes if self.operation in OPERATIONS else round(self.samples * FEATURES * bag)
         return [size, *[round(size * self.skew)] * (world_size - 1)]
 

@@ -77,9 +77,9 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     alike = [run for run in whole if _ranks(run) == _ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
     seen: dict[str, list[ObservedExchange]] = defaultdict(list)
-    bag = bag_bytes(str(observation.hardware["device"]))
+    bag_more_bytes = bag_bytes(str(observation.hardware["device"]))
     for run in alike:
-        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag)):
+        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag_more_bytes)):
             seen[one.operation].append(one)
     learned, said = {}, []
     for operation, points in seen.items():
@@ -167,17 +167,19 @@ def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
         yield ObservedExchange(operation, one.calls, max(*one.bytes, *received), total, share * one.ms)
 
 
-def _of_lookups(run: ObservedRun, bucketing: CollectiveModel | None, bag: float) -> Iterator[ObservedExchange]:
-    """Between all ranks, with the bytes that the cost counts for the run's plan, of a bag so many more than its
-    length's. Sorting into blocks of rows is taken off as it is predicted; where it is not, runs that sort tell
-    nothing."""
+def _of_lookups(
+    run: ObservedRun, bucketing: CollectiveModel | None, bag_more_bytes: float
+) -> Iterator[ObservedExchange]:
+    """Between all ranks, with the bytes that the cost counts for the run's plan: ``bag_more_bytes`` for each bag beside
+    those of its length. Sorting into blocks of rows is taken off as it is predicted; where it is not, runs that sort
+    tell nothing."""
     sent: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.zeros(run.world_size, 2, dtype=torch.float64))
     weighted = {(kernel.module, kernel.sharding_type): kernel.weighted for rank in run.ranks for kernel in rank.kernels}
     for rank in run.ranks:
         for index, kernel in enumerate(rank.kernels):
             spec, lookups = SHARDING_TYPES[kernel.sharding_type], rank.median(f"kernel {index} lookups")
             if not spec.is_replicated:
-                sent_bytes = kernel.lookup_bytes(lookups) + bag * kernel.bags
+                sent_bytes = kernel.lookup_bytes(lookups) + bag_more_bytes * kernel.bags
                 told_2 = torch.tensor([sent_bytes, sorting_bytes(spec, lookups, kernel.bags)])
                 sent[kernel.module, kernel.sharding_type][rank.rank] += told_2 / run.world_size
     of_groups = any(name.startswith("lookups") and " of " in name for name in run.collectives)
