@@ -154,8 +154,9 @@ def diff(
 
         if missing := not_held(saved, other):
             raise StatisticsError(
-                f"{saved.name} was made with statistics that neither its file has nor {newer.name}, of "
-                f"{first_of(missing, 3)}: count these as well"
+                f"{saved.name} may have been made with statistics of {first_of(missing, 3)}, and neither its file nor "
+                f"{newer.name} has any: count these features as well; if they never were counted, dreamshard replan "
+                "takes what there is"
             )
         if after is None and found.only_after:
             named = first_of(found.only_after, 3)

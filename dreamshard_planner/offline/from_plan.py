@@ -85,7 +85,7 @@ def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: boo
             f"{saved.name} was made with other statistics than these: its costs here are not those that it was made by"
         )
     missing = not_held(saved, known or ())
-    of = f" of {first_of(missing, 3)}" if missing else ""
+    of = f" of features among {first_of(missing, 3)}" if missing else ""
     raise PlanError(
         f"{saved.name} was made with statistics{of} that it does not hold, and without them costs would be laid to the "
         "wrong tables: give their file as --statistics (TableStatistics.to_json writes one)"

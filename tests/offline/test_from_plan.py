@@ -113,7 +113,9 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
 def test_statistics_with_sketches_are_asked_for_by_name() -> None:
     saved = saved_of(model(), STATISTICS, CUDA)
     assert list(saved.inputs.features) == ["f"]
-    with pytest.raises(PlanError, match=r"with statistics of g, h, s that it does not hold.*--statistics"):
+    with pytest.raises(
+        PlanError, match=r"with statistics of features among g, h, s that it does not hold.*--statistics"
+    ):
         check_statistics(saved, job_of(saved).model.statistics, given=False)
     other = TableStatistics({"h": FeatureStatistics(9.0)})
     assert "other statistics" in check_statistics(saved, job_of(saved, other).model.statistics, given=True)
