@@ -122,7 +122,8 @@ class Kernels:
     """Of each row that misses a cache: it comes, and another goes."""
     cache_row_ns: float = 0.0
     """Of the forward, for each distinct row looked up in a UVM cache, whether it hits or not: ids are made distinct
-    before the cache is searched."""
+    before the cache is searched. Nothing tells what other cards take: the root of what they take longer for lookups,
+    since memory does half of it."""
     forward_launch_ms: float = 0.02
     """Launch floors: a handful of kernels of some 5 to 10 us each, more in the backward."""
     backward_launch_ms: float = 0.06
@@ -280,7 +281,7 @@ class RooflineCost(ComputeCost):
         optimizer_state = distinct_rows * (weight_states * dim + row_states) * OUTPUT_BYTES
         scattered = row_states * distinct_rows
         narrow_sequence = column("sequence") * (dim <= LANES[0])
-        ns = 1e-6 * self.slowness
+        ns, cache_ns = 1e-6 * self.slowness, 1e-6 * math.sqrt(self.slowness)
 
         forward_ms = 1 / (kernels.forward_share * self.memory_bytes_per_ms)
         backward_ms = 1 / (kernels.backward_share * self.memory_bytes_per_ms)
@@ -302,7 +303,8 @@ class RooflineCost(ComputeCost):
             out_of_memory * (1 - uvm) * forward_ms
             + over_link * uvm * link_ms
             + (outputs + found + keys + tables + narrow_sequence * lookups * kernels.sequence_bytes) * forward_ms
-            + (cached * distinct_rows * kernels.cache_row_ns + kernels.table_ns) * ns
+            + cached * distinct_rows * kernels.cache_row_ns * cache_ns
+            + kernels.table_ns * ns
             + (exchanges - ahead)
         )
         gradient_reads = lookups * dim.clamp_min(kernels.lane_dims) * OUTPUT_BYTES

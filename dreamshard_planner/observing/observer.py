@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
@@ -160,6 +161,11 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[Save
         return None, {}
     if not hasattr(model, "plan"):  # on all ranks: of one that raises alone the others wait in their next collective
         raise ObservationError("the model has no plan to predict: give the DistributedModelParallel itself")
+    if isinstance(model, DMPCollection):
+        raise ObservationError(
+            "2D parallelism: a plan is that of one sharding group, which is not compared with what all ranks take; "
+            "observe(model) without the planner"
+        )
     if dist.get_rank():
         return None, {}
     return planner.saved_plan(model.plan), planner.lookups_per_sample()

@@ -20,7 +20,7 @@ def test_errors_of_the_shell_are_one_line_too() -> None:
     result = subprocess.run([*command, *job], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        "error: unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80, h100, h200, b200, l4\n"
+        "error: unknown GPU 'h10' (did you mean 'h100'?): known are a100-40, a100-80, h100, h200, b200, l4, l40s, a10\n"
     )
 
 

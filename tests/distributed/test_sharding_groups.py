@@ -38,9 +38,11 @@ from dreamshard_planner import (
     DistributedModelParallel,
     DreamShardError,
     DreamShardPlanner,
+    ObservationError,
     ShardingGroups,
     attach_optimizers,
     load_across_plans,
+    observe,
     save_across_plans,
 )
 from dreamshard_planner.planning.collective import check_ranks
@@ -205,6 +207,8 @@ def _replicate(rank: Rank) -> dict[str, Any]:
         DistributedModelParallel(Model("meta"), device=torch.device("cpu"), planner=planner)
     sharded = _sharded(rank, planner, groups, [])
     attached = attach_optimizers(sharded)
+    with pytest.raises(ObservationError, match="2D parallelism"), observe(sharded, planner):
+        pass
     (table,) = (weights for name, weights in sharded.named_parameters() if name == "bags.embedding_bags.t3.weight")
     before, batch = table.detach().clone(), _batch(rank)
     sharded(batch).sum().backward()
