@@ -95,6 +95,11 @@ class PiecesSavePlanner(DefaultSavePlanner):
         return super().lookup_object(whole).narrow(0, start, rows)
 
 
+_TOKEN_BYTES = 4
+_ANY_TOKEN = "[0-9a-f]" * 2 * _TOKEN_BYTES
+"""As ``glob`` matches one: what another save writes for ``step.5`` is none of ``step``."""
+
+
 class WholeWriter(FileSystemWriter):
     """Writes a checkpoint beside its folder, and gives it its name when all of it is on disk. Of two jobs that save to
     one folder each writes apart, and the one that ends first has it.
@@ -105,7 +110,7 @@ class WholeWriter(FileSystemWriter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._target = Path(os.path.abspath(path))
-        super().__init__(self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.part"))
+        super().__init__(self._target.with_name(f".{self._target.name}.{secrets.token_hex(_TOKEN_BYTES)}.part"))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -143,5 +148,5 @@ class WholeWriter(FileSystemWriter):
                 os.rename(self.path, self._target)
         finally:
             if os.path.exists(self._target):
-                for left in self._target.parent.glob(f".{escape(self._target.name)}.*.part"):
+                for left in self._target.parent.glob(f".{escape(self._target.name)}.{_ANY_TOKEN}.part"):
                     shutil.rmtree(left, ignore_errors=True)
