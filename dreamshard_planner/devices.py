@@ -68,6 +68,17 @@ _H100 = Gpu(
     network_bytes_per_s=50 * GB,
     source="NVIDIA H100 data sheet; DGX H100: one 400 Gb/s adapter per GPU",
 )
+_L4 = Gpu(
+    title="NVIDIA L4",
+    memory_bytes=24 * GB,
+    memory_bytes_per_s=300 * GB,
+    l2_bytes=48 * 10**6,
+    multiprocessor_hz=58 * 2.04e9,
+    link_bytes_per_s=32 * GB,
+    host_bytes_per_s=32 * GB,
+    network_bytes_per_s=None,
+    source="NVIDIA L4 data sheet",
+)
 GPUS = {
     "a100-40": _A100,
     "a100-80": replace(_A100, title="NVIDIA A100 80GB SXM", memory_bytes=80 * GB, memory_bytes_per_s=2039 * GB),
@@ -89,37 +100,22 @@ GPUS = {
         link_bytes_per_s=900 * GB,
         source="NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s over 8 GPUs, one 400 Gb/s adapter per GPU",
     ),
-    "l4": Gpu(
-        title="NVIDIA L4",
-        memory_bytes=24 * GB,
-        memory_bytes_per_s=300 * GB,
-        l2_bytes=48 * 10**6,
-        multiprocessor_hz=58 * 2.04e9,
-        link_bytes_per_s=32 * GB,
-        host_bytes_per_s=32 * GB,
-        network_bytes_per_s=None,
-        source="NVIDIA L4 data sheet",
-    ),
-    "l40s": Gpu(
+    "l4": _L4,
+    "l40s": replace(
+        _L4,
         title="NVIDIA L40S",
         memory_bytes=48 * GB,
         memory_bytes_per_s=864 * GB,
         l2_bytes=96 * 10**6,
         multiprocessor_hz=142 * 2.52e9,
-        link_bytes_per_s=32 * GB,
-        host_bytes_per_s=32 * GB,
-        network_bytes_per_s=None,
         source="NVIDIA L40S data sheet; NVIDIA Ada GPU architecture (AD102)",
     ),
-    "a10": Gpu(
+    "a10": replace(
+        _L4,
         title="NVIDIA A10",
-        memory_bytes=24 * GB,
         memory_bytes_per_s=600 * GB,
         l2_bytes=6 * 10**6,
         multiprocessor_hz=72 * 1.695e9,
-        link_bytes_per_s=32 * GB,
-        host_bytes_per_s=32 * GB,
-        network_bytes_per_s=None,
         source="NVIDIA A10 data sheet; NVIDIA Ampere GA102 GPU architecture",
     ),
 }

@@ -206,7 +206,8 @@ def in_smaller_batches(features: Mapping[str, FeatureStatistics]) -> list[str]:
     """Those that were counted in clearly smaller batches than others of them, as where batches vary by feature."""
     # A size of 1 is also that of pooling factors that nobody gave one with.
     sizes = {name: one.samples for name, one in features.items() if one.samples > 1 or one.reuse_histogram is not None}
-    return [name for name, size in sizes.items() if max(sizes.values()) > SAME_BATCH * size]
+    largest = max(sizes.values(), default=0)
+    return [name for name, size in sizes.items() if largest > SAME_BATCH * size]
 
 
 @neutral()
