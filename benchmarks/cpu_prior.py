@@ -20,10 +20,11 @@ import torch
 from scipy.optimize import minimize
 
 from common.output import table_of, wide_console
-from dreamshard_planner.cost.correction import DIRECTIONS, OPTIMIZERS, optimizer_of
+from dreamshard_planner.cost.correction import DIRECTIONS, OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.roofline import CPU_KERNELS, Kernels, RooflineCost
+from dreamshard_planner.workload.features import optimizer_of
 
 DATA = Path(__file__).parent / "data"
 TRAIN = [DATA / f"cpu-train-{name}.npz" for name in ("broad", "wide", "shards")]

@@ -18,9 +18,8 @@ Then --plans are made for the model: by the costs of these names, the networks' 
 true pooling factors; all may use the same --sharding-types, of which those are left out that would train the model
 otherwise (slices of columns with row-wise Adagrad). Steps of --copies models of each are measured in turns.
 
-Kernels that ``train`` measures have SGD or row-wise Adagrad, and no option draws Adagrad: its network costs that as
-row-wise Adagrad. So errors are told without Adagrad as well, and a network may be given that knows all three, of five
-minutes in all:
+Networks that were made before ``train`` measured Adagrad cost it as row-wise Adagrad. So errors are told without
+Adagrad as well. A network that is calibrated may be given beside, of five minutes in all:
 
     dreamshard train --seconds 240 --out four.safetensors
     dreamshard calibrate --checkpoint four.safetensors --seconds 60 --out calibrated.safetensors

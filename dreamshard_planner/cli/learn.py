@@ -120,14 +120,18 @@ def train(
     """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
-    measure.
+    measure. Collectives stay what plans on such a device go by now, unless measured ones are given.
     """
+    from dreamshard_planner.checkpoints.checkpoint import resolve
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
     path = out or keep_in(_described(device, threads), recipe.value)
     config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
+    if collectives is None:
+        in_use = resolve("auto", device.value, threads=threads)
+        config = replace(config, collectives=in_use.metadata.get("collectives"))
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))

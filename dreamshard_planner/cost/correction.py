@@ -21,10 +21,11 @@ from torch import Tensor
 
 from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
-from dreamshard_planner.workload.features import FEATURE_INDEX, columns
+from dreamshard_planner.workload.features import FEATURE_INDEX, columns, optimizer_of
 
 OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "Adagrad"}
-"""Those that are corrected apart, and their names; all others go with row-wise Adagrad."""
+"""Those that are corrected apart, in the order of :func:`optimizer_of`, and their names; all others go with row-wise
+Adagrad."""
 DIRECTIONS = ("forward", "backward")
 UNCHANGED = ((1.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
 
@@ -100,13 +101,6 @@ class CorrectedCost(ComputeCost):
 
 
 _EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements")
-
-
-def optimizer_of(features_SF: Tensor) -> Tensor:
-    """Index of each shard's optimizer in :data:`OPTIMIZERS`, [S]."""
-    of_weights_S, of_rows_S = features_SF[:, columns(("weight_states", "row_states"))].unbind(-1)
-    stateful_S, adagrad_S = of_weights_S + of_rows_S > 0, (of_weights_S == 1) & (of_rows_S == 0)
-    return stateful_S.long() + adagrad_S.long()
 
 
 def check_corrections(given: Any) -> None:

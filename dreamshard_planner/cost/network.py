@@ -16,7 +16,7 @@ K context channels, H latent channels = P + E * (2 + K), 2 = forward and backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
-from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns
+from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns, optimizer_of
 
 if TYPE_CHECKING:
     from dreamshard_planner.cost.fit import LabelledSets
@@ -88,8 +88,11 @@ class AnyCostNetwork(nn.Module, ComputeCost):
     """A cost network: a module made from a configuration, which it keeps."""
 
     config: Any
-    knows_states = False
-    """Whether it tells optimizers apart by the states that they keep."""
+
+    @property
+    def optimizers(self) -> Collection[str]:
+        """Of :data:`~dreamshard_planner.workload.tables.OPTIMIZERS`, those that it tells apart."""
+        return ("sgd", "rowwise_adagrad")
 
 
 class CostNetwork(AnyCostNetwork):
@@ -129,6 +132,12 @@ class CostNetwork(AnyCostNetwork):
         self._register_scalers()
         self.eval()
 
+    @property
+    def optimizers(self) -> Collection[str]:
+        """See :attr:`AnyCostNetwork.optimizers`; Adagrad where it was measured."""
+        most_kinds = self._trained_bounds("descriptor")[1][DESCRIPTORS.index("stateful_optimizer")].round()
+        return (*super().optimizers, "adagrad") if most_kinds > 1 else super().optimizers
+
     def _register_scalers(self) -> None:
         for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", len(WORK)), ("log_cost", 2)):
             for statistic, value in (("mean", 0.0), ("scale", 1.0), ("low", -math.inf), ("high", math.inf)):
@@ -148,7 +157,7 @@ class CostNetwork(AnyCostNetwork):
         labels_ms_X2 = train.labels_ms_X2
         work_XP = train.sum(train.features_SF[:, columns(WORK)].double())
         for name, values in (
-            ("descriptor", train.features_SF[:, columns(DESCRIPTORS)]),
+            ("descriptor", described(train.features_SF)),
             ("log_work", work_XP.log1p().float()),
             ("log_cost", labels_ms_X2.log().float()),
         ):
@@ -161,7 +170,7 @@ class CostNetwork(AnyCostNetwork):
 
     def _descriptors(self, features_SF: Tensor) -> Tensor:
         """What the table MLPs read, [E, S, descriptors]."""
-        descriptor_SF = (features_SF[:, columns(DESCRIPTORS)] - self.descriptor_mean) / self.descriptor_scale
+        descriptor_SF = (described(features_SF) - self.descriptor_mean) / self.descriptor_scale
         return descriptor_SF.clamp(self.descriptor_low, self.descriptor_high).expand(self.config.members, -1, -1)
 
     def _log_work(self, latent_XH: Tensor) -> Tensor:
@@ -228,6 +237,14 @@ class CostNetwork(AnyCostNetwork):
         """Smallest and largest training values of the inputs with this scaler, before scaling."""
         mean, scale = getattr(self, f"{name}_mean"), getattr(self, f"{name}_scale")
         return getattr(self, f"{name}_low") * scale + mean, getattr(self, f"{name}_high") * scale + mean
+
+
+def described(features_SF: Tensor) -> Tensor:
+    """:data:`DESCRIPTORS` of shards, [S, descriptors], with the kind of their optimizer in place of whether it keeps
+    states. Networks fitted to sets without Adagrad take it for a row-wise one: both are at the end of their range."""
+    described_SD = features_SF[:, columns(DESCRIPTORS)]
+    described_SD[:, DESCRIPTORS.index("stateful_optimizer")] = optimizer_of(features_SF).to(described_SD)
+    return described_SD
 
 
 def tables_outside(features_SF: Tensor, low_F: Tensor, high_F: Tensor) -> list[str]:

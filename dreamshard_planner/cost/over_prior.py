@@ -21,6 +21,7 @@ from dreamshard_planner.cost.compute import CostSource
 from dreamshard_planner.cost.network import MIN_LOG_SUM, CostNetwork, CostNetworkConfig, StackedMLP
 from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.workload.features import DESCRIPTORS, WORK, columns
+from dreamshard_planner.workload.tables import OPTIMIZERS
 
 if TYPE_CHECKING:
     from dreamshard_planner.cost.fit import LabelledSets
@@ -37,7 +38,7 @@ _LEAST_MS = 1e-3
 class NetworkOverPrior(CostNetwork):
     """An ensemble of networks around one roofline, whose figures are part of its state: a later one changes nothing."""
 
-    knows_states = True
+    optimizers = tuple(name for name in OPTIMIZERS if name != "other")
     prior: Tensor
 
     def __init__(self, config: CostNetworkConfig, seed: int = 0) -> None:

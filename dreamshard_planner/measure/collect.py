@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -37,9 +37,16 @@ BATCH_SIZES = {
 }
 """Samples that a kernel sees, by device, where minutes have to do: a large batch takes as long as many small ones."""
 
-MAX_SET_WORK = {"cpu": 60e6, "cuda": 5e9}
-"""Largest :func:`set_work` of a drawn set: about 60 ms, forward and backward, on one 2.6 GHz Zen 4 core; on CUDA, some
+MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
+"""Largest :func:`set_work` of a drawn set: about 180 ms, forward and backward, on one 2.6 GHz Zen 4 core; on CUDA, some
 60 tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
+
+WORK_SPREAD = 40.0
+"""Of the limits of drawn sets, log-uniform below the largest. With one limit for all, of 60e6, four fifths of the time
+went into sets at it, and kernels of twice the work had to be extrapolated."""
+
+_SEED_APART = 20_000
+"""Limits are of other draws than what they limit."""
 
 _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 """How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
@@ -74,6 +81,7 @@ class GroupMix:
     """Of the pooled sets; sequence lookups take no weights."""
     fp16: float = 0.10
     rowwise_adagrad: float = 0.30
+    adagrad: float = 0.30
     one_dim: float = 0.25
     """Of the pooled sets, as many models have it: on GPUs the widest table of a kernel counts for all of them."""
 
@@ -84,15 +92,20 @@ class GroupMix:
 
     def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
         """Attributes of one set."""
-        sequence, weighted, fp16, adagrad = torch.rand(4, generator=generator).tolist()
+        sequence, weighted, fp16, optimizer = torch.rand(4, generator=generator).tolist()
         pooled = sequence >= self.sequence
         return {
             "pooled": pooled,
             "weighted": pooled and weighted < self.weighted,
             "weight_bytes": 2 if fp16 < self.fp16 else 4,
-            "optimizer": "rowwise_adagrad" if adagrad < self.rowwise_adagrad else "sgd",
+            "optimizer": self._optimizer(optimizer),
             "memory": "device",
         }
+
+    def _optimizer(self, share: float) -> str:
+        if share < self.rowwise_adagrad:
+            return "rowwise_adagrad"
+        return "adagrad" if share < self.rowwise_adagrad + self.adagrad else "sgd"
 
 
 @lru_cache(maxsize=16)
@@ -115,7 +128,7 @@ def draw_sets(
 
     Set sizes are log-uniform from 1 to ``max_tables``; batch sizes come from a ladder, each as likely as the
     others; tables of a set are distinct, and of one dim in a share of the sets and where sequences are looked up.
-    Tables that would carry a set past ``max_work`` are left out of it; where none fits, another that does is its only
+    Tables that would carry a set past its limit are left out of it; where none fits, another that does is its only
     one, else the lightest.
 
     Args:
@@ -125,15 +138,14 @@ def draw_sets(
         batch_sizes: samples that a kernel sees. Default: ``BATCH_SIZES`` of the device.
         max_tables: largest set.
         mix: shares of the attributes.
-        max_work: limit. Default: ``MAX_SET_WORK`` of the device.
+        max_work: limit of all sets. Default: one of its own for each, up to ``MAX_SET_WORK`` of the device.
         device: ``cpu`` or ``cuda``: what is to measure the sets.
     """
     batch_sizes = BATCH_SIZES[device] if batch_sizes is None else batch_sizes
-    max_work = MAX_SET_WORK[device] if max_work is None else max_work
     if not tables or not batch_sizes or max_tables < 1:
         raise TaskError(f"no sets to draw: {len(tables)} tables, batch sizes {batch_sizes}, {max_tables} tables a set")
     mix = mix or GroupMix()
-    generator = torch.Generator().manual_seed(seed)
+    generator, limits = torch.Generator().manual_seed(seed), work_limits(max_work, device, seed)
     pools = {batch: _workloads(tuple(tables), batch) for batch in batch_sizes}
     of_dim: dict[int, list[int]] = {}
     for t, table in enumerate(tables):
@@ -144,7 +156,7 @@ def draw_sets(
         size_share, batch_share, dim_share = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
         size = int(math.exp(size_share * math.log(max_tables + 1)))
         batch = batch_sizes[int(batch_share * len(batch_sizes))]
-        attributes = mix.draw(generator)
+        attributes, limit = mix.draw(generator), next(limits)
         # What choosing a dim leaves of the number is random as well: sets of mixed dims are the same without others.
         one_dim_share, chosen = math.modf(dim_share * len(tables))
         dim = tables[int(chosen)].dim
@@ -163,13 +175,21 @@ def draw_sets(
                 workload = replace(pools[batch][i], **attributes)
                 variants[key] = workload, set_work([workload])
             workload, work = variants[key]
-            if total + work <= max_work:
+            if total + work <= limit:
                 group.append(workload)
                 total += work
             if work < least_work:
                 lightest, least_work = [workload], work
         sets.append(group or lightest)
     return sets
+
+
+def work_limits(max_work: float | None, device: str, seed: int) -> Iterator[float]:
+    """The most :func:`set_work` of one drawn set after the other: ``max_work``, or up to that of the device."""
+    generator = torch.Generator().manual_seed(seed + _SEED_APART)
+    while True:
+        share = torch.rand(1, generator=generator, dtype=torch.float64).item()
+        yield MAX_SET_WORK[device] / WORK_SPREAD**share if max_work is None else max_work
 
 
 def set_work(workloads: Iterable[Workload]) -> float:

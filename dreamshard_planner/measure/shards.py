@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.measure.collect import MAX_SET_WORK, draw_sets, set_work
+from dreamshard_planner.measure.collect import MAX_SET_WORK, draw_sets, set_work, work_limits
 from dreamshard_planner.workload.tables import Table, Workload
 
 KINDS = ("column", "row", "grid")
@@ -65,8 +65,9 @@ def draw_shard_sets(
     cut into 2 to 128 blocks, log-uniform, as many for all tables of a set; in a third of the sets blocks get more or
     less than their even share of the lookups, as where frequent ids lie together.
     """
-    max_work = MAX_SET_WORK[device] if max_work is None else max_work
-    whole = draw_sets(tables, num_sets, seed, batch_sizes, max_tables, max_work=_ROOM * max_work, device=device)
+    most = _ROOM * (MAX_SET_WORK[device] if max_work is None else max_work)
+    whole = draw_sets(tables, num_sets, seed, batch_sizes, max_tables, max_work=most, device=device)
+    limits = work_limits(max_work, device, seed)
     generator = torch.Generator().manual_seed(seed)
     sets = []
     for group in whole:
@@ -84,7 +85,7 @@ def draw_shard_sets(
                 shards.append(workload)
         if blocks > 1:
             shards = _blocks(shards, blocks, skewed < 1 / 3, generator)
-        sets.append(_within(shards, max_work))
+        sets.append(_within(shards, next(limits)))
     return sets
 
 

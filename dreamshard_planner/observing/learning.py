@@ -13,7 +13,7 @@ import torch
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.correction import OPTIMIZERS, StageCheck, learn_corrections, optimizer_of
+from dreamshard_planner.cost.correction import OPTIMIZERS, StageCheck, learn_corrections
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
@@ -23,6 +23,7 @@ from dreamshard_planner.observing.observation import Observation, ObservedKernel
 from dreamshard_planner.search_space.kernels import DENSE, FUSED
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.workload.features import optimizer_of
 from dreamshard_planner.workload.tables import Workload
 
 OTHER_LOOKUPS = 0.1

@@ -91,9 +91,9 @@ class NetworkCosts:
         if self.takes_estimates:
             return ()
         network = self.checkpoint.cost if self.uses_network else None
-        if network is None or network.knows_states:
+        if network is None:
             return ("other",)
-        return OPTIMIZERS.keys() - {"sgd", "rowwise_adagrad", *self.checkpoint.metadata.get("corrections", {})}
+        return OPTIMIZERS.keys() - {*network.optimizers, *self.checkpoint.metadata.get("corrections", {})}
 
 
 class BandwidthCosts(NetworkCosts):

@@ -17,7 +17,7 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
-from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, draw_sets
+from dreamshard_planner.measure.collect import BATCH_SIZES, GroupMix, draw_sets
 from dreamshard_planner.measure.hardware import hardware_name
 from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
@@ -31,9 +31,10 @@ BUSY_SHARE = 0.25
 """Of the time of kernels: where others had the core for longer, caches and memory are not as they are in training."""
 POOL = "broad"
 """Tables to measure with where nobody gives any."""
-_MAX_TABLES, _WORK_SHARE, _ARENA_BYTES = 40, 0.5, {"cpu": 1 << 30}
-"""Of a set; of ``MAX_SET_WORK``, so that a minute measures many sets; of weights, beside which Adagrad has as many
-states."""
+_MAX_TABLES, _MAX_WORK, _REPEATS = 40, {"cpu": 30e6, "cuda": 2.5e9}, 3
+"""Of a set, so that a minute measures many."""
+_ARENA_BYTES = {"cpu": 1 << 30}
+"""Of weights, beside which Adagrad has as many states."""
 
 
 def calibrate(
@@ -130,7 +131,13 @@ def check(compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", t
 def _config(seconds: float, device: str, threads: int, batch_sizes: Sequence[int] | None, seed: int) -> TrainingConfig:
     sizes, arena = tuple(batch_sizes or BATCH_SIZES[device]), _ARENA_BYTES.get(device)
     return TrainingConfig(
-        batch_sizes=sizes, device=device, threads=threads, seconds=seconds, arena_bytes=arena, seed=seed
+        batch_sizes=sizes,
+        device=device,
+        threads=threads,
+        seconds=seconds,
+        repeats=_REPEATS,
+        arena_bytes=arena,
+        seed=seed,
     )
 
 
@@ -148,8 +155,8 @@ def _draw(
     pools: Mapping[str, Sequence[Table]], config: TrainingConfig, seed: int, ranks: Ranks
 ) -> list[list[Workload]]:
     """Random sets with one optimizer after the other, each of its tables."""
-    count, mix = most_sets(config.seconds, ranks) // len(pools) + 1, GroupMix(rowwise_adagrad=0.0)
-    work = _WORK_SHARE * MAX_SET_WORK[config.device]
+    count, work = most_sets(config.seconds, ranks) // len(pools) + 1, _MAX_WORK[config.device]
+    mix = GroupMix(rowwise_adagrad=0.0, adagrad=0.0)
     drawn = [
         draw_sets(pool, count, 100 * seed + k, config.batch_sizes, _MAX_TABLES, mix, work, config.device)
         for k, pool in enumerate(pools.values())

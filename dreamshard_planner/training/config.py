@@ -38,7 +38,8 @@ class TrainingConfig:
     """Times that collect, fit and improve follow each other."""
     test_share: float = 0.15
     """Share of the time that goes into sets of held-out tables."""
-    repeats: int = 3
+    repeats: int = 2
+    """Timed runs of each set. Costs of other sets gain more by more sets than by more runs of each."""
     batch_sizes: tuple[int, ...] | None = None
     """Samples that the measured kernels see; default: ``BATCH_SIZES`` of the device."""
     max_set_tables: int = 100

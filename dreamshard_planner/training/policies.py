@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.measure.collect import MAX_SET_WORK, set_work
+from dreamshard_planner.measure.collect import MAX_SET_WORK, GroupMix, set_work
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
@@ -77,17 +78,18 @@ def priced_tasks(
 def proposed_sets(
     policy: AnyPolicy, tasks: Sequence[PricedTask], num_sets: int, seed: int, device: str = "cpu"
 ) -> list[list[Workload]]:
-    """What the policy puts on one device in sampled placements of its training tasks: sets worth measuring,
-    because planning will meet their like."""
+    """What the policy puts on one device in sampled placements of its training tasks, with random optimizers: sets
+    worth measuring, because planning will meet their like."""
     generator = torch.Generator().manual_seed(seed)
-    samples = -(-num_sets // len(tasks))
+    samples, mix = -(-num_sets // len(tasks)), GroupMix()
     sets = []
     for task in tasks:
         environment = roll_out(policy, TaskBatch.collate([task.cost]), samples, generator).environment
         assignment_ES = environment.assignments(0)[environment.alive_E]
         device_E = torch.randint(task.cost.problem.num_ranks, (len(assignment_ES),), generator=generator)
         for chosen_S in (assignment_ES == device_E[:, None]).tolist():
-            sets.append([workload for workload, chosen in zip(task.workloads, chosen_S, strict=True) if chosen])
+            held, optimizer = compress(task.workloads, chosen_S), mix.draw(generator)["optimizer"]
+            sets.append([replace(workload, optimizer=optimizer) for workload in held])
     order = torch.randperm(len(sets), generator=generator).tolist()
     return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= MAX_SET_WORK[device]]
 

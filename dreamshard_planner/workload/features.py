@@ -65,6 +65,13 @@ FEATURE_NAMES = (*NETWORK_FEATURES, *PRIOR_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
 
 
+def optimizer_of(features_SF: Tensor) -> Tensor:
+    """Kind of each shard's optimizer, [S]: 0 keeps no state, 2 one for each weight, as Adagrad does, 1 is any other."""
+    of_weights_S, of_rows_S = features_SF[:, columns(("weight_states", "row_states"))].unbind(-1)
+    stateful_S, adagrad_S = of_weights_S + of_rows_S > 0, (of_weights_S == 1) & (of_rows_S == 0)
+    return stateful_S.long() + adagrad_S.long()
+
+
 def covers(names: Sequence[str]) -> bool:
     """Whether columns of these names begin with those that networks read here, in the same order."""
     return list(names[: len(NETWORK_FEATURES)]) == list(NETWORK_FEATURES)

@@ -51,6 +51,7 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
     assert checkpoint.metadata["dataset"]["sets"] >= 8
     assert checkpoint.metadata["hardware"]["torch"]
     assert checkpoint.metadata["batch_sizes"] == [256]
+    assert checkpoint.metadata["collectives"] == Checkpoint.load(SHIPPED / "cpu.safetensors").metadata["collectives"]
     names = {path.name for path in trained.parent.iterdir()}
     assert names == {"tiny.safetensors", "tiny.dataset.npz", "tiny.test.npz"}
 
@@ -107,7 +108,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     assert stages == [(name, way) for name in OPTIMIZERS for way in ("forward", "backward")]
     assert all(check["after"] <= check["before"] for check in told["checks"])
     made = Checkpoint.load(out).metadata
-    assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
+    assert "calibrated on" in made["hardware_name"] and made["collectives"] == Checkpoint.load(trained).metadata["collectives"]
     assert set(made["corrections"]) <= set(OPTIMIZERS)
     job = (
         "--tables",

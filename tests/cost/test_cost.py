@@ -30,7 +30,7 @@ from dreamshard_planner.training.config import QUICK
 from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.reuse import bin_mean_reuse
-from dreamshard_planner.workload.tables import FeatureStatistics, Table, Workload, workloads_of
+from dreamshard_planner.workload.tables import OPTIMIZERS, FeatureStatistics, Table, Workload, workloads_of
 
 
 def synthetic_ms(workloads: list[Workload]) -> list[float]:
@@ -66,6 +66,39 @@ def test_network_beats_the_additive_baseline_on_unseen_tables(split, network: Co
     network_2 = mape_2(predict_ms(network, test), test.labels_ms_X2)
     linear_2 = mape_2(predict_ms(LinearCost.fit(train), test), test.labels_ms_X2)
     assert (network_2 < 0.5 * linear_2).all() and (network_2 < 0.04).all()
+
+
+def test_optimizers_are_told_apart_as_far_as_they_were_measured(split) -> None:
+    """Adagrad goes with row-wise Adagrad where no set had it."""
+    train, test = split
+    slower = {"sgd": 1.0, "rowwise_adagrad": 4.0, "adagrad": 2.0}
+    states_XK = torch.tensor([[float(any(OPTIMIZERS[name])), *OPTIMIZERS[name]] for name in slower])
+    columns = [FEATURE_INDEX[name] for name in ("stateful_optimizer", "weight_states", "row_states")]
+
+    def with_optimizers(sets: LabelledSets, kinds: int) -> LabelledSets:
+        kind_X = torch.arange(len(sets)) % kinds
+        features_SF, labels_X2 = sets.features_SF.clone(), sets.labels_ms_X2.clone()
+        features_SF[:, columns] = states_XK[kind_X][sets.set_S]
+        labels_X2[:, 1] *= torch.tensor(list(slower.values()))[kind_X]
+        return LabelledSets(features_SF, sets.offsets_X1, labels_X2)
+
+    every = with_optimizers(test, 3)
+    few, all_three = (
+        fit_cost_network(with_optimizers(train, kinds), CostNetworkConfig(members=1), FitConfig(epochs=60))
+        for kinds in (2, 3)
+    )
+    assert {*few.optimizers} == {"sgd", "rowwise_adagrad"} and {*all_three.optimizers} == {*slower}
+    assert (mape_2(predict_ms(all_three, every), every.labels_ms_X2) < 0.06).all()
+    under = {}
+    for network in (few, all_three):
+        for kind, name in enumerate(slower):
+            features_SF = test.features_SF.clone()
+            features_SF[:, columns] = states_XK[kind]
+            under[network, name] = predict_ms(network, replace(test, features_SF=features_SF))
+    assert torch.equal(under[few, "adagrad"], under[few, "rowwise_adagrad"])
+    for name in ("adagrad", "rowwise_adagrad"):
+        forward_X, backward_X = (under[all_three, name] / under[all_three, "sgd"]).unbind(-1)
+        assert (forward_X - 1).abs().mean() < 0.02 and (backward_X / slower[name] - 1).abs().mean() < 0.1
 
 
 def test_empty_groups_cost_nothing(network: CostNetwork) -> None:
@@ -465,7 +498,7 @@ def test_a_network_over_a_prior_starts_from_it_and_learns_what_it_leaves(tmp_pat
     network.set_prior(other)
     Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"recipe": "default", "hardware_name": "a GPU"}).save(path)
     loaded = Checkpoint.load(path).cost
-    assert isinstance(loaded, NetworkOverPrior) and loaded.knows_states
+    assert isinstance(loaded, NetworkOverPrior) and {*loaded.optimizers} == OPTIMIZERS.keys() - {"other"}
     assert torch.equal(predict_ms(loaded, test), predict_ms(network, test))
     assert not torch.equal(loaded.prior, NetworkOverPrior(CostNetworkConfig()).prior)
     for again in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):

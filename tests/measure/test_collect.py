@@ -45,7 +45,8 @@ def test_sets_cover_sizes_and_attributes() -> None:
         assert len({workload.name for workload in group}) == len(group)
     firsts = [group[0] for group in sets]
     assert {w.batch_size for w in firsts} == {16, 64}
-    assert {w.weight_bytes for w in firsts} == {2, 4} and {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad"}
+    assert {w.weight_bytes for w in firsts} == {2, 4}
+    assert {w.optimizer for w in firsts} == {"sgd", "rowwise_adagrad", "adagrad"}
     assert 20 < sum(not w.pooled for w in firsts) < 90 and 20 < sum(w.weighted for w in firsts) < 90
 
 
@@ -94,6 +95,7 @@ def test_sets_fit_the_device(device: str) -> None:
     assert {w.batch_size for group in sets for w in group} == set(BATCH_SIZES[device])
     work = sorted(set_work(group) for group in sets if len(group) > 1)
     assert MAX_SET_WORK[device] / 2 < work[-1] <= MAX_SET_WORK[device]
+    assert work[len(work) // 2] < MAX_SET_WORK[device] / 5  # few are as large: they would take most of the time
 
 
 def test_work_of_a_set() -> None:

@@ -95,5 +95,8 @@ def test_proposed_sets_are_what_the_policy_puts_together() -> None:
     tasks = priced_tasks(roofline, tables, 5, CONFIG.tasks, seed=0)
     sets = proposed_sets(Policy(PolicyConfig()), tasks, 20, seed=0)
     known = [set(task.workloads) for task in tasks]
-    assert sets and all(any(set(chosen) <= workloads for workloads in known) for chosen in sets)
+    optimizers = [{workload.optimizer for workload in chosen} for chosen in sets]
+    assert all(len(one) == 1 for one in optimizers) and set.union(*optimizers) == {"sgd", "rowwise_adagrad", "adagrad"}
+    of_tasks = [{replace(workload, optimizer="sgd") for workload in chosen} for chosen in sets]
+    assert all(any(chosen <= workloads for workloads in known) for chosen in of_tasks)
     assert all(len({workload.batch_size for workload in chosen}) == 1 for chosen in sets)

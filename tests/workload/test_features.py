@@ -23,6 +23,7 @@ from dreamshard_planner.workload.features import (
     columns,
     feature_matrix,
     features_of,
+    optimizer_of,
 )
 from dreamshard_planner.workload.pools import mlperf_dlrm_dcnv2
 from dreamshard_planner.workload.tables import OPTIMIZERS, Table, costed_optimizer, workloads_of
@@ -73,3 +74,5 @@ def test_optimizers_keep_the_states_that_costs_count(optimizer: EmbOptimType) ->
     names = ("weight_states", "row_states", "stateful_optimizer")
     states = feature_matrix([workload])[0, columns(names)].tolist()
     assert states == [*OPTIMIZERS[costed], any(OPTIMIZERS[costed])]
+    kind = 2 if costed == "adagrad" else int(any(OPTIMIZERS[costed]))
+    assert optimizer_of(feature_matrix([workload])).tolist() == [kind]
