@@ -4,7 +4,8 @@
     python benchmarks/transfer.py --threads 2 --json benchmarks/results/2026-11-22-transfer.json
 
 Measures sets of training tables on the target, first for as long as a calibration would and then for the rest of a
-training from nothing, and sets of held-out tables in several rounds, as cost_accuracy.py does. Judged on the latter:
+training from nothing, and sets of held-out tables in several rounds, as cost_accuracy.py does. The records have sets
+without Adagrad, of up to 60e6 of work, as training drew them until 2026-11-26. Judged on the latter:
 
     as shipped     the checkpoint, as measured elsewhere
     scaled         the same, times the best constant for each stage

@@ -122,16 +122,14 @@ def train(
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
     measure. Collectives stay what plans on such a device go by now, unless measured ones are given.
     """
-    from dreamshard_planner.checkpoints.checkpoint import resolve
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
     path = out or keep_in(_described(device, threads), recipe.value)
     config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
-    if collectives is None:
-        in_use = resolve("auto", device.value, threads=threads)
-        config = replace(config, collectives=in_use.metadata.get("collectives"))
+    if collectives is None and not roofline:
+        config = replace(config, collectives=_collectives_in_use(device, recipe, threads))
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
@@ -306,6 +304,17 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
     if known is not None:
         model = model.with_statistics(known)
     return [spec.table(model.statistics or {}) for spec in model.specs], []
+
+
+def _collectives_in_use(device: Device, recipe: Recipe, threads: int) -> dict[str, Any] | None:
+    """Of the checkpoint that plans take on such a device; none where it cannot be read, which training may mend."""
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+
+    try:
+        return resolve("auto", device.value, recipe.value, threads).metadata.get("collectives")
+    except CheckpointError as error:
+        typer.echo(f"no collectives are kept: {error}", err=True)
+        return None
 
 
 def _read_collectives(path: Path | None) -> dict[str, Any] | None:

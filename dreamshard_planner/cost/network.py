@@ -135,8 +135,8 @@ class CostNetwork(AnyCostNetwork):
     @property
     def optimizers(self) -> Collection[str]:
         """See :attr:`AnyCostNetwork.optimizers`; Adagrad where it was measured."""
-        most_kinds = self._trained_bounds("descriptor")[1][DESCRIPTORS.index("stateful_optimizer")].round()
-        return (*super().optimizers, "adagrad") if most_kinds > 1 else super().optimizers
+        last_kind = float(self._trained_bounds("descriptor")[1][DESCRIPTORS.index("stateful_optimizer")])
+        return (*super().optimizers, "adagrad") if 1.5 < last_kind < math.inf else super().optimizers
 
     def _register_scalers(self) -> None:
         for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", len(WORK)), ("log_cost", 2)):

@@ -42,11 +42,11 @@ MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
 60 tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
 
 WORK_SPREAD = 40.0
-"""Of the limits of drawn sets, log-uniform below the largest. With one limit for all, of 60e6, four fifths of the time
-went into sets at it, and kernels of twice the work had to be extrapolated."""
+"""Largest over smallest limit of drawn sets, log-uniform between. With one limit for all, of 60e6, most of the time went
+into sets near it, and kernels of twice the work had to be extrapolated."""
 
 _SEED_APART = 20_000
-"""Limits are of other draws than what they limit."""
+"""Added to the seed of sets for that of their limits: sets are the same without."""
 
 _SEQUENCE_WORK, _WEIGHTED_WORK, _FP16_WORK = 10.0, 2.0, 1.6
 """How much longer a lookup takes there, median over sets measured on that core: FBGEMM's CPU backward pass of
@@ -89,6 +89,8 @@ class GroupMix:
         for name, share in asdict(self).items():
             if not 0 <= share <= 1:
                 raise TaskError(f"share of {name} sets must be between 0 and 1, got {share}")
+        if self.rowwise_adagrad + self.adagrad > 1:
+            raise TaskError(f"shares of optimizers exceed 1: {self.rowwise_adagrad} and {self.adagrad}")
 
     def draw(self, generator: torch.Generator) -> dict[str, int | bool | str]:
         """Attributes of one set."""

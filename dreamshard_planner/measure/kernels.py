@@ -57,7 +57,8 @@ class Arena:
     Args:
         device: where kernels run.
         size_bytes: of the weight buffer, one for each weight precision in use. Must exceed the last-level cache
-            many times, or runs find warm rows. Default: 2 GiB on CPU, a quarter of the card's memory on CUDA.
+            many times, or runs find warm rows. Adagrad's states take as much again. Default: 2 GiB on CPU, a sixth of
+            the card's memory on CUDA.
         index_bytes: how many bytes of indices to keep; the least recently used go first.
         seed: of the random windows.
     """
@@ -68,7 +69,7 @@ class Arena:
         self.device = torch.device(device)
         if size_bytes is None:
             on_cuda = self.device.type == "cuda"
-            size_bytes = torch.cuda.get_device_properties(self.device).total_memory // 4 if on_cuda else _ARENA_BYTES
+            size_bytes = torch.cuda.get_device_properties(self.device).total_memory // 6 if on_cuda else _ARENA_BYTES
         self.size_bytes = size_bytes
         self.index_bytes = index_bytes
         self._generator = torch.Generator().manual_seed(seed)

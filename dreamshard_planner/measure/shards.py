@@ -115,12 +115,12 @@ def _blocks(shards: Sequence[Workload], blocks: int, skewed: bool, generator: to
 
 
 def _within(shards: Sequence[Workload], max_work: float) -> list[Workload]:
-    """Those shards, in order, that are together within the limit; at least one."""
+    """Those shards, in order, that are together within the limit; the lightest one where none is."""
     held: list[Workload] = []
     total = 0.0
-    for shard in shards:
-        work = set_work([shard])
-        if not held or total + work <= max_work:
+    works = [set_work([shard]) for shard in shards]
+    for shard, work in zip(shards, works, strict=True):
+        if total + work <= max_work:
             held.append(shard)
             total += work
-    return held
+    return held or [shards[works.index(min(works))]]

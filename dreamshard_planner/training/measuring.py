@@ -44,7 +44,7 @@ def measure(
         once: what an earlier run of the training finished is only read: more sets there would lead to other networks,
             and so to other sets in later rounds than that run has measured.
     """
-    finished = once and ranks.from_first(finished_mark(journal).is_file)
+    finished = once and ranks.from_first(lambda: finished_mark(journal).is_file() and journal.is_file())
     device = ranks.device(config.device)
     arena = Arena(device, config.arena_bytes, seed=config.seed)
     try:

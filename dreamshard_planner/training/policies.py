@@ -15,7 +15,7 @@ from torch import Tensor
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.measure.collect import MAX_SET_WORK, GroupMix, set_work
+from dreamshard_planner.measure.collect import GroupMix, set_work, work_limits
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
@@ -91,7 +91,8 @@ def proposed_sets(
             held, optimizer = compress(task.workloads, chosen_S), mix.draw(generator)["optimizer"]
             sets.append([replace(workload, optimizer=optimizer) for workload in held])
     order = torch.randperm(len(sets), generator=generator).tolist()
-    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= MAX_SET_WORK[device]]
+    limits = work_limits(None, device, seed)
+    return [sets[index] for index in order if sets[index] and set_work(sets[index]) <= next(limits)]
 
 
 def validate_policy(

@@ -53,13 +53,15 @@ PAPER_FEATURES = ("dim", "rows", "pooling_factor", "size", *REUSE_FEATURES)
 """The 21 features of the DreamShard paper (section 2 and its appendix; size in bytes)."""
 
 NETWORK_FEATURES = (*DESCRIPTORS, *WORK, *(name for name in PAPER_FEATURES if name not in DESCRIPTORS))
-"""All that networks read."""
+"""All that networks read, but the kind of optimizer (:func:`optimizer_of`), which cost networks read in place of
+``stateful_optimizer``."""
 
 PRIOR_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched", "served", "weight_states", "row_states")
 """What the roofline and corrections read beside: one where the weights live outside the device's own memory; the share
 of a batch's distinct rows that the cache does not hold; one where they are fetched while the batch before is computed;
-one for quantized tables, which have no backward; and the optimizer's states of each weight, and of each row. No network
-reads these, so that a checkpoint made before some of them were known is as good as ever."""
+one for quantized tables, which have no backward; and the optimizer's states of each weight, and of each row. Of
+these networks read the kind of optimizer alone, and take one that they were not fitted to for row-wise Adagrad, so that a
+checkpoint made before some of them were known is as good as ever."""
 
 FEATURE_NAMES = (*NETWORK_FEATURES, *PRIOR_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}
