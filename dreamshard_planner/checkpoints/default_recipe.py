@@ -16,6 +16,7 @@ DEFAULT = Recipe(
     policy=Policy,
     policy_config=PolicyConfig,
     fit=lambda train, config, on_step: fit_cost_network(train, None, config, on_step),
+    fit_from=lambda train, config, on_step, start: fit_cost_network(train, None, config, on_step, start),
     fit_config=FitConfig(),
     quick_fit_config=FitConfig(epochs=10),
     reinforce=ReinforceConfig(),

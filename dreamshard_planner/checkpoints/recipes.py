@@ -37,6 +37,8 @@ class Recipe:
     fit: Callable[[LabelledSets, Any, Callable[[int, float], None]], AnyCostNetwork]
     """``(train, fit_config, on_step)`` -> a cost network fitted to these sets; calls ``on_step`` with number and loss
     of each step."""
+    fit_from: Callable[[LabelledSets, Any, Callable[[int, float], None], AnyCostNetwork], AnyCostNetwork] | None = None
+    """The same with a network to start from, if the recipe can."""
     fit_config: Any
     """Its ``steps(sets)`` says how many steps fitting so many training sets takes."""
     quick_fit_config: Any

@@ -117,10 +117,11 @@ def train(
     quick: QuickOption = False,
     format: FormatOption = Format.table,
 ) -> None:
-    """Make a checkpoint from nothing: measure fused kernels, fit the cost network, train the policy.
+    """Make a checkpoint: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
-    measure. Collectives stay what plans on such a device go by now, unless measured ones are given.
+    measure. On CPUs the network starts from what plans on such a device go by now; collectives stay those of it, unless
+    measured ones are given. With --quick both start from nothing.
     """
     from dreamshard_planner.training import train, train_on_roofline
 
@@ -128,8 +129,9 @@ def train(
     path = out or keep_in(_described(device, threads), recipe.value)
     config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
-    if collectives is None and not roofline:
-        config = replace(config, collectives=_collectives_in_use(device, recipe, threads))
+    if not (roofline or quick) and (in_use := _in_use(device, recipe, threads)):
+        kept = config.collectives or in_use.metadata.get("collectives")
+        config = replace(config, start=in_use, collectives=kept)
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
@@ -306,14 +308,14 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
     return [spec.table(model.statistics or {}) for spec in model.specs], []
 
 
-def _collectives_in_use(device: Device, recipe: Recipe, threads: int) -> dict[str, Any] | None:
-    """Of the checkpoint that plans take on such a device; none where it cannot be read, which training may mend."""
+def _in_use(device: Device, recipe: Recipe, threads: int) -> Checkpoint | None:
+    """What plans take on such a device; none where it cannot be read, which training may mend."""
     from dreamshard_planner.checkpoints.checkpoint import resolve
 
     try:
-        return resolve("auto", device.value, recipe.value, threads).metadata.get("collectives")
+        return resolve("auto", device.value, recipe.value, threads)
     except CheckpointError as error:
-        typer.echo(f"no collectives are kept: {error}", err=True)
+        typer.echo(f"starts from nothing, without collectives: {error}", err=True)
         return None
 
 

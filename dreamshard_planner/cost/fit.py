@@ -6,6 +6,7 @@ Shapes: X sets, S shards (of all sets, flat), F features, E ensemble members, 2 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.workload.features import feature_matrix, features_of
@@ -109,9 +110,11 @@ def fit_cost_network(
     network_config: CostNetworkConfig | None = None,
     config: FitConfig | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
+    start: AnyCostNetwork | None = None,
 ) -> CostNetwork:
     """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss), around the prior of the sets,
-    where they have one.
+    where they have one. Where they have none, it may ``start`` from a network of another device, which has seen tables
+    that these sets lack.
 
     Members differ in initialisation and in the random weights they give to the training sets (the Bayesian
     bootstrap), so that their spread says where data is thin. ``on_epoch(epoch, loss)`` reports progress.
@@ -120,12 +123,16 @@ def fit_cost_network(
     if len(train) < 8:
         raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network_config = network_config or CostNetworkConfig()
-    if train.prior is None:
+    if train.prior is None and type(start) is CostNetwork and start.config == network_config:
+        network = copy.deepcopy(start).requires_grad_(True)
+        network.go_on(train)
+    elif train.prior is None:
         network = CostNetwork(network_config, seed=config.seed)
+        network.initialize(train)
     else:
         network = NetworkOverPrior(network_config, seed=config.seed)
         network.set_prior(train.prior)
-    network.initialize(train)
+        network.initialize(train)
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)
     weight_EX = 0.5 - 0.5 * uniform_EX.log()  # mean one

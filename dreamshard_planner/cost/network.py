@@ -152,21 +152,35 @@ class CostNetwork(AnyCostNetwork):
         self.table.biases[-1][:, 0, : 2 * len(WORK)] = rates_2P.log().flatten().float()
         self.log_floor_E2.copy_((labels_ms_X2.double().quantile(0.01, dim=0) * 0.1).log().float())
 
+    @torch.no_grad()
+    def go_on(self, train: LabelledSets) -> None:
+        """Instead of :meth:`initialize`, where the network is one already: scalers stay, trained ranges grow, and its
+        level becomes that of the sets."""
+        for name, values in self._scaled_inputs(train).items():
+            scaled = (values - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_scale")
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            low.copy_(torch.minimum(low, scaled.amin(0)))
+            high.copy_(torch.maximum(high, scaled.amax(0)))
+        predicted_X2 = self.group_cost_ms(train.sum(self.encode(train.features_SF)))
+        self.head.biases[-1] += (train.labels_ms_X2 / predicted_X2).log().median(0).values
+
     def _fit_scalers(self, train: LabelledSets) -> Tensor:
         """Scalers and trained ranges; returns the work of the sets, [X, P]."""
-        labels_ms_X2 = train.labels_ms_X2
-        work_XP = train.sum(train.features_SF[:, columns(WORK)].double())
-        for name, values in (
-            ("descriptor", described(train.features_SF)),
-            ("log_work", work_XP.log1p().float()),
-            ("log_cost", labels_ms_X2.log().float()),
-        ):
+        for name, values in self._scaled_inputs(train).items():
             scaler = Scaler.fit(values)
             scaled = scaler(values)
             fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
             for statistic, value in fitted.items():
                 getattr(self, f"{name}_{statistic}").copy_(value)
-        return work_XP
+        return _work(train)
+
+    def _scaled_inputs(self, train: LabelledSets) -> dict[str, Tensor]:
+        """Of each scaler, what measured sets have there."""
+        return {
+            "descriptor": described(train.features_SF),
+            "log_work": _work(train).log1p().float(),
+            "log_cost": train.labels_ms_X2.log().float(),
+        }
 
     def _descriptors(self, features_SF: Tensor) -> Tensor:
         """What the table MLPs read, [E, S, descriptors]."""
@@ -277,6 +291,11 @@ def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> 
                 f"{len(outside_X)} {what} have {side} {name} than was measured ({figures}); their cost is extrapolated"
             )
     return notes
+
+
+def _work(sets: LabelledSets) -> Tensor:
+    """[X, P]"""
+    return sets.sum(sets.features_SF[:, columns(WORK)].double())
 
 
 def _additive_rates(work_XP: Tensor, labels_ms_X2: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ MAX_SET_WORK = {"cpu": 180e6, "cuda": 5e9}
 60 tables of dim 64 with 16 lookups in each of 65,536 samples, which any card holds."""
 
 WORK_SPREAD = 40.0
-"""Largest over smallest limit of drawn sets, log-uniform between. With one limit for all, of 60e6, most of the time went
-into sets near it, and kernels of twice the work had to be extrapolated."""
+"""Largest over smallest limit of drawn sets, log-uniform between. With one limit for all, of 60e6, most of the time
+went into sets near it, and kernels of twice the work had to be extrapolated."""
 
 _SEED_APART = 20_000
 """Added to the seed of sets for that of their limits: sets are the same without."""
@@ -100,11 +100,12 @@ class GroupMix:
             "pooled": pooled,
             "weighted": pooled and weighted < self.weighted,
             "weight_bytes": 2 if fp16 < self.fp16 else 4,
-            "optimizer": self._optimizer(optimizer),
+            "optimizer": self.optimizer(optimizer),
             "memory": "device",
         }
 
-    def _optimizer(self, share: float) -> str:
+    def optimizer(self, share: float) -> str:
+        """By a random share of all sets."""
         if share < self.rowwise_adagrad:
             return "rowwise_adagrad"
         return "adagrad" if share < self.rowwise_adagrad + self.adagrad else "sgd"

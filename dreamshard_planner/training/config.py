@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.default_recipe import DEFAULT
 from dreamshard_planner.checkpoints.recipes import Recipe
 from dreamshard_planner.measure.shards import SHARD_SHARE, draw_mixed_sets
@@ -55,6 +56,9 @@ class TrainingConfig:
     tasks: TaskConfig = WITH_ROOM
     recipe: Recipe = DEFAULT
     """Networks, and how they are trained; ``RECIPES["paper"]`` for those as published."""
+    start: Checkpoint | None = None
+    """Whose cost network to start from, such as one that another processor measured; None: from nothing. Tables that
+    few sets have, as hot ones, are told better: 9 % off instead of 13 to 15 after five minutes on an Intel Xeon."""
     collectives: dict[str, Any] | None = None
     """What ``python -m dreamshard_planner.measure.collectives`` measured; kept in the checkpoint."""
     seed: int = 0

@@ -19,10 +19,18 @@ BASELINES: Registry[Callable[[LabelledSets], ComputeCost]] = Registry(
 """Costs that a network has to predict better than, fitted to the same sets."""
 
 
-def fit(recipe: Recipe, train_sets: LabelledSets, progress: bool) -> AnyCostNetwork:
-    """Fit the recipe's cost network."""
+def fit(
+    recipe: Recipe, train_sets: LabelledSets, progress: bool, start: AnyCostNetwork | None = None
+) -> AnyCostNetwork:
+    """Fit the recipe's cost network, from one to ``start`` from where there is one and the recipe can."""
     with progress_bar("fitting", recipe.fit_config.steps(len(train_sets)), progress) as advance:
-        return recipe.fit(train_sets, recipe.fit_config, lambda _, loss: advance(f"loss {loss:.4f}"))
+
+        def on_step(_: int, loss: float) -> None:
+            advance(f"loss {loss:.4f}")
+
+        if start is None or recipe.fit_from is None:
+            return recipe.fit(train_sets, recipe.fit_config, on_step)
+        return recipe.fit_from(train_sets, recipe.fit_config, on_step, start)
 
 
 def validate_cost(network: ComputeCost, train_sets: LabelledSets, test_sets: LabelledSets) -> dict[str, Any]:

@@ -88,7 +88,8 @@ def proposed_sets(
         assignment_ES = environment.assignments(0)[environment.alive_E]
         device_E = torch.randint(task.cost.problem.num_ranks, (len(assignment_ES),), generator=generator)
         for chosen_S in (assignment_ES == device_E[:, None]).tolist():
-            held, optimizer = compress(task.workloads, chosen_S), mix.draw(generator)["optimizer"]
+            held = compress(task.workloads, chosen_S)
+            optimizer = mix.optimizer(torch.rand(1, generator=generator).item())
             sets.append([replace(workload, optimizer=optimizer) for workload in held])
     order = torch.randperm(len(sets), generator=generator).tolist()
     limits = work_limits(None, device, seed)

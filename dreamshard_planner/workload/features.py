@@ -60,8 +60,8 @@ PRIOR_FEATURES = ("uvm_caching", "uvm", "cache_misses", "cache_prefetched", "ser
 """What the roofline and corrections read beside: one where the weights live outside the device's own memory; the share
 of a batch's distinct rows that the cache does not hold; one where they are fetched while the batch before is computed;
 one for quantized tables, which have no backward; and the optimizer's states of each weight, and of each row. Of
-these networks read the kind of optimizer alone, and take one that they were not fitted to for row-wise Adagrad, so that a
-checkpoint made before some of them were known is as good as ever."""
+these networks read the kind of optimizer alone, and take one that they were not fitted to for row-wise Adagrad, so that
+a checkpoint made before some of them were known is as good as ever."""
 
 FEATURE_NAMES = (*NETWORK_FEATURES, *PRIOR_FEATURES)
 FEATURE_INDEX = {name: column for column, name in enumerate(FEATURE_NAMES)}

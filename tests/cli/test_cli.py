@@ -51,7 +51,6 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
     assert checkpoint.metadata["dataset"]["sets"] >= 8
     assert checkpoint.metadata["hardware"]["torch"]
     assert checkpoint.metadata["batch_sizes"] == [256]
-    assert checkpoint.metadata["collectives"] == Checkpoint.load(SHIPPED / "cpu.safetensors").metadata["collectives"]
     names = {path.name for path in trained.parent.iterdir()}
     assert names == {"tiny.safetensors", "tiny.dataset.npz", "tiny.test.npz"}
 

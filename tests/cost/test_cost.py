@@ -101,6 +101,28 @@ def test_optimizers_are_told_apart_as_far_as_they_were_measured(split) -> None:
         assert (forward_X - 1).abs().mean() < 0.02 and (backward_X / slower[name] - 1).abs().mean() < 0.1
 
 
+def test_a_network_goes_on_from_one_of_another_device(split) -> None:
+    """Fitted to few sets of a device three times as slow, it knows what these lack; its start stays as it is."""
+    train, test = split
+    start = fit_cost_network(train, None, FitConfig(epochs=60))
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    rare = train.features_SF[:, FEATURE_INDEX["log2_lookups"]].quantile(0.9)
+    most_X = torch.zeros(len(train)).scatter_reduce(
+        0, train.set_S, train.features_SF[:, FEATURE_INDEX["log2_lookups"]], "amax", include_self=False
+    )
+    few = train.select((most_X < rare).nonzero()[:60, 0])
+    few = replace(few, labels_ms_X2=3 * few.labels_ms_X2)
+    on, anew = (fit_cost_network(few, None, FitConfig(epochs=40), start=one) for one in (start, None))
+    error, error_anew = (mape_2(predict_ms(cost, test), 3 * test.labels_ms_X2) for cost in (on, anew))
+    assert (error < 0.5 * error_anew).all() and (error < 0.1).all(), (error, error_anew)
+    assert all(torch.equal(before[name], value) for name, value in start.state_dict().items())
+    assert (on.descriptor_high >= start.descriptor_high).all() and torch.equal(
+        on.descriptor_mean, start.descriptor_mean
+    )
+    other = fit_cost_network(few, CostNetworkConfig(members=1), FitConfig(epochs=1), start=start)
+    assert other.config.members == 1  # of another size: from nothing
+
+
 def test_empty_groups_cost_nothing(network: CostNetwork) -> None:
     channels = network.encode(torch.zeros(1, len(FEATURE_NAMES))).shape[1]
     assert network.group_cost_ms(torch.zeros(2, 3, channels)).abs().max() == 0
