@@ -71,6 +71,7 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "created": checkpoint.get("created"),
         "recipe": checkpoint.get("recipe"),
         "measured": f"{sets:,} sets of tables to learn from, {test_sets:,} held out" if data else None,
+        "network starts from": checkpoint.get("started_from"),
         "corrected": checkpoint.get("corrected"),
         "learned": (checkpoint.get("learned") or {}).get("said"),
         "error": _error(validation.get("network_mape")),
@@ -81,6 +82,7 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     if collectives := checkpoint.get("collectives"):
         from dreamshard_planner.cost.collectives import fits_of
 
+        told["collectives"] = f"{collectives['world_size']} ranks of {collectives['hardware']['name']}"
         told |= {name: _collective(fit) for name, fit in fits_of(collectives).items()}
     return {name: text for name, text in told.items() if text}
 

@@ -84,7 +84,7 @@ def learn(
     metadata = {
         "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "started_from": config.start.name if config.start else None,
+        "started_from": f"{config.start.name}, measured on {config.start.measured_on}" if config.start else None,
         "hardware": train_data.hardware,
         "hardware_name": hardware_name(train_data.hardware),
         "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},
