@@ -146,8 +146,9 @@ class CostNetwork(AnyCostNetwork):
     @torch.no_grad()
     def initialize(self, train: LabelledSets) -> None:
         """Set the scalers, the trained ranges and the additive start from measured sets."""
-        labels_ms_X2, work_XP = train.labels_ms_X2, self._fit_scalers(train)
-        rates_2P = _additive_rates(work_XP, labels_ms_X2.double())
+        self._fit_scalers(train)
+        labels_ms_X2 = train.labels_ms_X2
+        rates_2P = _additive_rates(_work(train), labels_ms_X2.double())
         self.table.biases[-1].zero_()
         self.table.biases[-1][:, 0, : 2 * len(WORK)] = rates_2P.log().flatten().float()
         self.log_floor_E2.copy_((labels_ms_X2.double().quantile(0.01, dim=0) * 0.1).log().float())
@@ -164,15 +165,14 @@ class CostNetwork(AnyCostNetwork):
         predicted_X2 = self.group_cost_ms(train.sum(self.encode(train.features_SF)))
         self.head.biases[-1] += (train.labels_ms_X2 / predicted_X2).log().median(0).values
 
-    def _fit_scalers(self, train: LabelledSets) -> Tensor:
-        """Scalers and trained ranges; returns the work of the sets, [X, P]."""
+    def _fit_scalers(self, train: LabelledSets) -> None:
+        """Scalers and trained ranges."""
         for name, values in self._scaled_inputs(train).items():
             scaler = Scaler.fit(values)
             scaled = scaler(values)
             fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
             for statistic, value in fitted.items():
                 getattr(self, f"{name}_{statistic}").copy_(value)
-        return _work(train)
 
     def _scaled_inputs(self, train: LabelledSets) -> dict[str, Tensor]:
         """Of each scaler, what measured sets have there."""
@@ -294,7 +294,7 @@ def outside(what: str, name: str, values_X: Tensor, low: float, high: float) -> 
 
 
 def _work(sets: LabelledSets) -> Tensor:
-    """[X, P]"""
+    """Of each set, [X, P]."""
     return sets.sum(sets.features_SF[:, columns(WORK)].double())
 
 

@@ -107,8 +107,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     assert stages == [(name, way) for name in OPTIMIZERS for way in ("forward", "backward")]
     assert all(check["after"] <= check["before"] for check in told["checks"])
     made = Checkpoint.load(out).metadata
-    assert "calibrated on" in made["hardware_name"]
-    assert made["collectives"] == Checkpoint.load(trained).metadata["collectives"]
+    assert "calibrated on" in made["hardware_name"] and made["collectives"] is None
     assert set(made["corrections"]) <= set(OPTIMIZERS)
     job = (
         "--tables",
