@@ -22,7 +22,7 @@ BASELINES: Registry[Callable[[LabelledSets], ComputeCost]] = Registry(
 def fit(
     recipe: Recipe, train_sets: LabelledSets, progress: bool, start: AnyCostNetwork | None = None
 ) -> AnyCostNetwork:
-    """Fit the recipe's cost network, from one to ``start`` from where there is one and the recipe can."""
+    """Fit the recipe's cost network; with ``start``, from that network on, which the recipe's ``fit_from`` does."""
     with progress_bar("fitting", recipe.fit_config.steps(len(train_sets)), progress) as advance:
 
         def on_step(_: int, loss: float) -> None:

@@ -79,12 +79,13 @@ def learn(
     """
     train_tables, test_tables = pool_tables(config.pools)
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
-    network = fit(config.recipe, train_sets, progress, config.start.cost if config.start else None)
+    start = config.start if config.recipe.fit_from else None
+    network = fit(config.recipe, train_sets, progress, start.cost if start else None)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
         "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "started_from": f"{config.start.name}, measured on {config.start.measured_on}" if config.start else None,
+        "started_from": f"{start.name}, measured on {start.measured_on}" if start else None,
         "hardware": train_data.hardware,
         "hardware_name": hardware_name(train_data.hardware),
         "dataset": {"sets": len(train_data), "digest": train_data.digest, "test_sets": len(test_data)},

@@ -12,9 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resolve
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cli import app, diagnosis
+from dreamshard_planner.checkpoints.recipes import RECIPES
+from dreamshard_planner.cli import app, diagnosis, learn
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.correction import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset
@@ -53,6 +54,21 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
     assert checkpoint.metadata["batch_sizes"] == [256]
     names = {path.name for path in trained.parent.iterdir()}
     assert names == {"tiny.safetensors", "tiny.dataset.npz", "tiny.test.npz"}
+
+
+@pytest.mark.parametrize("recipe, starts", [("default", True), ("paper", False)])
+def test_training_starts_from_what_plans_go_by(
+    recipe: str, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the recipe can start from a network; measured collectives stay those of the checkpoint in use."""
+    in_use, out = resolve("auto", "cpu", recipe, 1), tmp_path / "from.safetensors"
+    monkeypatch.setattr(learn, "_config", lambda *_: replace(QUICK, recipe=RECIPES[recipe].quick()))
+    dreamshard("train", "--out", str(out), "--seconds", "4", "--recipe", recipe)
+    made = Checkpoint.load(out).metadata
+    assert made["collectives"] == in_use.metadata["collectives"]
+    told = dreamshard("info", str(out)).stdout
+    assert (f"{in_use.name}, measured on" in (made["started_from"] or "")) is starts
+    assert ("network starts from" in told) is starts
 
 
 def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
