@@ -93,15 +93,24 @@ def test_costs_of_one_device_used_on_another_are_noted() -> None:
     assert "measured on cpu" in note and "cuda" in note
     assert checkpoint_notes(measured, cuda, uses_network=False) == ()
     here = describe_hardware("cpu", 1)["name"]
-    at_home = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": here}})
+    found = {"hardware": {"device": "cpu", "name": here}}
+    at_home = replace(measured, metadata={**measured.metadata, **found, "collectives": found})
     (note,) = checkpoint_notes(at_home, cpu)
     assert "not yet checked on the machine that trains" in note and "dreamshard doctor --measure" in note
-    elsewhere = replace(measured, metadata={**measured.metadata, "hardware": {"device": "cpu", "name": "abacus"}})
+    found = {"hardware": {"device": "cpu", "name": "abacus"}}
+    elsewhere = replace(measured, metadata={**measured.metadata, **found, "collectives": found})
     (note,) = checkpoint_notes(elsewhere, cpu)
     assert "measured on abacus" in note and here in note and "dreamshard calibrate" in note
     told = {"dataset": {"sets": 80}, "calibration": {"sets": 90, "checked": "SGD (7 and 8 % off); dims 4 to 64"}}
     few, checked = checkpoint_notes(replace(at_home, metadata={**at_home.metadata, **told}), cpu)
     assert "80" in few and "too few" in few and f"checked on {here} with SGD (7 and 8 % off); dims 4 to 64" in checked
+    told["started_from"] = "cpu.safetensors"  # which saw more than enough
+    exchanged = {"collectives": {"hardware": {"name": "loom"}}}
+    made = replace(at_home, metadata={**at_home.metadata, **told, **exchanged})
+    checked, note = checkpoint_notes(made, cpu)
+    assert "checked on" in checked and note.startswith(f"exchanges were measured on loom, and kernels on {here}")
+    alone = Machine(ranks_per_host=1, device="cpu").topology()
+    assert checkpoint_notes(made, alone) == (checked,)
 
 
 def test_reports_say_so() -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from dreamshard_planner.measure.hardware import describe_hardware
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 
 FEW_SETS = 1_000
-"""Sets that a cost network is fitted to, below which it is no good: 1,680 make one that errs by 5 to 7 %."""
+"""Sets below which a network fitted to them from nothing is no good: 1,680 make one that errs by 5 to 7 %. From one of
+another processor, 300 do."""
 FEW_TASKS = 20
 """Validation tasks of a policy that was trained in earnest; ``--quick`` has four."""
 
@@ -32,12 +34,13 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
     if uses_network and (checkpoint.cost is not None or "learned" in metadata):
         sets = metadata.get("dataset", {}).get("sets")
-        if sets is not None and sets < FEW_SETS:
+        if sets is not None and sets < FEW_SETS and not metadata.get("started_from"):
             notes.append(
                 f"the cost network of {checkpoint.name} was fitted to {sets:,} measured sets, too few to rely on "
                 f"(fewer than {FEW_SETS:,})"
             )
         notes.append(_from_where(checkpoint, topology.compute_device))
+        notes += _exchanged_elsewhere(metadata) if topology.world_size > 1 else []
     return tuple(notes)
 
 
@@ -60,3 +63,16 @@ def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
     if "checked" in calibration:
         return f"costs were checked on {name} with {calibration['checked']}"
     return "costs were not yet checked on the machine that trains; dreamshard doctor --measure does so there in seconds"
+
+
+def _exchanged_elsewhere(metadata: Mapping[str, Any]) -> list[str]:
+    """A sentence where exchanges were measured on other hardware than kernels."""
+    kernels, exchanges = (
+        (part or {}).get("hardware", {}).get("name") for part in (metadata, metadata.get("collectives"))
+    )
+    if None in (kernels, exchanges) or kernels == exchanges:
+        return []
+    return [
+        f"exchanges were measured on {exchanges}, and kernels on {kernels}; "
+        "python -m dreamshard_planner.measure.collectives measures those between ranks here"
+    ]

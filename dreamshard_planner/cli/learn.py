@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +29,12 @@ from dreamshard_planner.cli.options import (
     output,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, show
-from dreamshard_planner.errors import CalibrationRefused, CheckpointError
+from dreamshard_planner.errors import CalibrationRefused, CheckpointError, DatasetError
 from dreamshard_planner.support.files import check_writable
 
 if TYPE_CHECKING:
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint
+    from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.measure.ranks import Ranks
     from dreamshard_planner.training import TrainingConfig
     from dreamshard_planner.workload.tables import Table
@@ -120,8 +121,8 @@ def train(
     """Make a checkpoint: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
-    measure. On CPUs the network starts from what plans on such a device go by now; collectives stay those of it, unless
-    measured ones are given. With --quick both start from nothing.
+    measure. On CPUs the network starts from the one that ships, if the recipe can; collectives stay those that plans on
+    such a device go by now, unless measured ones are given. With --quick both start from nothing.
     """
     from dreamshard_planner.training import train, train_on_roofline
 
@@ -129,9 +130,9 @@ def train(
     path = out or keep_in(_described(device, threads), recipe.value)
     config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
-    if not (roofline or quick) and (in_use := _in_use(device, recipe, threads)):
-        kept = config.collectives or in_use.metadata.get("collectives")
-        config = replace(config, start=in_use, collectives=kept)
+    if not (roofline or quick):
+        kept = config.collectives or _collectives_in_use(device, threads, out)
+        config = replace(config, start=_shipped_start(device, recipe), collectives=kept)
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
@@ -210,14 +211,11 @@ def fit(
     format: FormatOption = Format.table,
 ) -> None:
     """Make a checkpoint from measured sets; needs no hardware."""
-    from dreamshard_planner.cost.dataset import CostDataset
     from dreamshard_planner.training import learn
 
     _check_out(out, quick)
     config = _config(recipe, quick, updates, collectives, seed)
-    train_data, test_data = (
-        CostDataset.concatenate([CostDataset.load(path) for path in paths]) for paths in (dataset, test_dataset)
-    )
+    train_data, test_data = (_joined(paths) for paths in (dataset, test_dataset))
     path = out or keep_in(train_data.hardware, recipe.value)
     checkpoint, _ = learn(config, train_data, test_data)
     checkpoint.save(path)
@@ -308,14 +306,46 @@ def _own_tables(source: str | None, plan: Path | None, statistics: Path | None) 
     return [spec.table(model.statistics or {}) for spec in model.specs], []
 
 
-def _in_use(device: Device, recipe: Recipe, threads: int) -> Checkpoint | None:
-    """What plans take on such a device; none where it cannot be read, which training may mend."""
+def _joined(paths: Sequence[Path]) -> CostDataset:
+    """One dataset of several files; DatasetError names what does not go with the first."""
+    from dreamshard_planner.cost.dataset import CostDataset
+
+    datasets = [CostDataset.load(path) for path in paths]
+    for path, other in zip(paths[1:], datasets[1:], strict=True):
+        try:
+            CostDataset.concatenate([datasets[0], other])
+        except DatasetError as error:
+            raise DatasetError(f"{path} does not go with {paths[0]}: {error}") from error
+    return CostDataset.concatenate(datasets)
+
+
+def _shipped_start(device: Device, recipe: Recipe) -> Checkpoint | None:
+    """What ships for CPUs, whatever the user's own are, since an interrupted training must go on as it began. On GPUs
+    costs start from the card's bandwidths."""
+    from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
+
+    if device is not Device.cpu:
+        return None
+    try:
+        return shipped(SHIPPED, device.value, recipe.value)
+    except CheckpointError:
+        return None  # none of this recipe ships
+
+
+def _collectives_in_use(device: Device, threads: int, out: Path | None) -> dict[str, Any] | None:
+    """Those of the checkpoint that plans take on such a device.
+
+    Raises:
+        CheckpointError: one of the user's own cannot be read, and ``auto`` would not take what is kept beside it.
+    """
     from dreamshard_planner.checkpoints.checkpoint import resolve
 
     try:
-        return resolve("auto", device.value, recipe.value, threads)
+        return resolve("auto", device.value, threads=threads).metadata.get("collectives")
     except CheckpointError as error:
-        typer.echo(f"starts from nothing, without collectives: {error}", err=True)
+        if out is None:
+            raise
+        typer.echo(f"trains without measured collectives: {error}", err=True)
         return None
 
 

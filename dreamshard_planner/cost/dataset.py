@@ -246,10 +246,10 @@ class CostDataset:
         first = datasets[0]
         for other in datasets[1:]:
             require_same_hardware("concatenate", first.hardware, other.hardware)
-            if other.repeats != first.repeats or (other.reference_ms is None) != (first.reference_ms is None):
-                raise DatasetError(
-                    f"concatenate: {first.repeats} and {other.repeats} repeats, or only one has reference times"
-                )
+            if other.repeats != first.repeats:
+                raise DatasetError(f"{other.repeats} timed runs of each set, and {first.repeats} in the first")
+            if (other.reference_ms is None) != (first.reference_ms is None):
+                raise DatasetError("only one of the two has reference times")
         starts = np.cumsum([0] + [len(d.columns["name"]) for d in datasets])
         ends = [d.set_offsets[1:] + start for d, start in zip(datasets, starts, strict=False)]
         references = [d.reference_ms for d in datasets if d.reference_ms is not None]

@@ -20,6 +20,7 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix, features_of
 from dreamshard_planner.workload.tables import Workload
 
@@ -113,17 +114,19 @@ def fit_cost_network(
     start: AnyCostNetwork | None = None,
 ) -> CostNetwork:
     """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss), around the prior of the sets,
-    where they have one. Where they have none, it may ``start`` from a network of another device, which has seen tables
-    that these sets lack.
+    where they have one. Where they have none, it may ``start`` from a network of the same configuration, such as one of
+    another device, which has seen tables that these sets lack.
 
     Members differ in initialisation and in the random weights they give to the training sets (the Bayesian
     bootstrap), so that their spread says where data is thin. ``on_epoch(epoch, loss)`` reports progress.
     """
     config = config or FitConfig()
     if len(train) < 8:
-        raise ValueError(f"a cost network needs at least 8 measured sets, got {len(train)}")
+        raise TaskError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network_config = network_config or CostNetworkConfig()
-    if train.prior is None and type(start) is CostNetwork and start.config == network_config:
+    if start is not None:
+        if train.prior is not None or type(start) is not CostNetwork or start.config != network_config:
+            raise TaskError(f"no {type(start).__name__} to start from: sets with a prior, or another configuration")
         network = copy.deepcopy(start).requires_grad_(True)
         network.go_on(train)
     elif train.prior is None:

@@ -32,7 +32,9 @@ OTHER_LOOKUPS = 0.1
 
 @dataclass(frozen=True)
 class ObservedSets:
-    """Fused kernels that were observed, each once, whatever runs had it; apart, where these looked up more or less."""
+    """Fused kernels that were observed, each once, whatever runs and ranks had it: one plan may give all of its ranks
+    equal parts of the same tables, none of which confirms what is learned from another. Apart, where these looked up
+    more or less."""
 
     sets: LabelledSets
     kinds: frozenset[str]
@@ -55,9 +57,10 @@ class ObservedSets:
             if reason:
                 left_out[reason] = None
                 continue
-            places = tuple((table.name, table.offset, table.size) for table in kernel.tables)
-            asked = round(math.log(sum(one.lookups for one in workloads), 1 + OTHER_LOOKUPS))
-            key = kernel.sharding_type, kernel.optimizer, kernel.samples, places, asked
+            parts = tuple(sorted((table.name, table.size) for table in kernel.tables))
+            asked = sum(one.lookups for one in workloads), sum(one.distinct_rows for one in workloads)
+            alike = tuple(round(math.log(number, 1 + OTHER_LOOKUPS)) for number in asked)
+            key = kernel.sharding_type, kernel.optimizer, kernel.samples, parts, alike
             times_ms = [rank.median(f"kernel {index} {way}") for way in ("forward", "backward")]
             found.setdefault(key, (workloads, []))[1].append(times_ms)
         if not found:
@@ -132,9 +135,10 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
     corrections, checks = learn_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
     if not force and not any(check.changed for check in checks) and not exchanges:
+        kernels = f"{len(observed.sets)} kernels" if len(observed.sets) > 1 else "one kernel, which none confirms"
         raise CalibrationRefused(
-            f"{observation.title} ({len(observed.sets)} kernels): no correction made the costs of {checkpoint.name} "
-            "better on kernels or exchanges held out",
+            f"{observation.title} ({kernels}): no correction made the costs of {checkpoint.name} better on kernels or "
+            "exchanges held out; observe another plan too",
             [check.to_dict() for check in checks],
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"

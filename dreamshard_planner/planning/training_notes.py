@@ -31,12 +31,13 @@ def costed_optimizers(
     plan: Sequence[ShardingOption], reader: OptionReader, topology: Topology, unknown: Container[str]
 ) -> tuple[str, ...]:
     """A sentence on tables whose optimizer is ``unknown`` to the costs, where there are some."""
-    others = [fqn_of(option) for option in plan if reader.table(option, topology).optimizer in unknown]
+    optimizers = {fqn_of(option): reader.table(option, topology).optimizer for option in plan}
+    others = {name: optimizer for name, optimizer in optimizers.items() if optimizer in unknown}
     if not others:
         return ()
     return (
-        f"{_names(others)}: costed as with row-wise Adagrad, since no kernels of their optimizer are known"
-        + ("; dreamshard calibrate measures Adagrad's" if "adagrad" in unknown else ""),
+        f"{_names([*others])}: costed as with row-wise Adagrad, since no kernels of their optimizer are known"
+        + ("; dreamshard calibrate measures Adagrad's" if "adagrad" in others.values() else ""),
     )
 
 

@@ -269,7 +269,8 @@ def fit_paper_network(
 ) -> PaperCostNetwork:
     """Fit on placements composed of measured sets, one per device, with squared errors of equal weight."""
     config = config or PaperFitConfig()
-    return PaperFit(config, train.features_SF).descend(train, config.updates, on_update=on_update)
+    fitting = PaperFit(config, train.features_SF)
+    return fitting.descend(train, config.updates, on_update=on_update).requires_grad_(False)
 
 
 def sent_bytes(sets: LabelledSets, devices: int) -> Tensor:

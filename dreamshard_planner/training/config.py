@@ -24,7 +24,7 @@ WITH_ROOM = TaskConfig(heaviest=0.6)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """One training from nothing."""
+    """One training."""
 
     pools: tuple[str, ...] = ("meta_like_2021", "merlin_tiny", "merlin_small")
     """Table pools; half of the tables of each are held out."""
@@ -57,8 +57,9 @@ class TrainingConfig:
     recipe: Recipe = DEFAULT
     """Networks, and how they are trained; ``RECIPES["paper"]`` for those as published."""
     start: Checkpoint | None = None
-    """Whose cost network to start from, such as one that another processor measured; None: from nothing. Tables that
-    few sets have, as hot ones, are told better: 9 % off instead of 13 to 15 after five minutes on an Intel Xeon."""
+    """Whose cost network to start from where the recipe can (:func:`~dreamshard_planner.training.costs.start_of`), such
+    as one that another processor measured; None: from nothing. Tables that few sets have, as hot ones, are told better:
+    9 % off instead of 13 to 15 after five minutes on an Intel Xeon."""
     collectives: dict[str, Any] | None = None
     """What ``python -m dreamshard_planner.measure.collectives`` measured; kept in the checkpoint."""
     seed: int = 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.recipes import Recipe
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
@@ -19,10 +20,18 @@ BASELINES: Registry[Callable[[LabelledSets], ComputeCost]] = Registry(
 """Costs that a network has to predict better than, fitted to the same sets."""
 
 
+def start_of(start: Checkpoint | None, recipe: Recipe, train_sets: LabelledSets) -> Checkpoint | None:
+    """The checkpoint whose network fitting starts from; None where it has none of the recipe's kind, or the recipe
+    starts none, or the sets have a prior of their own to start from."""
+    if start is None or start.cost is None or recipe.fit_from is None or train_sets.prior is not None:
+        return None
+    return start if type(start.cost) is recipe.cost and start.cost.config == recipe.cost_config() else None
+
+
 def fit(
     recipe: Recipe, train_sets: LabelledSets, progress: bool, start: AnyCostNetwork | None = None
 ) -> AnyCostNetwork:
-    """Fit the recipe's cost network; with ``start``, from that network on, which the recipe's ``fit_from`` does."""
+    """Fit the recipe's cost network; from ``start`` on, if :func:`start_of` found one."""
     with progress_bar("fitting", recipe.fit_config.steps(len(train_sets)), progress) as advance:
 
         def on_step(_: int, loss: float) -> None:

@@ -18,7 +18,7 @@ from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
-from dreamshard_planner.training.costs import fit, validate_cost
+from dreamshard_planner.training.costs import fit, start_of, validate_cost
 from dreamshard_planner.training.measuring import finished_mark, measure, most_sets
 from dreamshard_planner.training.policies import PricedTask, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.tables import Workload
@@ -79,7 +79,7 @@ def learn(
     """
     train_tables, test_tables = pool_tables(config.pools)
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
-    start = config.start if config.recipe.fit_from else None
+    start = start_of(config.start, config.recipe, train_sets)
     network = fit(config.recipe, train_sets, progress, start.cost if start else None)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {

@@ -57,17 +57,18 @@ def test_train_makes_a_checkpoint_from_nothing(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe, starts", [("default", True), ("paper", False)])
-def test_training_starts_from_what_plans_go_by(
+def test_training_starts_from_what_ships(
     recipe: str, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the recipe can start from a network; measured collectives stay those of the checkpoint in use."""
-    in_use, out = resolve("auto", "cpu", recipe, 1), tmp_path / "from.safetensors"
+    """Where the recipe can start from a network; measured collectives stay those of the checkpoint in use, which is
+    told of where another processor measured them."""
+    in_use, out = resolve("auto", "cpu"), tmp_path / "from.safetensors"
     monkeypatch.setattr(learn, "_config", lambda *_: replace(QUICK, recipe=RECIPES[recipe].quick()))
     dreamshard("train", "--out", str(out), "--seconds", "4", "--recipe", recipe)
     made = Checkpoint.load(out).metadata
     assert made["collectives"] == in_use.metadata["collectives"]
     told = dreamshard("info", str(out)).stdout
-    assert (f"{in_use.name}, measured on" in (made["started_from"] or "")) is starts
+    assert ("cpu.safetensors, measured on" in (made["started_from"] or "")) is starts
     assert ("network starts from" in told) is starts
 
 
@@ -107,6 +108,16 @@ def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path
             str(trained.with_suffix(".test.npz")), "--out", str(out), "--recipe", recipe, "--quick",
         )  # fmt: skip
         assert Checkpoint.load(out).recipe == recipe
+    measured, once, few = (tmp_path / f"{name}.npz" for name in ("measured", "once", "few"))
+    sets = CostDataset.load(trained.with_suffix(".dataset.npz"))
+    sets.save(measured)
+    assert sets.reference_ms is not None
+    replace(sets, samples_ms=sets.samples_ms[:, :1], reference_ms=sets.reference_ms[:, :1]).save(once)
+    sets.select(range(5)).save(few)
+    with_test = ("fit", "--test-dataset", str(measured), "--out", str(tmp_path / "none.safetensors"), "--dataset")
+    refused = dreamshard(*with_test, str(measured), "--dataset", str(once), status=1).stderr
+    assert f"{once} does not go with {measured}: 1 timed runs of each set, and 2 in the first" in refused
+    assert "at least 8 measured sets, got 5" in dreamshard(*with_test, str(few), status=1).stderr
 
 
 def test_calibrate_corrects_a_checkpoint_and_plans_take_it(

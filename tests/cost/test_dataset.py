@@ -102,7 +102,7 @@ def test_select_and_concatenate() -> None:
     other = CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE | {"name": "slide rule"}, REFERENCE_NR2)
     with pytest.raises(DatasetError, match="abacus.*slide rule"):
         CostDataset.concatenate([data, other])
-    with pytest.raises(DatasetError, match="repeats"):
+    with pytest.raises(DatasetError, match="only one of the two has reference times"):
         CostDataset.concatenate([data, CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE)])
 
 

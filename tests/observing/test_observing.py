@@ -312,7 +312,7 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
         learn(Checkpoint.load(out), observation(3), out)
     one = observation(1)
     one = replace(one, runs=(replace(one.runs[0], ranks=one.runs[0].ranks[:1]),))
-    with pytest.raises(CalibrationRefused, match=r"\(1 kernels\)"):
+    with pytest.raises(CalibrationRefused, match="one kernel, which none confirms"):
         learn(resolve("roofline", "cpu"), one, out)
     assert out.read_bytes() == content
     unread = replace(one.runs[0].ranks[0], columns={})
@@ -327,6 +327,23 @@ def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -
     one.save(file)
     result = CliRunner().invoke(app, ["learn", str(file), "--checkpoint", "roofline", "--out", str(out)])
     assert result.exit_code == 1 and "stays as it was" in result.stderr and out.read_bytes() == content
+
+
+@pytest.mark.parametrize("sharding_type, place", [("column_wise", (0, 32)), ("row_wise", (1500, 0))])
+def test_equal_parts_of_the_same_tables_are_one_kernel(sharding_type: str, place: tuple, tmp_path: Path) -> None:
+    """Or a level that only half a table on either rank tells would be confirmed by the other half."""
+    size = (3000, 32) if sharding_type == "column_wise" else (1500, 64)
+    ranks = []
+    for rank, offset in enumerate([(0, 0), place]):
+        parts = tuple(ObservedTable(f"ebc.{name}", (name,), 3000, 64, offset, size) for name in ("f0", "f1"))
+        split = replace(kernel(0, rank), sharding_type=sharding_type, tables=parts[:: 1 - 2 * rank])
+        lookups = sum(one.lookups for one in split.workloads(STATISTICS))
+        times = {f"kernel 0 {way}": (1.0 + rank,) * 8 for way in ("forward", "backward")}
+        ranks.append(replace(rank_steps(0, rank, **times, **{"kernel 0 lookups": (lookups,) * 8}), kernels=(split,)))
+    twins = replace(observation(1), runs=(observed_run("a", *ranks),))
+    assert ObservedSets.of(twins).sets.labels_ms_X2.tolist() == [[1.5, 1.5]]
+    with pytest.raises(CalibrationRefused, match=r"\(one kernel, .* observe another plan too"):
+        learn(resolve("roofline", "cpu"), twins, tmp_path / "learned.safetensors")
 
 
 def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
