@@ -60,6 +60,7 @@ from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import given_constraints, left_out_by_group
 from dreamshard_planner.search_space.modules import of_modules
+from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
@@ -495,13 +496,16 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self.saved_plan(name=Path(path).name).save(path)
 
     def lookups_per_sample(self) -> dict[str, float]:
-        """By feature, that the last plan was made for: from statistics, constraints, or TorchRec's default.
+        """By feature, that the last planned or read module's plans are for: from statistics, constraints, or TorchRec's
+        default.
 
         Raises:
-            DreamShardError: there is no plan yet on this rank.
+            DreamShardError: no module was planned or read yet on this rank.
         """
-        reader = self._last().model.context.reader
-        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in self._last().plan)
+        session = self._model()
+        reader = session.context.reader
+        of_tables = {fqn_of(option): option for option in session.search_space}.values()
+        each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in of_tables)
         return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
 
     @neutral()

@@ -151,7 +151,8 @@ def resolve(
         compute_device: ``cpu`` or ``cuda``.
         recipe: that it must be of.
         threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
-        card: what the driver calls the GPU that is planned for; default: that this process sees.
+        card: what the driver calls the GPU that is planned for, or the processor's name; default: what this process
+            sees.
 
     Raises:
         CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own

@@ -91,9 +91,11 @@ class Here:
 
     @classmethod
     def of(cls, device: str, threads: int | None = None, card: str | None = None) -> Here:
-        """This process, with its intra-op threads and its card unless others are given."""
-        if device == "cuda":
-            name = card or (torch.cuda.get_device_name() if torch.cuda.device_count() else None)
+        """This process, with its intra-op threads and its card, or processor, unless others are given."""
+        if card is not None:
+            name: str | None = card
+        elif device == "cuda":
+            name = torch.cuda.get_device_name() if torch.cuda.device_count() else None
         else:
             name = str(describe_hardware(device, 1)["name"])
         return cls(device, name, threads or torch.get_num_threads())

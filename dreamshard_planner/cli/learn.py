@@ -66,10 +66,16 @@ def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
         raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
 
 
-def tell_where(out: Path, given: bool) -> None:
-    """On stderr, what to do with a new checkpoint."""
+def tell_where(out: Path, given: bool, elsewhere: str | None = None) -> None:
+    """On stderr, what to do with a new checkpoint; ``elsewhere`` is what hardware it is for, where that is not here."""
     how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}'
-    typer.echo(f"plan with it: {how}" if given else f"kept in {out}: plans on this machine take it now", err=True)
+    if given:
+        said = f"plan with it: {how}"
+    elif elsewhere is None:
+        said = f"kept in {out}: plans on this machine take it now"
+    else:
+        said = f"kept in {out}: plans for {elsewhere} take it; on this machine, plan with it by {how}"
+    typer.echo(said, err=True)
 
 
 def _show_made(checkpoint: Checkpoint, path: Path, given: bool, format: Format) -> None:

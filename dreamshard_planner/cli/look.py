@@ -47,7 +47,8 @@ def doctor(
 @command("dreamshard info auto")
 def info(
     source: Annotated[
-        str, typer.Argument(help="Checkpoint, dataset, statistics, observation, list of tables or plan; or auto.")
+        str,
+        typer.Argument(help="Checkpoint, dataset, statistics, observation, trace, list of tables or plan; or auto."),
     ],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
     recipe: RecipeOption = DEFAULT_RECIPE,
@@ -205,11 +206,16 @@ def _dataset(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.observing import observation
+    from dreamshard_planner.observing.trace import Trace, is_trace
     from dreamshard_planner.offline import table_list
     from dreamshard_planner.plans import plan_file
     from dreamshard_planner.workload import pools, statistics
 
-    document = read_json(path, DreamShardError)
+    if is_trace(path):
+        trace = Trace.load(path)
+        return "trace of torch.profiler", {"rank": trace.rank, "steps": trace.steps}
+    files = observation.files_of(path)
+    document = read_json(files[0], DreamShardError)
     document = document if isinstance(document, dict) else {}
     if document.get("format") == plan_file.FORMAT:
         saved = plan_file.SavedPlan.load(path)
@@ -222,7 +228,7 @@ def _json(path: Path) -> tuple[str, dict[str, Any]]:
             "settings": saved.inputs.settings,
         }
     if document.get("format") == observation.FORMAT:
-        seen = observation.Observation.load(path)
+        seen = observation.Observation.load_all([path])
         ranks = sorted({rank.rank for run in seen.runs for rank in run.ranks})
         told = {"runs": len(seen.runs), "steps": seen.steps, "ranks": ranks, "hardware": seen.hardware}
         return "observation", told

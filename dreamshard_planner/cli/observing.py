@@ -44,6 +44,10 @@ def observed(
     from dreamshard_planner.workload.statistics import TableStatistics
 
     if all(map(is_trace, files)):
+        if statistics is not None:
+            raise typer.BadParameter(
+                f"{statistics}: a trace does not tell what batches look up", param_hint="--statistics"
+            )
         traces = sorted(map(Trace.load, files), key=lambda trace: trace.rank)
         return show([asdict(trace) for trace in traces], format, *_of_traces(traces))
     observation = Observation.load_all(files)
@@ -86,7 +90,10 @@ def _cell(one: Compared, at: int) -> str:
 def learn(
     files: FilesArgument,
     checkpoint: Annotated[
-        str, typer.Option(help="To do better than; auto: what plans take on this machine now; roofline: bandwidths.")
+        str,
+        typer.Option(
+            help="To do better than; auto: what plans for the observed hardware take now; roofline: bandwidths."
+        ),
     ] = "auto",
     out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
     force: Annotated[bool, typer.Option("--force", help="Keep the result, even if nothing is better.")] = False,
@@ -97,16 +104,24 @@ def learn(
     Where they confirm nothing, nothing is written, and the exit status is 1.
     """
     from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.checkpoints.user_folder import Here
     from dreamshard_planner.observing.learning import learn
     from dreamshard_planner.observing.observation import Observation
 
+    if checkpoint != "auto" and out is None:
+        raise typer.BadParameter(
+            f"{checkpoint} may be further off than what plans take now, which auto corrects: say where to, --out FILE",
+            param_hint="--checkpoint",
+        )
     observation = Observation.load_all(files)
     hardware = observation.hardware
-    start = resolve(checkpoint, str(hardware["device"]), threads=int(hardware["threads"]))
+    device, name = str(hardware["device"]), str(hardware["name"])
+    start = resolve(checkpoint, device, threads=int(hardware["threads"]), card=name)
     path = out or keep_in(hardware, start.recipe, "learned")
     with refusal_told(path):
         made = learn(start, observation, path, force=force)
     told = made.metadata["learned"]
-    tell_where(path, out is not None)
+    tell_where(path, out is not None, None if Here.of(device).name == name else name)
+    typer.echo(f"corrected: {told['from']}", err=True)
     checks = [check["said"] for check in told["checks"]]
     show(told, format, "\n".join([*checks, *told["exchanges"], told["said"], *told["left_out"]]))

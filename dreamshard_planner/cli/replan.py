@@ -47,7 +47,7 @@ def replan(
 
     Exit status 3 where moving is worth it, or has to be; 0 where the plan may stay.
     """
-    from dreamshard_planner.offline.from_plan import as_its_file_tells, job_of
+    from dreamshard_planner.offline.from_plan import as_its_file_tells, check_statistics, job_of
     from dreamshard_planner.offline.jobs import read_model
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -56,6 +56,8 @@ def replan(
     if (ranks := saved.inputs.topology.world_size) <= max(gone, default=0):
         raise typer.BadParameter(f"--lost {max(gone)}: the ranks of {saved.name} are 0 to {ranks - 1}")
     known = None if statistics is None else TableStatistics.from_json(statistics)
+    if known is None:
+        check_statistics(saved, TableStatistics(saved.inputs.features) if saved.inputs.features else None, False)
     job = made = job_of(saved, known)
     if tables is not None:
         model = read_model(tables)

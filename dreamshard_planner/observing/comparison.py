@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dreamshard_planner.observing.observation import OUTPUTS, ObservedRun
@@ -12,6 +12,7 @@ from dreamshard_planner.plans.report import Predicted
 from dreamshard_planner.search_space.kernels import DENSE
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.workload.counting import SAME_BATCH
+from dreamshard_planner.workload.tables import costed_optimizer
 
 NEAR, NEAR_EXCHANGE = 0.2, 0.5
 """How far, as a share, predicted kernels and exchanges may be off to be trusted."""
@@ -54,7 +55,10 @@ def compare(run: ObservedRun) -> RunComparison:
     plan = run.plan
     kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
     if plan is None:
-        verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
+        if min(rank.rank for rank in run.ranks):
+            verdict = "the prediction is in the file of rank 0, which is not given"
+        else:
+            verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return RunComparison(title, kinds, (), verdict, None)
     if replicas := _replicas(run):
         inseparable = (
@@ -63,10 +67,30 @@ def compare(run: ObservedRun) -> RunComparison:
         )
         verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
         return RunComparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
+    if others := _other_optimizers(run, plan):
+        verdict = "predicted with other optimizers than train: let the planner plan the model as it is trained"
+        return RunComparison(title, kinds, (*_of_statistics(run, plan), *others), verdict, False)
     ratios = _kernel_ratios(run, plan.predicted)
-    meaning = (*_of_statistics(run, plan), *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted))
+    unseen = _unseen_kernels(run, plan.predicted)
+    meaning = (*_of_statistics(run, plan), *unseen, *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted))
     verdict, trusted = _verdict(run, ratios, plan.predicted)
     return RunComparison(title, kinds, meaning, verdict, trusted)
+
+
+def _other_optimizers(run: ObservedRun, plan: SavedPlan) -> list[str]:
+    """A sentence where tables are trained by other optimizers than the plan was made for, as costs tell them apart."""
+    tables = plan.inputs.tables
+    trained = {table.name: kernel.optimizer for rank in run.ranks for kernel in rank.kernels for table in kernel.tables}
+    other = {
+        name: (costed_optimizer(tables[name].optimizer), optimizer)
+        for name, optimizer in sorted(trained.items())
+        if name in tables and costed_optimizer(tables[name].optimizer) != optimizer
+    }
+    if not other:
+        return []
+    name, (planned, optimizer) = next(iter(other.items()))
+    more = f", and {len(other) - 1} more tables likewise" if len(other) > 1 else ""
+    return [f"another optimizer: the plan was made for {planned} of {name}, and {optimizer} trains it{more}"]
 
 
 def _replicas(run: ObservedRun) -> list[str]:
@@ -119,7 +143,14 @@ def _kernel_ratios(run: ObservedRun, predicted: Predicted) -> dict[int, float]:
     """Observed over predicted, by rank."""
     observed = {rank.rank: rank.kernel_ms("forward") + rank.kernel_ms("backward") for rank in run.ranks}
     expected = predicted.chosen.rank_ms
-    return {rank: ms / expected[rank] for rank, ms in observed.items() if expected[rank] > 0}
+    return {rank: ms / expected[rank] for rank, ms in observed.items() if ms and expected[rank]}
+
+
+def _unseen_kernels(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
+    """Such as compiled ones."""
+    ranks = [rank for rank in run.ranks if predicted.chosen.rank_ms[rank.rank]]
+    if unseen := [rank.rank for rank in ranks if not rank.kernel_ms("forward") + rank.kernel_ms("backward")]:
+        yield f"no kernel of rank {', '.join(map(str, unseen))} was seen: what torch.compile has made is not"
 
 
 def _of_statistics(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
@@ -184,7 +215,9 @@ def _exchange_near(predicted: Predicted, observed_ms: float) -> bool:
 
 
 def _verdict(run: ObservedRun, ratios: dict[int, float], predicted: Predicted) -> tuple[str, bool]:
-    values: Sequence[float] = list(ratios.values()) or [1.0]
+    if not ratios:
+        return "no kernel was seen: the prediction is not judged", False
+    values = list(ratios.values())
     error = sum(abs(1 / ratio - 1) for ratio in values) / len(values)
     said = f"kernels are predicted {100 * error:.0f} % off ({predicted.cost_source})"
     if error <= NEAR and run.hides_outputs:

@@ -8,7 +8,7 @@ the plan with what it was predicted to cost, where a planner of ours made it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
@@ -343,7 +343,7 @@ class Observation:
         """
         named: dict[str, Observation] = {}
         for given in paths:
-            of_ranks = {str(path): cls.load(path) for path in _files(Path(given))}
+            of_ranks = {str(path): cls.load(path) for path in files_of(Path(given))}
             runs = {tuple(run.id for run in one.runs) for one in of_ranks.values()}
             if len(runs) > 1:
                 raise ObservationError(
@@ -384,7 +384,8 @@ def rank_file(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.{rank}{path.suffix}")
 
 
-def _files(path: Path) -> Iterable[Path]:
+def files_of(path: Path) -> list[Path]:
+    """A file, or those of ranks where it is missing."""
     ranks = path.parent.glob(f"{escape(path.stem)}.*{escape(path.suffix)}") if not path.exists() else ()
     number = slice(len(path.stem) + 1, -len(path.suffix) or None)
     return sorted(file for file in ranks if file.name[number].isdecimal()) or [path]

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,8 +22,9 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner.errors import DreamShardError, ObservationError
+from dreamshard_planner.errors import DreamShardError, ObservationError, StatisticsError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
 from dreamshard_planner.observing.observation import (
@@ -40,7 +41,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
-from dreamshard_planner.workload.tables import costed_optimizer
+from dreamshard_planner.workload.tables import FeatureStatistics, costed_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +67,19 @@ class Observer:
         self._recorder = StepRecorder(DeviceClock(self._device))
         modules = dict.fromkeys(module for _, module, _, _ in lookups)
         self._samplers = [BatchSampler(every) for _ in modules]
-        self._hooks = Hooks(self._recorder)
-        self._hooks.listen_to_collectives()
         self._run = ObservedRun(_run_id(path), started, ranks, hosts, dist.get_backend(), *planned)
-        for module, sampler in zip(modules, self._samplers, strict=True):
-            self._hooks.listen_to_inputs(module, sampler.add)
-        for path, _, kind, lookup in lookups:
-            for kernel in kernels_in(lookup):
-                self._listen(path, kind, kernel)
-        self._hooks.listen_to_steps(model)
+        self._hooks = Hooks(self._recorder)
+        try:
+            self._hooks.listen_to_collectives()
+            for module, sampler in zip(modules, self._samplers, strict=True):
+                self._hooks.listen_to_inputs(module, _counting(sampler))
+            for path, _, kind, lookup in lookups:
+                for kernel in kernels_in(lookup):
+                    self._listen(path, kind, kernel)
+            self._hooks.listen_to_steps(model)
+        except BaseException:
+            self._hooks.close()
+            raise
 
     def _listen(self, path: str, sharding_type: str, kernel: Any) -> None:
         index = len(self._kernels)
@@ -111,7 +116,7 @@ class Observer:
                 self._described(kernel, int(np.median(columns.get(f"kernel {index} samples", (0,)))))
                 for index, kernel in enumerate(self._kernels)
             ),
-            statistics={name: known for one in self._samplers if one.seen for name, known in one.statistics().items()},
+            statistics={name: known for one in self._samplers if one.seen for name, known in _counted(one).items()},
         )
         run = replace(self._run, ranks=(of_rank,))
         return Observation(describe_hardware(self._device, torch.get_num_threads()), (run,))
@@ -140,6 +145,31 @@ class Observer:
             samples=samples,
             tables=tuple(_described_table(path, table) for table in config.embedding_tables),
         )
+
+
+def _counting(sampler: BatchSampler) -> Callable[[KeyedJaggedTensor], None]:
+    """Adds batches, until one cannot be counted: that ends no training."""
+    stopped = False
+
+    def add(features: KeyedJaggedTensor) -> None:
+        nonlocal stopped
+        if not stopped:
+            try:
+                sampler.add(features)
+            except StatisticsError as error:
+                stopped = True
+                logger.warning("no more batches are counted, and training goes on: %s", error)
+
+    return add
+
+
+def _counted(sampler: BatchSampler) -> Mapping[str, FeatureStatistics]:
+    """Of all batches that could be counted; none where the last ones on their way from a GPU could not."""
+    try:
+        return sampler.statistics()
+    except StatisticsError as error:
+        logger.warning("statistics of a module's batches are not among what was observed: %s", error)
+        return {}
 
 
 def _described_table(path: str, table: Any) -> ObservedTable:

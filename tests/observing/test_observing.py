@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from dataclasses import asdict, replace
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.user_folder import new_file
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVISION, CollectiveFit
@@ -28,8 +31,10 @@ from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.exchanges import _of_outputs, learn_exchanges
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import ObservedKernel, ObservedRun, ObservedTable, RankSteps, rank_file
+from dreamshard_planner.observing.observer import _counted, _counting
 from dreamshard_planner.observing.recorder import MOST_STEPS, DeviceClock, StepRecorder
 from dreamshard_planner.planning.cost_sources import links_of
+from dreamshard_planner.workload.sampling import BatchSampler
 from dreamshard_planner.workload.tables import FeatureStatistics
 from tests.planning.test_context import model
 from tests.torchrec_components.test_plugin import SHARDERS, topology
@@ -155,6 +160,10 @@ def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     assert Observation.load_all([tmp_path / "seen.json"]) == whole
     assert Observation.load_all([tmp_path / "seen.1.json", tmp_path / "seen.0.json"]).runs == whole.runs
     assert whole.title == "2 runs, 16 steps"
+    told = CliRunner().invoke(app, ["info", str(tmp_path / "seen.json"), "--format", "json"])
+    assert {**json.loads(told.stdout), "hardware": None} == {
+        "kind": "observation", "runs": 2, "steps": 16, "ranks": [0, 1], "hardware": None
+    }  # fmt: skip
     for name in ("[seen]", "seen*.json"):
         for rank in range(2):
             replace(whole, runs=tuple(replace(run, ranks=(run.ranks[rank],)) for run in whole.runs)).save(
@@ -278,7 +287,10 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     for file, one in (("a.json", seen), ("b.json", replace(other, runs=other.runs[2:]))):
         one.save(tmp_path / file)
     prior = resolve("roofline", "cpu")
-    result = CliRunner().invoke(app, ["learn", str(tmp_path / "a.json"), "--checkpoint", "roofline"])
+    command = ["learn", str(tmp_path / "a.json"), "--checkpoint", "roofline"]
+    assert "say where to, --out FILE" in CliRunner().invoke(app, command).output.replace("\n", " ")
+    out = new_file(seen.hardware, "default", "learned")  # where it is kept if nobody says
+    result = CliRunner().invoke(app, [*command, "--out", str(out)])
     assert result.exit_code == 0, result.output
     made = resolve("auto", "cpu")
     assert made.name.endswith("-learned.safetensors") and made.metadata["learned"]["steps"] == 16
@@ -302,6 +314,25 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     assert f"roofline (topology's {MEMORY * 1e3 / 1e9:.0f}" not in report.cost_source
     assert said[:26] in report.cost_source and any(said in note.text for note in report.notes)
     assert not any("nothing was measured" in note.text for note in report.notes)
+
+
+def test_what_another_machine_trained_corrects_its_costs_and_not_those_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may be learned from anywhere: on a login node, say, of a cluster of GPUs."""
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    for hardware, shipped in ((h100, "nvidia-h100-80gb-hbm3"), ({"name": "abacus"}, "cpu")):
+        observation(3, **hardware).save(tmp_path / "seen.json")
+        result = CliRunner().invoke(app, ["learn", str(tmp_path / "seen.json"), "--force"])
+        assert result.exit_code == 0, result.output
+        told = " ".join(result.stderr.split())
+        assert f"corrected: {shipped}.safetensors" in told
+        assert f"plans for {hardware['name']} take it; on this machine, plan with it by" in told
+        device = hardware.get("device", "cpu")
+        made = resolve("auto", device, card=hardware["name"])
+        assert made.name.endswith("-learned.safetensors") and made.cost is not None
+        assert resolve("auto", device).name != made.name
 
 
 def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -> None:
@@ -544,6 +575,50 @@ def test_outputs_beside_other_work_are_not_judged_nor_learned(tmp_path: Path) ->
     assert learned.metadata["collectives"] is None
 
 
+def test_a_plan_for_another_optimizer_is_said() -> None:
+    run = planned_run(1.0, 1.0)
+    assert run.plan is not None
+    planned = next(iter(run.plan.inputs.tables))
+    as_planned = replace(run.ranks[0].kernels[0].tables[0], name=planned)
+    kernels = (replace(run.ranks[0].kernels[0], tables=(as_planned,)),)
+    other = replace(run, ranks=(replace(run.ranks[0], kernels=kernels), run.ranks[1]))
+    found = compare(other)
+    assert found.trusted is False and found.verdict.startswith("predicted with other optimizers than train")
+    assert f"the plan was made for sgd of {planned}, and adagrad trains it" in found.meaning[-1]
+    alike = (replace(kernels[0], optimizer="sgd"),)
+    assert compare(replace(run, ranks=(replace(run.ranks[0], kernels=alike), run.ranks[1]))).trusted
+
+
+def test_what_was_not_seen_is_said() -> None:
+    run = planned_run(1.0, 1.0)
+    unseen = replace(run.ranks[1], kernels=())
+    found = compare(replace(run, ranks=(run.ranks[0], unseen)))
+    assert "no kernel of rank 1 was seen" in found.meaning[0] and found.trusted
+    neither = compare(replace(run, ranks=(replace(run.ranks[0], kernels=()), unseen)))
+    assert "no kernel of rank 0, 1 was seen" in neither.meaning[0] and neither.trusted is False
+    assert compare(replace(run, ranks=run.ranks[1:], plan=None)).verdict.startswith("the prediction is in the file of")
+
+
+def test_batches_that_cannot_be_counted_end_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of an evaluation, with more keys."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("dreamshard_planner.observing.observer"), "handlers", [handler])
+    sampler = BatchSampler(every=1)
+    add = _counting(sampler)
+    one, more = (
+        KeyedJaggedTensor(keys, torch.arange(2 * len(keys)), lengths=torch.ones(2 * len(keys), dtype=torch.int32))
+        for keys in (["f0"], ["f0", "f1"])
+    )
+    for batch in (one, more, more, one):
+        add(batch)
+    assert sampler.counted == 1 and _counted(sampler)["f0"].pooling_factor == 1
+    (warning,) = told
+    assert "no more batches are counted, and training goes on" in warning and "f1" in warning
+    assert _counted(BatchSampler()) == {} and "no batches" in told[-1]
+
+
 def test_replicas_are_not_judged() -> None:
     run = planned_run(3.0, 4.0)
     dense = [replace(rank, kernels=tuple(replace(one, kernel="dense") for one in rank.kernels)) for rank in run.ranks]
@@ -611,6 +686,11 @@ def test_a_trace_tells_kinds_of_work_by_names(tmp_path: Path) -> None:
     assert told["gpu_ms"] == {"all-to-all": 3.0, "embedding backward": 2.0, "embedding forward": 1.0}
     shown = CliRunner().invoke(app, ["observed", str(file)]).stdout
     assert "rank 3, 2 steps" in shown and "A trace does not tell which tables" in shown
+    found = json.loads(CliRunner().invoke(app, ["info", str(file), "--format", "json"]).stdout)
+    assert found == {"kind": "trace of torch.profiler", "rank": 3, "steps": 2}
+    out = tmp_path / "statistics.json"
+    refused = CliRunner().invoke(app, ["observed", str(file), "--statistics", str(out)])
+    assert refused.exit_code == 2 and "does not tell what batches look up" in refused.output and not out.exists()
     for events, reason in (
         (None, "no list of 'traceEvents'"),
         ([span("aten::mm", 0, 1)], "no training step is marked"),

@@ -110,7 +110,7 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     ]
 
 
-def test_statistics_with_sketches_are_asked_for_by_name() -> None:
+def test_statistics_with_sketches_are_asked_for_by_name(tmp_path: Path) -> None:
     saved = saved_of(model(), STATISTICS, CUDA)
     assert list(saved.inputs.features) == ["f"]
     with pytest.raises(
@@ -119,6 +119,12 @@ def test_statistics_with_sketches_are_asked_for_by_name() -> None:
         check_statistics(saved, job_of(saved).model.statistics, given=False)
     other = TableStatistics({"h": FeatureStatistics(9.0)})
     assert "other statistics" in check_statistics(saved, job_of(saved, other).model.statistics, given=True)
+    saved.save(tmp_path / "plan.json")
+    STATISTICS.to_json(tmp_path / "statistics.json")
+    command = ("replan", str(tmp_path / "plan.json"), "--steps", "10")
+    told = " ".join(run(*command, status=1).stderr.split())
+    assert "with statistics of features among g, h, s that it does not hold" in told
+    assert "ms per step" in run(*command, "--statistics", str(tmp_path / "statistics.json")).stdout
     without = saved_of(model(), None, CUDA)
     assert check_statistics(without, job_of(without).model.statistics, given=False) is None
 

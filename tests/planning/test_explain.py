@@ -116,6 +116,7 @@ def test_plans_are_explained_without_planning() -> None:
     other.read(model(), SHARDERS)
     assert other.explain(plan=plan) == one.explain(plan=plan)
     assert other.predict(plan).total_ms == one.predict(plan).total_ms
+    assert other.lookups_per_sample() == one.lookups_per_sample() != {}
     with pytest.raises(DreamShardError, match="the last module was read, and not planned"):
         other.report()
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import SHARDERS, planner, scarce_planner, small_model, topology
+from small_models import SHARDERS, collection, planner, scarce_planner, small_model, table, topology
 from torch import nn
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -145,6 +146,20 @@ def test_batches_larger_than_measured_are_noted() -> None:
         made.plan(small_model(), SHARDERS)
         notes[batch_size] = [note for note in made.report().notes if "samples per batch" in note.text]
     assert notes[16_384] == [] and "more samples per batch than was measured (262,144 against" in notes[131_072][0].text
+
+
+def test_where_torchrecs_planner_fails_the_report_says_so() -> None:
+    """It fills ranks by cost, largest first: 3 and 3 of 6.2, 2 and 2 beside them, and the last 2 fits nowhere."""
+    unit, parts = 25_600_000, (3, 3, 2, 2, 2)
+    model = collection(*(table(f"t{i}", part * unit // 256, 64) for i, part in enumerate(parts)))
+    said = {}
+    for memory in (6.2, 20):
+        none = FixedPercentageStorageReservation(0.0)
+        made = planner(topology=topology(2, int(memory * unit)), storage_reservation=none)
+        made.plan(model, SHARDERS)
+        texts = [note.text for note in made.report().notes]
+        said[memory] = "no plan of TorchRec's that fits was found to compare with" in texts
+    assert said == {6.2: True, 20: False}
 
 
 def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
