@@ -56,7 +56,7 @@ def compare(run: ObservedRun) -> RunComparison:
     kinds = tuple(_kinds(run, None if plan is None else plan.predicted))
     if plan is None:
         if min(rank.rank for rank in run.ranks):
-            verdict = "the prediction is in the file of rank 0, which is not given"
+            verdict = "what was predicted, if it was kept, is in the file of rank 0, which is not given"
         else:
             verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return RunComparison(title, kinds, (), verdict, None)
