@@ -15,6 +15,7 @@ from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, output, r
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
 from dreamshard_planner.cli.stats import PLAN_AGAIN
+from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.support.progress import working
 
 
@@ -47,7 +48,7 @@ def replan(
 
     Exit status 3 where moving is worth it, or has to be; 0 where the plan may stay.
     """
-    from dreamshard_planner.offline.from_plan import as_its_file_tells, check_statistics, job_of
+    from dreamshard_planner.offline.from_plan import as_its_file_tells, check_statistics, job_of, not_held
     from dreamshard_planner.offline.jobs import read_model
     from dreamshard_planner.workload.statistics import TableStatistics
 
@@ -56,12 +57,18 @@ def replan(
     if (ranks := saved.inputs.topology.world_size) <= max(gone, default=0):
         raise typer.BadParameter(f"--lost {max(gone)}: the ranks of {saved.name} are 0 to {ranks - 1}")
     known = None if statistics is None else TableStatistics.from_json(statistics)
-    if known is None:
-        check_statistics(saved, TableStatistics(saved.inputs.features) if saved.inputs.features else None, False)
     job = made = job_of(saved, known)
     if tables is not None:
         model = read_model(tables)
         job = replace(job, model=model if known is None else model.with_statistics(known))
+    if missing := not_held(saved, job.model.statistics or ()):
+        if statistics is None:
+            check_statistics(saved, job.model.statistics, given=False)  # raises
+        typer.echo(
+            f"note: {saved.name} may have been made with statistics of {first_of(missing, 3)}; neither its file nor "
+            f"{statistics} has any: lookups per sample of its constraints are taken, or one",
+            err=True,
+        )
     machine = replace(job.machine, ranks_per_host=gpus or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts)
     job = replace(job, machine=machine, batch_size=batch_size or job.batch_size)
     with working(f"planning {saved.name} for {job.machine.title}"):

@@ -94,7 +94,7 @@ def check_statistics(saved: SavedPlan, known: TableStatistics | None, given: boo
 
 def not_held(saved: SavedPlan, known: Collection[str]) -> list[str]:
     """Features whose statistics a plan may have been made with, and which neither its file has nor ``known``."""
-    if saved.inputs.statistics in (None, digest(TableStatistics(saved.inputs.features))):
+    if saved.inputs.statistics in (None, digest(TableStatistics(saved.inputs.features)), digest(known)):
         return []
     read = {name for table in saved.inputs.tables.values() for name in table.features}
     return sorted(read - saved.inputs.features.keys() - set(known))

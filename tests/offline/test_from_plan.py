@@ -124,7 +124,11 @@ def test_statistics_with_sketches_are_asked_for_by_name(tmp_path: Path) -> None:
     command = ("replan", str(tmp_path / "plan.json"), "--steps", "10")
     told = " ".join(run(*command, status=1).stderr.split())
     assert "with statistics of features among g, h, s that it does not hold" in told
-    assert "ms per step" in run(*command, "--statistics", str(tmp_path / "statistics.json")).stdout
+    same = run(*command, "--statistics", str(tmp_path / "statistics.json"))  # features that it lacks were never counted
+    assert "Stay with plan.json" in same.stdout and "note:" not in same.stderr
+    other.to_json(tmp_path / "other.json")
+    told = " ".join(run(*command, "--statistics", str(tmp_path / "other.json")).stderr.split())
+    assert "note: plan.json may have been made with statistics of g, s; neither its file nor" in told
     without = saved_of(model(), None, CUDA)
     assert check_statistics(without, job_of(without).model.statistics, given=False) is None
 
