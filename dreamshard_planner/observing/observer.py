@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -67,10 +68,11 @@ class Observer:
         self._recorder = StepRecorder(DeviceClock(self._device))
         modules = dict.fromkeys(module for _, module, _, _ in lookups)
         self._samplers = [BatchSampler(every) for _ in modules]
-        self._run = ObservedRun(_run_id(path), started, ranks, hosts, dist.get_backend(), *planned)
         self._hooks = Hooks(self._recorder)
         try:
             self._hooks.listen_to_collectives()
+            # After it: what it refuses is no run, and ranks count their runs alike.
+            self._run = ObservedRun(_run_id(path), started, ranks, hosts, dist.get_backend(), *planned)
             for module, sampler in zip(modules, self._samplers, strict=True):
                 self._hooks.listen_to_inputs(module, _counting(sampler))
             for path, _, kind, lookup in lookups:
@@ -186,7 +188,7 @@ def _described_table(path: str, table: Any) -> ObservedTable:
 
 def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[SavedPlan | None, dict[str, float]]:
     """The model's plan with what a planner of ours, which may have made another, predicts of it; on the rank that
-    planned."""
+    planned, and none where it cannot."""
     if not isinstance(planner, DreamShardPlanner):
         return None, {}
     if not hasattr(model, "plan"):  # on all ranks: of one that raises alone the others wait in their next collective
@@ -198,7 +200,11 @@ def _planned(model: Any, planner: EmbeddingShardingPlanner | None) -> tuple[Save
         )
     if dist.get_rank():
         return None, {}
-    return planner.saved_plan(model.plan), planner.lookups_per_sample()
+    try:
+        return planner.saved_plan(model.plan), planner.lookups_per_sample()
+    except (DreamShardError, PlannerError) as error:
+        logger.warning("no prediction is kept beside what is observed: %s", error)
+        return None, {}
 
 
 def _run_id(path: str) -> str:
@@ -225,7 +231,8 @@ def observe(
     Args:
         model: sharded, as ``DistributedModelParallel`` has it.
         planner: a ``DreamShardPlanner`` that planned it, or the same model otherwise: what it predicts, on rank 0, is
-            kept beside what is observed. Of other planners nothing is.
+            kept beside what is observed. Of other planners nothing is, nor of one that has planned another model or
+            none, which is logged.
         path: write a file of each rank at the end, ``observation.0.json`` and so on for ``observation.json``; of the
             same name on all ranks. Where there is nothing to write, or it cannot be written any more, a warning is
             logged and training goes on.
@@ -233,7 +240,6 @@ def observe(
 
     Raises:
         ObservationError: there is no process group, the model is not sharded, or another one is observed just now.
-        PlannerError: the planner has planned another model.
         StatisticsError: ``every`` is no number of batches.
         FileError: the file cannot be written; before anything is observed.
 

@@ -18,7 +18,7 @@ from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
 from replicas import TW, Training, batches, sharded, train_steps
 from tensordict import TensorDict
-from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, batch, make_planner, shard, train
+from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, SHARDERS, TinyModel, batch, make_planner, shard, train
 from torch import nn
 from torch.nested import nested_tensor_from_jagged
 from torch.profiler import ProfilerActivity, profile
@@ -63,6 +63,10 @@ def _observed(rank: Rank, folder: str) -> tuple[list[float], list[float]]:
         pass
     assert _hooks(model) == before
     with pytest.raises(StatisticsError, match="0"), observe(model, every=0):
+        pass
+    assert _hooks(model) == before
+    dist.distributed_c10d._get_default_store().set("dreamshard_planner/observe/1 taken.json", b"\xff")
+    with pytest.raises(UnicodeDecodeError), observe(model, path=Path(folder) / "taken.json"):
         pass
     assert _hooks(model) == before
     with pytest.raises(ObservationError, match="no training step was seen in 0 calls"), observe(model) as seen:
@@ -140,12 +144,41 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.chosen.forward_ms
 
 
-def _without_samples(rank: Rank, path: str) -> list[str]:
-    """Rank 1 has batches without samples; then the model is called without training."""
+def _warnings() -> list[str]:
+    """What observing warns of from now on."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("dreamshard_planner.observing.observer").addHandler(handler)
+    return said
+
+
+def _of_torchrecs_plan(rank: Rank) -> tuple[ObservedRun, ObservedRun, list[str]]:
+    """Predicted by a planner that has only read the model, and by one that knows none."""
+    said = _warnings()
+    model = shard(make_planner("torchrec", rank), rank)
+    reader, knows_none = make_planner("dreamshard", rank), make_planner("dreamshard", rank)
+    reader.read(TinyModel(rank.device), SHARDERS)
+    runs = []
+    for planner in (reader, knows_none):
+        with observe(model, planner, every=1) as seen:
+            train(model, rank, 3, 2 * LOCAL_BATCH)
+        runs += seen.observation().runs
+    return *runs, said
+
+
+def test_a_plan_that_no_planner_of_ours_made_is_observed() -> None:
+    (read, unknown, said), (_, of_rank_1, nothing) = run_on_ranks(_of_torchrecs_plan, world_size=2)
+    assert read.plan is not None
+    assert read.planned_lookups == dict(zip(FEATURES, map(float, POOLING_FACTORS), strict=True))
+    assert unknown.plan is None and unknown.planned_lookups == {} and unknown.ranks[0].steps == 2
+    assert of_rank_1.id == unknown.id and of_rank_1.ranks[0].steps == 2 and nothing == []
+    assert len(said) == 1 and "no prediction is kept beside what is observed: there is no plan" in said[0]
+
+
+def _without_samples(rank: Rank, path: str) -> list[str]:
+    """Rank 1 has batches without samples; then the model is called without training."""
+    said = _warnings()
     planner = make_planner("dreamshard", rank)
     model = shard(planner, rank)
     for name, trains in (("trained", True), ("called", False)):
