@@ -66,22 +66,31 @@ def _check_out(out: Path | None, quick: bool, roofline: bool = False) -> None:
         raise typer.BadParameter(f"--{'roofline' if roofline else 'quick'} makes {made}: say where to, with --out FILE")
 
 
-def tell_where(out: Path, given: bool, elsewhere: str | None = None) -> None:
-    """On stderr, what to do with a new checkpoint; ``elsewhere`` is what hardware it is for, where that is not here."""
+def tell_where(out: Path, given: bool, made: Checkpoint) -> None:
+    """On stderr, what to do with a new checkpoint, and which plans take it by themselves."""
     how = f'DreamShardPlanner(checkpoint="{out}"), or dreamshard plan --checkpoint {out}'
-    if given:
-        said = f"plan with it: {how}"
-    elif elsewhere is None:
-        said = f"kept in {out}: plans on this machine take it now"
-    else:
-        said = f"kept in {out}: plans for {elsewhere} take it; on this machine, plan with it by {how}"
-    typer.echo(said, err=True)
+    typer.echo(f"plan with it: {how}" if given else f"kept in {out}: {_taken_by(out, made, how)}", err=True)
+
+
+def _taken_by(out: Path, made: Checkpoint, how: str) -> str:
+    """What takes a checkpoint that is among the user's own: it may be for other hardware than this, or threads."""
+    from dreamshard_planner.checkpoints.checkpoint import resolve
+    from dreamshard_planner.measure.hardware import hardware_name
+
+    hardware = made.metadata["hardware"]
+    try:
+        taken = resolve("auto", hardware["device"], made.recipe).name
+    except CheckpointError as error:  # of another file, and no reason to fail: this one is made
+        return f"no plan takes it yet: {error}"
+    if taken == out.name:
+        return "plans on this machine take it now"
+    return f"plans for {hardware_name(hardware)} take it, those on this machine {taken}; plan with it by {how}"
 
 
 def _show_made(checkpoint: Checkpoint, path: Path, given: bool, format: Format) -> None:
     """How good a new checkpoint is on held-out tables, and what to do with it."""
     validation = checkpoint.metadata["validation"]
-    tell_where(path, given)
+    tell_where(path, given, checkpoint)
     show(validation, format, facts(validation, str(path)))
 
 
@@ -281,7 +290,7 @@ def calibrate(
         if not ranks.leads:
             return
     told = made.metadata["calibration"]
-    tell_where(path, out is not None)
+    tell_where(path, out is not None, made)
     show(told, format, "\n".join(check["said"] for check in told["checks"]))
 
 

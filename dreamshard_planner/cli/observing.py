@@ -104,7 +104,6 @@ def learn(
     Where they confirm nothing, nothing is written, and the exit status is 1.
     """
     from dreamshard_planner.checkpoints.checkpoint import resolve
-    from dreamshard_planner.checkpoints.user_folder import Here
     from dreamshard_planner.observing.learning import learn
     from dreamshard_planner.observing.observation import Observation
 
@@ -115,13 +114,13 @@ def learn(
         )
     observation = Observation.load_all(files)
     hardware = observation.hardware
-    device, name = str(hardware["device"]), str(hardware["name"])
-    start = resolve(checkpoint, device, threads=int(hardware["threads"]), card=name)
+    device = str(hardware["device"])
+    start = resolve(checkpoint, device, threads=int(hardware["threads"]), card=str(hardware["name"]))
     path = out or keep_in(hardware, start.recipe, "learned")
     with refusal_told(path):
         made = learn(start, observation, path, force=force)
     told = made.metadata["learned"]
-    tell_where(path, out is not None, None if Here.of(device).name == name else name)
+    tell_where(path, out is not None, made)
     typer.echo(f"corrected: {told['from']}", err=True)
     checks = [check["said"] for check in told["checks"]]
     show(told, format, "\n".join([*checks, *told["exchanges"], told["said"], *told["left_out"]]))

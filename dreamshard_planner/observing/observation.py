@@ -281,9 +281,9 @@ class ObservedCollective:
 
 
 def _told(hardware: dict[str, str | int]) -> dict[str, str | int]:
-    threads = hardware.get("threads")
-    if hardware.get("device") not in DEVICES or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"must tell the device, one of {', '.join(DEVICES)}, and how many threads")
+    threads, name = hardware.get("threads"), hardware.get("name")
+    if hardware.get("device") not in DEVICES or not isinstance(threads, int) or threads < 1 or not name:
+        raise ValueError(f"must tell the device, one of {', '.join(DEVICES)}, what it is called, and how many threads")
     return hardware
 
 
