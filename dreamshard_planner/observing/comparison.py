@@ -67,8 +67,11 @@ def compare(run: ObservedRun) -> RunComparison:
         )
         verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
         return RunComparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
-    if others := _other_optimizers(run, plan):
+    others = _other_optimizers(run, plan)
+    if others or any(_other_batch_size(run, plan)):
         verdict = "predicted with other optimizers than train: let the planner plan the model as it is trained"
+        if not others:
+            verdict = "predicted for another batch size than is trained with: times do not compare"
         return RunComparison(title, kinds, (*_of_statistics(run, plan), *others), verdict, False)
     ratios = _kernel_ratios(run, plan.predicted)
     unseen = _unseen_kernels(run, plan.predicted)
@@ -153,14 +156,18 @@ def _unseen_kernels(run: ObservedRun, predicted: Predicted) -> Iterator[str]:
         yield f"no kernel of rank {', '.join(map(str, unseen))} was seen: what torch.compile has made is not"
 
 
-def _of_statistics(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
-    known = run.statistics
-    planned, seen = plan.inputs.batch_size, max((feature.samples for feature in known.values()), default=0)
+def _other_batch_size(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
+    planned, seen = plan.inputs.batch_size, max((feature.samples for feature in run.statistics.values()), default=0)
     if seen and max(planned, seen) > SAME_BATCH * min(planned, seen):
         yield (
             f"another batch size: the plan was made for {planned:,} samples a rank, and batches have {seen:,}; "
             f"give the planner batch_size={seen}"
         )
+
+
+def _of_statistics(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
+    yield from _other_batch_size(run, plan)
+    known = run.statistics
     changed = [
         f"{name} ({planned:.3g} lookups a sample, now {known[name].pooling_factor:.3g})"
         for name, planned in run.planned_lookups.items()

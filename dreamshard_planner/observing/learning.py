@@ -143,6 +143,9 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         )
     title = f"{observation.title} on {hardware_name(observation.hardware)}"
     unseen = _unseen(observed)
+    # Of what an earlier learning had observed, corrections are kept: that is not as it was before any.
+    ever_unseen = checkpoint.metadata.get("learned", {}).get("never_observed", unseen)
+    never, earlier = ([one for one in unseen if (one in ever_unseen) == yes] for yes in (True, False))
     told = {
         "from": checkpoint.name,
         "runs": len(observation.runs),
@@ -150,10 +153,10 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         "sets": len(observed.sets),
         "bytes_per_ms": list(bytes_per_ms),
         "title": title,
-        "said": _said(title, checks, unseen),
+        "said": _said(title, checks, earlier, never),
         "checks": [check.to_dict() for check in checks],
         "exchanges": exchanges,
-        "never_observed": unseen,
+        "never_observed": never,
         "left_out": list(observed.left_out),
     }
     metadata = {
@@ -169,15 +172,16 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
 
 
 def _unseen(observed: ObservedSets) -> list[str]:
-    """Optimizers and sharding types of which costs stay the prior's."""
+    """Optimizers and sharding types that are not among these."""
     seen = set(optimizer_of(observed.sets.features_SF).tolist())
     optimizers = [title for index, title in enumerate(OPTIMIZERS.values()) if index not in seen]
     return optimizers + [kind for kind in SHARDING_TYPES if kind not in observed.kinds]
 
 
-def _said(title: str, checks: Sequence[StageCheck], unseen: Sequence[str]) -> str:
+def _said(title: str, checks: Sequence[StageCheck], earlier: Sequence[str], never: Sequence[str]) -> str:
     off: dict[str, list[str]] = {}
     for check in checks:
         off.setdefault(OPTIMIZERS[check.optimizer], []).append(f"{100 * check.after:.0f}")
     errors = ", ".join(f"{name} ({' and '.join(both)} % off on kernels held out)" for name, both in off.items())
-    return f"learned from {title}: {errors}; never observed, and as before: {', '.join(unseen) or 'nothing'}"
+    of_earlier = f"observed in earlier runs: {', '.join(earlier)}; " if earlier else ""
+    return f"learned from {title}: {errors}; {of_earlier}never observed, and as before: {', '.join(never) or 'nothing'}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from tiny import FEATURES, LOCAL_BATCH, POOLING_FACTORS, SHAPES, SHARDERS, TinyM
 from torch import nn
 from torch.nested import nested_tensor_from_jagged
 from torch.profiler import ProfilerActivity, profile
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import SGD
 
 from dreamshard_planner import DistributedModelParallel, Observation, ObservationError, observe
@@ -141,6 +143,7 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     for rank, waited_ms in zip(run.ranks, run.collectives["lookups all_to_all"].waited_ms, strict=True):
         assert waited_ms < rank.median("input_dist") < rank.median("forward")
     compared = compare(run)
+    assert not any("another optimizer" in text for text in compared.meaning)
     assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.chosen.forward_ms
 
 
@@ -210,6 +213,23 @@ def _of_a_tensor_dict(rank: Rank) -> tuple[int, int]:
             model(TensorDict(jagged), label_B).backward()
     ((of_rank,),) = (run.ranks for run in seen.observation().runs)
     return of_rank.steps, len(of_rank.statistics)
+
+
+def _planned_before_the_optimizer(rank: Rank) -> list[str]:
+    model, planner = shard(make_planner("dreamshard", rank), rank), make_planner("dreamshard", rank)
+    tables = TinyModel(rank.device).embeddings.embedding_bag_configs()
+    bare = nn.ModuleDict({"embeddings": EmbeddingBagCollection(tables=tables, device=torch.device("meta"))})
+    planner.collective_plan(bare, list(SHARDERS), dist.group.WORLD)
+    with observe(model, planner, every=1) as seen:
+        train(model, rank, STEPS, 2 * LOCAL_BATCH)
+    (run,) = seen.observation().runs
+    return [] if run.plan is None else [*(found := compare(run)).meaning, found.verdict]
+
+
+def test_a_plan_of_the_model_before_its_optimizer_is_told() -> None:
+    told, of_the_other = run_on_ranks(_planned_before_the_optimizer, world_size=2)
+    assert re.search("the plan was made for sgd of embeddings.t., and rowwise_adagrad trains it", told[-2])
+    assert told[-1].startswith("predicted with other optimizers than train") and of_the_other == []
 
 
 def test_of_a_tensor_dict_times_alone_are_observed() -> None:

@@ -212,7 +212,8 @@ def test_of_a_rank_that_was_saved_twice_the_most_steps_count() -> None:
 RUN, OF_RANK = ("runs", 0), ("runs", 0, "ranks", 0)
 KERNEL = (*OF_RANK, "kernels", 0)
 DAMAGED = (
-    ("hardware", {"device": "cpu"}, "hardware: must tell the device, one of cpu, cuda, mtia, and how many threads"),
+    ("hardware", {"device": "cpu", "name": "abacus"}, "hardware: must tell the device, .*, and how many threads"),
+    ("hardware", {"device": "cpu", "threads": 1}, "hardware: must tell the device, one of cpu, cuda, mtia, what it is"),
     ("hardware", "device", "tpu", "hardware: must tell the device"),
     (*RUN, "hosts", 0, r"runs.0.hosts: must be greater than or equal to 1, got 0"),
     (*RUN, "hosts", 3, "has hosts or ranks beyond its 2"),
@@ -328,11 +329,49 @@ def test_what_another_machine_trained_corrects_its_costs_and_not_those_of_this_o
         assert result.exit_code == 0, result.output
         told = " ".join(result.stderr.split())
         assert f"corrected: {shipped}.safetensors" in told
-        assert f"plans for {hardware['name']} take it; on this machine, plan with it by" in told
-        device = hardware.get("device", "cpu")
+        device, threads = hardware.get("device", "cpu"), torch.get_num_threads()
+        here = resolve("auto", device).name
+        assert f"plans for {hardware['name']}, {threads} thread(s) take it, those on this machine {here}" in told
         made = resolve("auto", device, card=hardware["name"])
         assert made.name.endswith("-learned.safetensors") and made.cost is not None
-        assert resolve("auto", device).name != made.name
+        assert here != made.name
+
+
+def test_only_plans_with_about_as_many_threads_take_what_was_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
+    threads = torch.get_num_threads()
+
+    def told(threads: int) -> str:
+        observation(3, threads=threads).save(tmp_path / "seen.json")
+        result = CliRunner().invoke(app, ["learn", str(tmp_path / "seen.json"), "--force"])
+        assert result.exit_code == 0, result.output
+        return " ".join(result.stderr.split())
+
+    assert "plans on this machine take it now" in told(8 * threads)  # the nearest there is
+    assert "plans on this machine take it now" in told(threads)
+    taken = resolve("auto", "cpu").name
+    assert f"{8 * threads} thread(s) take it, those on this machine {taken}; plan with it by" in told(8 * threads)
+
+
+def test_what_was_observed_in_earlier_runs_is_not_called_unseen(tmp_path: Path) -> None:
+    made, seen = resolve("auto", "cpu"), observation(3)
+    said = []
+    for optimizer, kind in (("adagrad", "table_wise"), ("sgd", "row_wise"), ("sgd", "row_wise")):
+        runs = []
+        for run in seen.runs:
+            kernels = (replace(of.kernels[0], optimizer=optimizer, sharding_type=kind) for of in run.ranks)
+            ranks = (replace(of, kernels=(one,)) for of, one in zip(run.ranks, kernels, strict=True))
+            runs.append(replace(run, ranks=tuple(ranks)))
+        made = learn(made, replace(seen, runs=tuple(runs)), tmp_path / "learned.safetensors", force=True)
+        said.append(made.metadata["learned"]["said"].rpartition("held out); ")[2])
+    assert said[0].startswith("never observed, and as before: SGD, row-wise Adagrad, ") and "row_wise," in said[0]
+    for later in said[1:]:  # of all that went before, not of the last alone
+        assert later.startswith(
+            "observed in earlier runs: Adagrad, table_wise; never observed, and as before: row-wise Adagrad, "
+        )
+        assert " row_wise" not in later
 
 
 def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -> None:
@@ -627,8 +666,11 @@ def test_replicas_are_not_judged() -> None:
 
 
 def test_another_batch_size_than_the_planned_one_is_said() -> None:
-    (said,) = (text for text in compare(of_size(planned_run(1.0, 1.0), 2)).meaning if "batch" in text)
+    found = compare(of_size(planned_run(1.0, 1.0), 2))
+    (said,) = (text for text in found.meaning if "batch" in text)
     assert f"{LOCAL_BATCH} samples" in said and f"batch_size={2 * LOCAL_BATCH}" in said
+    assert found.trusted is False and found.verdict.startswith("predicted for another batch size")
+    assert not any("costs of another machine" in text for text in found.meaning)
 
 
 def test_statistics_of_runs_of_different_batch_sizes_are_refused_by_file(tmp_path: Path) -> None:
