@@ -60,7 +60,7 @@ from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import given_constraints, left_out_by_group
 from dreamshard_planner.search_space.modules import of_modules
-from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
@@ -504,7 +504,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """
         session = self._model()
         reader = session.context.reader
-        of_tables = {fqn_of(option): option for option in session.search_space}.values()
+        of_tables = (options[0] for options in by_table(session.search_space).values())
         each = ((reader.declared(option).features, reader.pooling_factors(option)) for option in of_tables)
         return {name: factor for names, factors in each for name, factor in zip(names, factors, strict=True)}
 

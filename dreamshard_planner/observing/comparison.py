@@ -60,22 +60,24 @@ def compare(run: ObservedRun) -> RunComparison:
         else:
             verdict = "no prediction was kept: observe(model, planner) with the DreamShardPlanner that made the plan"
         return RunComparison(title, kinds, (), verdict, None)
+    other_batch_size = tuple(_other_batch_size(run, plan))
+    of_statistics = (*other_batch_size, *_other_lookups(run))
     if replicas := _replicas(run):
         inseparable = (
             f"data-parallel tables ({first_of(replicas, SHOWN)}) are predicted with their optimizer and the all-reduce "
             "of their gradients, which run outside of what is observed as kernels and exchanges of outputs"
         )
         verdict = "what data-parallel tables take is not told apart: observe a plan without them to judge predictions"
-        return RunComparison(title, kinds, (*_of_statistics(run, plan), inseparable), verdict, False)
-    others = _other_optimizers(run, plan)
-    if others or any(_other_batch_size(run, plan)):
+        return RunComparison(title, kinds, (*of_statistics, inseparable), verdict, False)
+    if others := _other_optimizers(run, plan):
         verdict = "predicted with other optimizers than train: let the planner plan the model as it is trained"
-        if not others:
-            verdict = "predicted for another batch size than is trained with: times do not compare"
-        return RunComparison(title, kinds, (*_of_statistics(run, plan), *others), verdict, False)
+        return RunComparison(title, kinds, (*of_statistics, *others), verdict, False)
+    if other_batch_size:
+        verdict = "predicted for another batch size than is trained with: times do not compare"
+        return RunComparison(title, kinds, of_statistics, verdict, False)
     ratios = _kernel_ratios(run, plan.predicted)
     unseen = _unseen_kernels(run, plan.predicted)
-    meaning = (*_of_statistics(run, plan), *unseen, *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted))
+    meaning = (*of_statistics, *unseen, *_of_kernels(run, ratios), *_of_exchange(run, plan.predicted))
     verdict, trusted = _verdict(run, ratios, plan.predicted)
     return RunComparison(title, kinds, meaning, verdict, trusted)
 
@@ -165,8 +167,7 @@ def _other_batch_size(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
         )
 
 
-def _of_statistics(run: ObservedRun, plan: SavedPlan) -> Iterator[str]:
-    yield from _other_batch_size(run, plan)
+def _other_lookups(run: ObservedRun) -> Iterator[str]:
     known = run.statistics
     changed = [
         f"{name} ({planned:.3g} lookups a sample, now {known[name].pooling_factor:.3g})"
