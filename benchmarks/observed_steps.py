@@ -11,8 +11,8 @@ CPU ranks over gloo, one thread each. Each model has --count tables of the colle
 optimizers. It trains --steps steps under each of two plans, arbitrary placements of whole tables, while it is observed,
 without a pipeline; with ``--learned-from planners`` under TorchRec's plan and ours by bandwidths, which may split
 tables; with ``mixed`` under one of those placements and TorchRec's plan. ``learn`` corrects bandwidths (``roofline``),
-and the checkpoint that ships, by these; then errors are told on the kernels of five other arbitrary placements,
-observed likewise. Those of a --network are told as it is.
+and the checkpoint that ships, by these; then errors are told on kernels and exchanges of five other arbitrary
+placements, observed likewise. Those of a --network are told as it is.
 
 Then --plans are made for the model: by the costs of these names, the networks' included, and by TorchRec's planner with
 true pooling factors; all may use the same --sharding-types, of which those are left out that would train the model
@@ -66,6 +66,7 @@ def run_model(seed: int, setting: Setting, networks: Mapping[str, Path], node: N
         "optimizer": job.config.optimizer,
         "kernels": seen.kernels,
         "errors": {name: seen.errors(checkpoint, job) for name, checkpoint in costs.items()},
+        "exchanges": {name: seen.exchange_errors(checkpoint) for name, checkpoint in costs.items()},
         "learned": {name: learned_of(costs[name + LEARNED]) for name in PRIORS},
         "plans": measure_plans(job, {name: costs[name] for name in setting.plans}) if setting.plans else {},
         "seconds": round(time.monotonic() - start),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
@@ -19,8 +20,10 @@ from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.fit import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
+from dreamshard_planner.observing.exchanges import exchanges_of
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import Observation
+from dreamshard_planner.planning.cost_sources import links_of
 from observed.setting import HELD_OUT, LEARNED_FROM
 
 PRIORS = ("roofline", "shipped")
@@ -65,6 +68,15 @@ class Observed:
         """Mean errors on held-out kernels, forward and backward."""
         sets = ObservedSets.of(self.test).sets
         return mape_2(predict_ms(checkpoint.compute_cost(job.node.topology()), sets), sets.labels_ms_X2).tolist()
+
+    def exchange_errors(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Mean errors on held-out exchanges, by operation; what is not counted is all off."""
+        links = links_of(self.test.topology, checkpoint)
+        return {
+            operation: float(np.mean([abs(one.off(model)) if model else 1.0 for one in seen]))
+            for operation, seen in exchanges_of(self.test.runs, links, "cpu").items()
+            for model in (getattr(links, operation),)
+        }
 
     @property
     def kernels(self) -> list[int]:

@@ -31,6 +31,8 @@ def summary_of(rows: Sequence[Row]) -> dict[str, Any]:
     if known_to_networks and len(known_to_networks) < len(rows):
         groups["all but adagrad"] = known_to_networks
     result: dict[str, Any] = {"errors": {name: _errors(some) for name, some in groups.items()}} if rows else {}
+    if rows:
+        result["exchanges"] = {name: _exchange_errors(rows, name) for name in rows[0]["exchanges"]}
     planned = [row for row in rows if row["plans"]]
     return result | ({"steps": _steps(planned)} if planned else {})
 
@@ -46,6 +48,15 @@ def _errors(rows: Sequence[Row]) -> dict[str, Any]:
     }
     directions = {name: np.mean([row["errors"][name] for row in rows], axis=0).tolist() for name in mean_N}
     return {"models": len(rows), "mean": directions, f"roofline{LEARNED} over": ratios}
+
+
+def _exchange_errors(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """Means by operation of costs of that name, over models that had it."""
+    operations = dict.fromkeys(operation for row in rows for operation in row["exchanges"][name])
+    return {
+        operation: float(np.mean([one[operation] for row in rows if operation in (one := row["exchanges"][name])]))
+        for operation in operations
+    }
 
 
 def _steps(rows: Sequence[Row]) -> dict[str, Any]:
@@ -99,6 +110,9 @@ def _tell_errors(rows: Sequence[Row], summary: Mapping[str, Any], console: Conso
         ratios = told[f"roofline{LEARNED} over"]
         table.add_row("learned over it", "", *("" if name not in ratios else _bounds(ratios[name]) for name in names))
     console.print(table)
+    for name, errors in summary.get("exchanges", {}).items():
+        told = ", ".join(f"{operation} {error:.0%}" for operation, error in errors.items())
+        console.print(f"Error on exchanges of these plans by {name}: {told}")
 
 
 def _tell_steps(rows: Sequence[Row], summary: Mapping[str, Any], console: Console) -> None:

@@ -3,10 +3,11 @@
 
 What differs most between processors is what an optimizer takes: whether its kernel is vectorised, how it finds its
 states. So each optimizer's forward and backward is *scale* x network + *a* x distinct rows + *b* x weights of these
-+ *c* x weights that lookups read, again and again where rows are hot: four numbers, of which few sets carry some and a
-dozen most. They apply where held-out sets say that they are better than what was in use.
++ *c* x weights that lookups read, again and again where rows are hot, + *d* x lookups, however narrow their rows: five
+numbers, of which few sets carry some and a dozen most. They apply where held-out sets say that they are better than
+what was in use.
 
-Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forward and backward, 4 = numbers of each.
+Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forward and backward, N = 5 numbers of each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "A
 """Those that are corrected apart, in the order of :func:`optimizer_of`, and their names; all others go with row-wise
 Adagrad."""
 DIRECTIONS = ("forward", "backward")
-UNCHANGED = ((1.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0))
+UNCHANGED = ((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0, 0.0))
 
 GOOD, OTHER_SETS, DOUBT = 0.20, 10, 2.0
 """Mean error up to which costs are good, if that of so many other sets would be; standard errors that are certain."""
@@ -41,14 +42,14 @@ have to be halved as well, or a quiet minute does harm in the next. The last is 
 share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
 MOST_FOLDS = 20
 """Into which sets are divided to be held out in turn."""
-LEARNED_TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 1, 2))
+LEARNED_TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 4), (0, 1, 2), (0, 1, 4))
 """Which of the numbers are learned together from observed kernels."""
 _LEAST_SCALE = 0.1
 """Of the network's part, which knows what else there is than rows."""
 
 Corrections = Mapping[str, Sequence[Sequence[float]]]
-"""By optimizer: forward and backward, each a scale, milliseconds per distinct row, per weight of these, and per weight
-that lookups read; the last may be left out."""
+"""By optimizer: forward and backward, each a scale, milliseconds per distinct row, per weight of these, per weight that
+lookups read, and per lookup; the last ones may be left out."""
 
 
 class CorrectedCost(ComputeCost):
@@ -65,19 +66,19 @@ class CorrectedCost(ComputeCost):
         if learned:
             prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
             self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
-        self._rates_O24 = torch.tensor(list(_all_of(corrections).values()))
+        self._rates_O2N = torch.tensor(list(_all_of(corrections).values()))
 
     def needed_by(self, features_SF: Tensor) -> ComputeCost:
         """The compute cost itself, where nothing is corrected of these shards' optimizers."""
-        rates_O24 = self._rates_O24[optimizer_of(features_SF).unique()]
-        unchanged = bool((rates_O24 == torch.tensor(UNCHANGED)).all())
+        rates_O2N = self._rates_O2N[optimizer_of(features_SF).unique()]
+        unchanged = bool((rates_O2N == torch.tensor(UNCHANGED)).all())
         return self._compute if unchanged and not self._learned else self
 
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`."""
-        latent_SH, rates_S24 = self._compute.encode(features_SF), self._rates_O24[optimizer_of(features_SF)]
-        added_S2 = torch.einsum("sdk,sk->sd", rates_S24[..., 1:], features_SF[:, columns(_EXTENT)])
-        return torch.cat([torch.ones_like(added_S2[:, :1]), rates_S24[..., 0], added_S2, latent_SH], dim=-1)
+        latent_SH, rates_S2N = self._compute.encode(features_SF), self._rates_O2N[optimizer_of(features_SF)]
+        added_S2 = torch.einsum("sdk,sk->sd", rates_S2N[..., 1:], features_SF[:, columns(_EXTENT)])
+        return torch.cat([torch.ones_like(added_S2[:, :1]), rates_S2N[..., 0], added_S2, latent_SH], dim=-1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`."""
@@ -100,22 +101,23 @@ class CorrectedCost(ComputeCost):
         return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
 
 
-_EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements")
+_EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements", "lookups")
+"""What the numbers behind the scale are of."""
 
 
 def check_corrections(given: Any) -> None:
     """ValueError or TypeError where a file holds none: names what is wrong."""
     if not isinstance(given, dict) or not given.keys() <= OPTIMIZERS.keys():
         raise ValueError(f"its corrections must be of {', '.join(OPTIMIZERS)}")
-    least_4 = torch.tensor([_LEAST_SCALE, 0.0, 0.0, 0.0], dtype=torch.float64)
+    least_N = torch.tensor([_LEAST_SCALE, *UNCHANGED[0][1:]], dtype=torch.float64)
     for name, rates in given.items():
         try:
             rates_2K = torch.tensor(rates, dtype=torch.float64)
         except (TypeError, ValueError) as error:
             raise ValueError(f"its corrections of {name} are no numbers") from error
-        known = rates_2K.shape in ((2, 3), (2, 4))
-        if not known or not bool((rates_2K.isfinite() & (rates_2K >= least_4[: rates_2K.shape[1]])).all()):
-            raise ValueError(f"its corrections of {name} must be twice four finite numbers from {least_4.tolist()}")
+        known = rates_2K.ndim == 2 and len(rates_2K) == 2 and 3 <= rates_2K.shape[1] <= len(least_N)
+        if not known or not bool((rates_2K.isfinite() & (rates_2K >= least_N[: rates_2K.shape[1]])).all()):
+            raise ValueError(f"its corrections of {name} must be twice five finite numbers from {least_N.tolist()}")
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def learn_corrections(
         compute: uncorrected.
         in_use: corrections to do better than.
         sets: measured or observed.
-        choices: which of the four numbers may be learned together.
+        choices: which of the numbers may be learned together.
     """
     chosen, folds = _all_of(in_use), min(len(sets), MOST_FOLDS)
     options, error_CX2 = [chosen], [_errors(CorrectedCost(compute, chosen), sets)]
@@ -284,16 +286,16 @@ def _fitted(
     """Some of the scale and the rates, of each optimizer that there are at least ``few`` sets of. Without a scale,
     rates are added to the network's."""
     network_X2 = predict_ms(compute, sets).double()
-    extent_X3 = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
+    extent_XE = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
     found = {name: [list(rates) for rates in both] for name, both in in_use.items()}
     for name, direction, at_X in _stages(sets):
         if len(at_X) >= few:
-            terms_X4 = torch.cat([network_X2[at_X, direction, None], extent_X3[at_X]], dim=-1)
-            factor_4 = torch.tensor(UNCHANGED[direction], dtype=torch.float64)
-            fixed_X = terms_X4[:, 0] * (0 not in terms)
+            terms_XN = torch.cat([network_X2[at_X, direction, None], extent_XE[at_X]], dim=-1)
+            factor_N = torch.tensor(UNCHANGED[direction], dtype=torch.float64)
+            fixed_X = terms_XN[:, 0] * (0 not in terms)
             label_X = sets.labels_ms_X2[at_X, direction].double()
-            factor_4[list(terms)] = _least_relative_error(terms_X4[:, list(terms)], fixed_X, label_X, 0 in terms)
-            found[name][direction] = factor_4.tolist()
+            factor_N[list(terms)] = _least_relative_error(terms_XN[:, list(terms)], fixed_X, label_X, 0 in terms)
+            found[name][direction] = factor_N.tolist()
     return found
 
 

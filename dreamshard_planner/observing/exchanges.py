@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""What exchanges cost, from those that were observed: the bandwidth, while few sizes leave latencies to what was known
-before.
+"""What exchanges cost, from those that were observed: latency and bandwidth, off by one factor as far as few sizes do
+not tell them apart.
 
 Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort.
 """
@@ -8,13 +8,13 @@ Shapes: X exchanges, D ranks, 2 = bytes of lookups and of ids to sort.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import least_squares
 from torch import Tensor
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
@@ -34,8 +34,9 @@ from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.problem.exchanges import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
-OTHER_SIZE = 1.5
-"""Ratio of what bytes are predicted to take from which two exchanges tell a latency from a bandwidth."""
+TOGETHER = 0.07
+"""How much latency and bytes are taken to be off by one factor rather than by two: factors that differ by e weigh as
+much as an exchange that is 7 % off. Few exchanges tell the two apart (``benchmarks/observed_steps.py``)."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,14 @@ class ObservedExchange:
     total_bytes: float
     ms: float
 
-    def by_bytes_ms(self, model: CollectiveFit | CollectiveModel) -> float:
-        """What its bytes are predicted to take."""
-        return self.slowest_bytes / model.bytes_per_ms + self.total_bytes / model.shared_bytes_per_ms
+    def shares(self, model: CollectiveFit | CollectiveModel) -> tuple[float, float]:
+        """Of its time, what latency and bytes are predicted to take."""
+        bytes_ms = self.slowest_bytes / model.bytes_per_ms + self.total_bytes / model.shared_bytes_per_ms
+        return self.calls * model.latency_ms / self.ms, bytes_ms / self.ms
 
     def off(self, model: CollectiveFit | CollectiveModel) -> float:
         """Relative error of what is predicted, signed."""
-        return (self.calls * model.latency_ms + self.by_bytes_ms(model)) / self.ms - 1
+        return sum(self.shares(model)) - 1
 
 
 def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
@@ -76,11 +78,7 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     first = whole[0]
     alike = [run for run in whole if _ranks(run) == _ranks(first)]
     links = links_of(replace(observation, runs=tuple(alike)).topology, checkpoint)
-    seen: dict[str, list[ObservedExchange]] = defaultdict(list)
-    bag_more_bytes = bag_bytes(str(observation.hardware["device"]))
-    for run in alike:
-        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag_more_bytes)):
-            seen[one.operation].append(one)
+    seen = exchanges_of(alike, links, str(observation.hardware["device"]))
     learned, said = {}, []
     for operation, points in seen.items():
         fit, was, now = _learned(points, links)
@@ -107,6 +105,15 @@ def learn_exchanges(observation: Observation, checkpoint: Checkpoint) -> tuple[d
     }, said
 
 
+def exchanges_of(runs: Iterable[ObservedRun], links: Links, device: str) -> dict[str, list[ObservedExchange]]:
+    """What can be compared with predictions, by operation. ``links`` tell what is taken off lookups for sorting."""
+    seen: dict[str, list[ObservedExchange]] = defaultdict(list)
+    for run in runs:
+        for one in (*_of_outputs(run), *_of_lookups(run, links.bucketing, bag_bytes(device))):
+            seen[one.operation].append(one)
+    return seen
+
+
 def _ranks(run: ObservedRun) -> tuple[int, int, str]:
     return run.hosts, run.world_size, run.backend
 
@@ -116,15 +123,17 @@ class Learned:
     """How an operation differs from a model of it. Of the bytes of the slowest rank and of those of all, which few runs
     tell apart, each keeps its share."""
 
-    latency_ms: float
-    times: float
+    latency_times: float
+    """By how many its latency is longer."""
+    bytes_times: float
     """By how many its bytes take longer."""
     relative_error: float = 0.0
 
     def of(self, model: CollectiveModel) -> CollectiveFit:
         """The model, so much slower."""
+        latency_ms = self.latency_times * model.latency_ms
         slowest, shared = (min(rate, MAX_BYTES_PER_MS) for rate in (model.bytes_per_ms, model.shared_bytes_per_ms))
-        return CollectiveFit(self.latency_ms, slowest, shared, self.relative_error).slowed(self.times)
+        return CollectiveFit(latency_ms, slowest, shared, self.relative_error).slowed(self.bytes_times)
 
 
 def _completed(
@@ -146,7 +155,7 @@ def _completed(
             fits[operation] = None
         else:
             same = before.get(operation)
-            fits[operation] = same if slower is None else replace(slower, latency_ms=model.latency_ms).of(model)
+            fits[operation] = same if slower is None else slower.of(model)
             assumed += [operation] * (fits[operation] is not None)
     return fits, assumed
 
@@ -204,30 +213,17 @@ def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Learned 
     before = 1.0 if prior is None else float(np.mean([abs(one.off(prior)) for one in points]))
     if len(points) < 2:
         return None, before, before
-    held_out = [
-        one.off(_fit([other for other in points if other is not one], like, prior is like).of(like)) for one in points
-    ]
+    held_out = [one.off(_fit([other for other in points if other is not one], like).of(like)) for one in points]
     after = float(np.abs(held_out).mean())
-    return (_fit(points, like, prior is like) if after < before - LEAST_GAIN else None), before, after
+    return (_fit(points, like) if after < before - LEAST_GAIN else None), before, after
 
 
-def _fit(points: Sequence[ObservedExchange], like: CollectiveModel, is_known: bool) -> Learned:
-    """A latency, at most what was observed, and the rest by bytes."""
-    latency_ms = min(_latency_ms(points, like, is_known), *(0.9 * one.ms / one.calls for one in points))
-    times = float(np.median([(one.ms - one.calls * latency_ms) / one.by_bytes_ms(like) for one in points]))
-    fit = Learned(latency_ms, times)
+def _fit(points: Sequence[ObservedExchange], like: CollectiveModel) -> Learned:
+    """Factors of latency and bytes, as far from one another as the exchanges tell."""
+    shares_X2 = np.array([one.shares(like) for one in points])
+    level = -np.log(np.median(shares_X2.sum(1)))
+    solved = least_squares(
+        lambda log_2: np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1])), [level, level]
+    )
+    fit = Learned(*np.exp(solved.x).tolist())
     return replace(fit, relative_error=float(np.median([abs(one.off(fit.of(like))) for one in points])))
-
-
-def _latency_ms(points: Sequence[ObservedExchange], like: CollectiveModel, is_known: bool) -> float:
-    """As it was. Of lookups, which were not measured: of a line through the points, where some are larger."""
-    sizes_ms = [one.by_bytes_ms(like) / one.calls for one in points]
-    if (
-        points[0].operation in OPERATIONS
-        or (is_known and like.is_measured)
-        or max(sizes_ms) < OTHER_SIZE * min(sizes_ms)
-    ):
-        return like.latency_ms if is_known else 0.0
-    line = np.array([(one.calls / one.ms, one.by_bytes_ms(like) / one.ms) for one in points])
-    (latency, _), _ = nnls(line / line.max(0), np.ones(len(points)))
-    return float(latency / line[:, 0].max())

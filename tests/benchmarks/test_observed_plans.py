@@ -53,6 +53,7 @@ def _row(model: int, optimizer: str, errors: dict[str, float], ratios: dict[str,
         "model": model,
         "optimizer": optimizer,
         "errors": {name: [error, error] for name, error in errors.items()},
+        "exchanges": {name: {"lookups": error / 2} for name, error in errors.items()},
         "plans": plans,
     }
 
@@ -66,6 +67,7 @@ def test_summary_of_models() -> None:
     summary = summary_of(rows)
     assert list(summary["errors"]) == ["all", "sgd", "adagrad", "all but adagrad"]
     assert summary["errors"]["all"]["roofline-learned over"]["roofline"] == pytest.approx([0.25] * 3)
+    assert summary["exchanges"][learned] == {"lookups": pytest.approx(0.075)}
     assert summary["steps"]["step"]["shipped"]["ratio"] == pytest.approx([0.8] * 3)
     assert summary["steps"]["step"]["roofline-learned"]["share_of_win"] == pytest.approx([0.0, 0.5, 1.0])
     assert summary_of([]) == {}
@@ -99,4 +101,5 @@ def test_two_ranks_learn_and_plan(tmp_path: Path) -> None:
     )  # fmt: skip
     assert set(row["plans"]) == {"shipped", "torchrec", "roofline-learned"}
     assert row["plans"]["torchrec"]["step_ratio"][1] == pytest.approx(1.0)
-    assert {"errors", "steps", "overhead"} < set(result)
+    assert set(row["exchanges"]["roofline-learned"]) >= {"all_to_all", "lookups"}
+    assert {"errors", "exchanges", "steps", "overhead"} < set(result)
