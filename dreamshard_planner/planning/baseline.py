@@ -18,6 +18,8 @@ from torchrec.distributed.planner.types import Perf, PlannerError, Shard, Shardi
 
 from dreamshard_planner.search_space.alike_shards import counted
 
+BASELINE, WHOLE_BASELINE = "torchrec", "torchrec_whole"
+"""What reports call TorchRec's plan, and its plan of whole tables."""
 MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
 """Tables x ranks x proposals to try: about a second. Counted, and not timed, so that plans repeat."""

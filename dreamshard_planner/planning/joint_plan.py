@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Top
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.baseline import TorchRecPlan, torchrec_plan
+from dreamshard_planner.planning.baseline import BASELINE, WHOLE_BASELINE, TorchRecPlan, torchrec_plan
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.placing import Countdown, place_proposal
 from dreamshard_planner.plans.notes import Note, noted
@@ -102,13 +102,13 @@ def joint_plan(
             offered = [option for option in options if is_torchrecs(option)]
             theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec) if how.has_time else None
             if theirs is not None:
-                plans["torchrec"] = theirs.options
+                plans[BASELINE] = theirs.options
         else:
             plans = {} if known.result is None else {"known": copy.deepcopy(known.proposal)}
             rivals, theirs = known.rivals, known.torchrec
         rated: dict[str, Contender] = {}
         best: tuple[ReadProblem, JointResult] | None = None
-        for pinned in pinned_options(options, topology, plans.get("torchrec", plans.get("known"))):
+        for pinned in pinned_options(options, topology, plans.get(BASELINE, plans.get("known"))):
             read = context.read(pinned, topology)
             cost = context.cost(read)
             starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
@@ -193,7 +193,7 @@ def _whole_tables(
     plans = {"whole_tables": outcome.read.assign(outcome.sharding)}
     if any(option.sharding_type != TW for option in whole):
         return plans, ()
-    named = {"torchrec": "torchrec_whole"}
+    named = {BASELINE: WHOLE_BASELINE}
     return plans, tuple(replace(rival, name=named.get(rival.name, rival.name)) for rival in outcome.placement.rivals)
 
 

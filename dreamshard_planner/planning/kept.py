@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torchrec.distributed.planner.types import ShardingOption
 
 from dreamshard_planner.cost.model import PlacementCosts
+from dreamshard_planner.planning.baseline import BASELINE
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.placing import Outcome
@@ -24,7 +25,6 @@ from dreamshard_planner.search_space.options import fqn_of, same_options
 
 LEAST_GAIN = 0.03
 """Of the predicted cost of TorchRec's plan, where lookups per sample are guessed."""
-BASELINE = "torchrec"
 
 
 @dataclass(frozen=True)

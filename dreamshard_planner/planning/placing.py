@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption, Top
 
 from dreamshard_planner.cost.model import Chosen, Cost
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.planning.baseline import torchrec_ranks
+from dreamshard_planner.planning.baseline import BASELINE, torchrec_ranks
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.policy.place import InfeasibleError, Placement, place
@@ -120,7 +120,7 @@ def place_proposal(
         if not dependent and all(option.num_shards == 1 for option in proposal):
             ranks_S = torchrec_ranks(proposal, topology, context.estimate_as_torchrec)
             if ranks_S is not None:  # TorchRec knows neither our rules nor all that we count
-                given["torchrec"] = ranks_S if bool(chosen.cost.problem.fits(ranks_S[None])) else None
+                given[BASELINE] = ranks_S if bool(chosen.cost.problem.fits(ranks_S[None])) else None
     try:
         placement = place(
             chosen.cost,

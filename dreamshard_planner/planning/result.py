@@ -12,9 +12,10 @@ import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.planning.baseline import BASELINE, WHOLE_BASELINE
 from dreamshard_planner.planning.given_plans import Rated
 from dreamshard_planner.planning.joint_plan import JointPlan
-from dreamshard_planner.planning.kept import BASELINE, KeptPlan
+from dreamshard_planner.planning.kept import KeptPlan
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.session import PlanningSession, libraries
 from dreamshard_planner.planning.training_notes import training_notes
@@ -139,9 +140,8 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
     ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
     beyond = noted("beyond_exact_training", () if session.wider is None else (session.wider.note(),))
     named = {report.chosen.name, *(rival.name for rival in report.rivals)}
-    alone = (
-        [] if named & {BASELINE, "torchrec_whole"} else ["no plan of TorchRec's that fits was found to compare with"]
-    )
+    compared = named & {BASELINE, WHOLE_BASELINE}
+    alone = [] if compared else ["no plan of TorchRec's that fits was found to compare with"]
     further = (*session.context.notes(plan), *ruled, *beyond, *noted("search", alone))
     if not changed:
         return report.noting(further)

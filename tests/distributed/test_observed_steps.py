@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from logged import warned
 from mixed import Case, MixedModel, TableSpec, _steps, planner_of, sharders
 from ranks import Rank, run_on_ranks
 from replicas import TW, Training, batches, sharded, train_steps
@@ -147,26 +147,17 @@ def test_steps_are_observed_on_all_ranks_and_train_as_without_it(
     assert compared.trusted is not None and compared.kinds[0].predicted_ms == run.plan.predicted.chosen.forward_ms
 
 
-def _warnings() -> list[str]:
-    """What observing warns of from now on."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("dreamshard_planner.observing.observer").addHandler(handler)
-    return said
-
-
 def _of_torchrecs_plan(rank: Rank) -> tuple[ObservedRun, ObservedRun, list[str]]:
     """Predicted by a planner that has only read the model, and by one that knows none."""
-    said = _warnings()
     model = shard(make_planner("torchrec", rank), rank)
     reader, knows_none = make_planner("dreamshard", rank), make_planner("dreamshard", rank)
     reader.read(TinyModel(rank.device), SHARDERS)
     runs = []
-    for planner in (reader, knows_none):
-        with observe(model, planner, every=1) as seen:
-            train(model, rank, 3, 2 * LOCAL_BATCH)
-        runs += seen.observation().runs
+    with warned("observing.observer") as said:
+        for planner in (reader, knows_none):
+            with observe(model, planner, every=1) as seen:
+                train(model, rank, 3, 2 * LOCAL_BATCH)
+            runs += seen.observation().runs
     return *runs, said
 
 
@@ -181,15 +172,15 @@ def test_a_plan_that_no_planner_of_ours_made_is_observed() -> None:
 
 def _without_samples(rank: Rank, path: str) -> list[str]:
     """Rank 1 has batches without samples; then the model is called without training."""
-    said = _warnings()
     planner = make_planner("dreamshard", rank)
     model = shard(planner, rank)
-    for name, trains in (("trained", True), ("called", False)):
-        with observe(model, planner, Path(path) / f"{name}.json", every=1), torch.set_grad_enabled(trains):
-            for step in range(4):
-                loss = model(*batch(step, LOCAL_BATCH, 0, LOCAL_BATCH * (1 - rank.rank), rank.device))
-                if trains:
-                    loss.nan_to_num().backward()
+    with warned("observing.observer") as said:
+        for name, trains in (("trained", True), ("called", False)):
+            with observe(model, planner, Path(path) / f"{name}.json", every=1), torch.set_grad_enabled(trains):
+                for step in range(4):
+                    loss = model(*batch(step, LOCAL_BATCH, 0, LOCAL_BATCH * (1 - rank.rank), rank.device))
+                    if trains:
+                        loss.nan_to_num().backward()
     return said
 
 

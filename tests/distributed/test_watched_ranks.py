@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from logged import warned
 from ranks import Rank, run_on_ranks
 from torchrec.distributed.planner import Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -62,15 +62,13 @@ def test_without_a_group_the_rank_that_planned_judges_by_its_own() -> None:
 def _troubled(rank: Rank) -> tuple[list[tuple[int, int]], list[str]]:
     """Judgements by step and batches, and warnings: in turn rank 1 has batches of another size, without samples, of
     features that change, and as rank 0."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("dreamshard_planner.watch").addHandler(handler)
     watch = DriftWatch(planned(rank), steps=100, every=8, sample_every=1, group=dist.group.WORLD)
     usual = batch([4, 3, 2, 1])
-    for kind in (batch([4, 3, 2, 1], 80), batch([0, 0, 0, 0], 0), None, usual):
-        for step in range(8):
-            watch(usual if rank.rank == 0 else usual.split([2 + step // 4, 2 - step // 4])[0] if kind is None else kind)
+    with warned("watch") as said:
+        for kind in (batch([4, 3, 2, 1], 80), batch([0, 0, 0, 0], 0), None, usual):
+            for step in range(8):
+                halves = usual.split([2 + step // 4, 2 - step // 4])
+                watch(usual if rank.rank == 0 else halves[0] if kind is None else kind)
     return [(judgement.step, judgement.batches) for judgement in watch.judgements], said
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from logged import logged
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -62,15 +64,12 @@ def test_data_that_does_not_drift_is_no_alarm() -> None:
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    monkeypatch.setattr(logging.getLogger("dreamshard_planner.watch"), "handlers", [handler])
-    return records
+def records() -> Iterator[list[logging.LogRecord]]:
+    with logged("watch") as kept:
+        yield kept
 
 
-def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
+def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, records: list[logging.LogRecord]) -> None:
     told: list = []
     made, watch = watched(0, told=told.append, path=tmp_path / "watch.jsonl")
     saved = made.saved_plan()
@@ -81,7 +80,7 @@ def test_drift_is_told_by_log_callback_and_file(tmp_path: Path, logged: list[log
     assert set(alarm.drifted) <= set(NAMES) and len(alarm.drifted) > 4 and alarm.batches == 16
     assert alarm.new_ms < alarm.now_ms and 0 < alarm.sure_seconds <= alarm.gain_seconds
     assert alarm.found.steps == 10**9 - 32 and not alarm.found.stays and made.saved_plan() == saved
-    assert [(record.levelname, record.getMessage()) for record in logged] == [("WARNING", str(alarm))]
+    assert [(record.levelname, record.getMessage()) for record in records] == [("WARNING", str(alarm))]
     assert "another plan pays" in str(alarm)
     lines = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
     assert [line["pays"] for line in lines] == [False, True] and lines[1]["found"]["chosen"]["tables"] > 0
@@ -114,14 +113,15 @@ def of_ones(names: list[str], samples: int = BATCH) -> KeyedJaggedTensor:
     ids=["other keys", "other features", "no samples", "other sizes"],
 )
 def test_what_cannot_be_judged_is_a_warning_once_and_ends_nothing(
-    given: list[KeyedJaggedTensor], said: str, logged: list[logging.LogRecord]
+    given: list[KeyedJaggedTensor], said: str, records: list[logging.LogRecord]
 ) -> None:
     _, watch = watched(0)
     for batch in [*given, *given]:
         watch(batch)
-    first = next(record for record in logged if said in record.getMessage())
+    first = next(record for record in records if said in record.getMessage())
     kind = first.getMessage().split(",")[0].split(": ")[1]
-    assert [record for record in logged if kind in record.getMessage() and record.levelno == logging.WARNING] == [first]
+    of_kind = [record for record in records if kind in record.getMessage()]
+    assert [record for record in of_kind if record.levelno == logging.WARNING] == [first]
     for batch in batches(16, 7):
         watch(batch)
     assert watch.judgements[-1].batches == 16

@@ -1,0 +1,37 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""What is logged, in ranks as well, where pytest does not listen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def logged(module: str) -> Iterator[list[logging.LogRecord]]:
+    """Records of a module of the package."""
+    logger, kept = logging.getLogger(f"dreamshard_planner.{module}"), _Kept()
+    logger.addHandler(kept)
+    try:
+        yield kept.records
+    finally:
+        logger.removeHandler(kept)
+
+
+@contextmanager
+def warned(module: str) -> Iterator[list[str]]:
+    """Messages of its warnings; told when it is left."""
+    messages: list[str] = []
+    with logged(module) as records:
+        yield messages
+    messages += [record.getMessage() for record in records if record.levelno >= logging.WARNING]
