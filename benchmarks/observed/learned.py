@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Costs before and after learning from observed steps, and how far off they are on kernels of other plans."""
+"""Costs before and after learning from observed steps, and how far off they are on kernels and exchanges of other
+plans."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def summary_of(rows: Sequence[Row]) -> dict[str, Any]:
     if known_to_networks and len(known_to_networks) < len(rows):
         groups["all but adagrad"] = known_to_networks
     result: dict[str, Any] = {"errors": {name: _errors(some) for name, some in groups.items()}} if rows else {}
-    if rows:
-        result["exchanges"] = {name: _exchange_errors(rows, name) for name in rows[0]["exchanges"]}
+    if exchanged := [row for row in rows if "exchanges" in row]:  # records of before have none
+        result["exchanges"] = {name: _exchange_errors(exchanged, name) for name in exchanged[0]["exchanges"]}
     planned = [row for row in rows if row["plans"]]
     return result | ({"steps": _steps(planned)} if planned else {})
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import (
+    LATENCY_MS,
     LOOKUPS,
     MAX_BYTES_PER_MS,
     OPERATIONS,
@@ -34,9 +35,11 @@ from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.problem.exchanges import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
-TOGETHER = 0.07
+TOGETHER = 0.1
 """How much latency and bytes are taken to be off by one factor rather than by two: factors that differ by e weigh as
-much as an exchange that is 7 % off. Few exchanges tell the two apart (``benchmarks/observed_steps.py``)."""
+much as an exchange that is 10 % off. Few exchanges tell the two apart."""
+OUTLYING = 0.5
+"""Relative error from which on an exchange counts less."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def _completed(
     for operation in (*OPERATIONS, *counted):
         model: CollectiveModel | None = getattr(links, operation)
         if operation in learned:
-            fits[operation] = learned[operation].of(model or links.all_to_all)
+            fits[operation] = learned[operation].of(_like(links, operation))
         elif model is not None and model.is_measured:
             fits[operation] = before[operation]
         elif model is None or operation in seen or operation in LOOKUPS:
@@ -206,10 +209,9 @@ def _of_lookups(
 
 
 def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Learned | None, float, float]:
-    """What is better on points that are held out; and errors before and after. What is not counted is all off; it is
-    taken to pass links as outputs do."""
+    """What is better on points that are held out; and errors before and after. What is not counted is all off."""
     prior: CollectiveModel | None = getattr(links, points[0].operation)
-    like = prior or links.all_to_all
+    like = _like(links, points[0].operation)
     before = 1.0 if prior is None else float(np.mean([abs(one.off(prior)) for one in points]))
     if len(points) < 2:
         return None, before, before
@@ -218,12 +220,20 @@ def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Learned 
     return (_fit(points, like) if after < before - LEAST_GAIN else None), before, after
 
 
+def _like(links: Links, operation: str) -> CollectiveModel:
+    """What an operation is a multiple of: its own model, or that of outputs, whose links it passes; with some latency,
+    where none was measured."""
+    model: CollectiveModel = getattr(links, operation) or links.all_to_all
+    return replace(model, latency_ms=max(model.latency_ms, LATENCY_MS))
+
+
 def _fit(points: Sequence[ObservedExchange], like: CollectiveModel) -> Learned:
     """Factors of latency and bytes, as far from one another as the exchanges tell."""
     shares_X2 = np.array([one.shares(like) for one in points])
     level = -np.log(np.median(shares_X2.sum(1)))
-    solved = least_squares(
-        lambda log_2: np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1])), [level, level]
-    )
-    fit = Learned(*np.exp(solved.x).tolist())
+
+    def off(log_2: np.ndarray) -> np.ndarray:
+        return np.append(np.log(shares_X2 @ np.exp(log_2)), TOGETHER * (log_2[0] - log_2[1]))
+
+    fit = Learned(*np.exp(least_squares(off, [level, level], loss="soft_l1", f_scale=OUTLYING).x).tolist())
     return replace(fit, relative_error=float(np.median([abs(one.off(fit.of(like))) for one in points])))

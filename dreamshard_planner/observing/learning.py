@@ -107,8 +107,8 @@ def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeC
 @neutral()
 def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, force: bool = False) -> Checkpoint:
     """Correct a checkpoint's costs, or those of bandwidths where it has no network, by optimizer and direction: their
-    level, or what distinct rows and their weights add, or both, as far as kernels that are held out confirm it; and
-    the bandwidth of exchanges (:func:`learn_exchanges`). Of kernels, what was not observed stays.
+    level, or what rows, their weights and lookups add, or both, as far as kernels that are held out confirm it; and
+    latency and bandwidth of exchanges (:func:`learn_exchanges`). Of kernels, what was not observed stays.
 
     Args:
         checkpoint: to do better than.
