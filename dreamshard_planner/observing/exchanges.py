@@ -30,7 +30,7 @@ from dreamshard_planner.cost.collectives import (
     fits_of,
 )
 from dreamshard_planner.cost.correction import LEAST_GAIN
-from dreamshard_planner.observing.observation import Observation, ObservedRun
+from dreamshard_planner.observing.observation import OUTPUTS, Observation, ObservedRun
 from dreamshard_planner.planning.cost_sources import links_of
 from dreamshard_planner.problem.exchanges import Links, lookup_exchanges, sorting_bytes
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -171,12 +171,15 @@ def _of_outputs(run: ObservedRun) -> Iterator[ObservedExchange]:
     each_ms = sum(one.ms for one in run.outputs.values())
     share = min(1.0, run.outputs_ms / max(each_ms, 1e-9))
     for name, one in run.outputs.items():
-        operation = name.split()[1]
-        if " of " in name or not sum(one.bytes) or one.ms <= 0:
+        operation, total = name.split()[1], sum(one.bytes)
+        if " of " in name or not total or one.ms <= 0:
             continue
-        total = sum(one.bytes)
-        received = [(total - sent) / (run.world_size - 1) for sent in one.bytes]
-        yield ObservedExchange(operation, one.calls, max(*one.bytes, *received), total, share * one.ms)
+        # Gradients move the other way what the forward moved: a rank receives as much as it has sent.
+        forward = run.outputs.get(f"{OUTPUTS} {operation} forward", one)
+        sent_D = np.array(forward.bytes) * (total / max(sum(forward.bytes), 1.0))
+        received_D = (total - sent_D) / (run.world_size - 1)
+        slowest = float(max(sent_D.max(), received_D.max()))
+        yield ObservedExchange(operation, one.calls, slowest, total, share * one.ms)
 
 
 def _of_lookups(

@@ -152,6 +152,20 @@ def test_exchanges_that_wait_for_one_another_share_the_time() -> None:
     assert [one.ms for one in _of_outputs(run)] == pytest.approx([40 / 3] * 3)
 
 
+def test_gradients_move_what_outputs_did_the_other_way() -> None:
+    """One rank owns most: it sends most outputs, and gets most gradients, of which each rank sends about as many."""
+    moved = {"forward": (9e6, 3e6, 0.0, 0.0), "backward": (0.5e6, 1.5e6, 2e6, 2e6)}
+    ranks = []
+    for rank in range(4):
+        columns = {"outputs span together": 20.0}
+        for way, sent in moved.items():
+            told = {"span": 10.0, "waited": 10.0, "bytes": sent[rank], "calls": 1.0}
+            columns |= {f"outputs all_to_all {way} {kind}": value for kind, value in told.items()}
+        ranks.append(rank_steps(0, rank, **{name: (value,) * 8 for name, value in columns.items()}))
+    seen = list(_of_outputs(replace(observed_run("a"), world_size=4, ranks=tuple(ranks))))
+    assert sorted((one.slowest_bytes, one.total_bytes) for one in seen) == [(4.5e6, 6e6), (9e6, 12e6)]
+
+
 def test_files_of_ranks_and_runs_merge(tmp_path: Path) -> None:
     whole = observation(2)
     for rank in range(2):
