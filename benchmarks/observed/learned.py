@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
@@ -21,7 +20,7 @@ from dreamshard_planner import Checkpoint
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.cost.fit import mape_2, predict_ms
 from dreamshard_planner.errors import CalibrationRefused
-from dreamshard_planner.observing.exchanges import exchanges_of
+from dreamshard_planner.observing.exchanges import exchanges_of, mean_error
 from dreamshard_planner.observing.learning import ObservedSets, learn
 from dreamshard_planner.observing.observation import Observation
 from dreamshard_planner.planning.cost_sources import links_of
@@ -71,13 +70,10 @@ class Observed:
         return mape_2(predict_ms(checkpoint.compute_cost(job.node.topology()), sets), sets.labels_ms_X2).tolist()
 
     def exchange_errors(self, checkpoint: Checkpoint) -> dict[str, float]:
-        """Mean errors on held-out exchanges, by operation; what is not counted is all off."""
+        """Mean errors on held-out exchanges, by operation."""
         links = links_of(self.test.topology, checkpoint)
-        return {
-            operation: float(np.mean([abs(one.off(model)) if model else 1.0 for one in seen]))
-            for operation, seen in exchanges_of(self.test.runs, links, "cpu").items()
-            for model in (getattr(links, operation),)
-        }
+        seen = exchanges_of(self.test.runs, links, "cpu")
+        return {operation: mean_error(points, links) for operation, points in seen.items()}
 
     @property
     def kernels(self) -> list[int]:

@@ -117,6 +117,12 @@ def exchanges_of(runs: Iterable[ObservedRun], links: Links, device: str) -> dict
     return seen
 
 
+def mean_error(points: Sequence[ObservedExchange], links: Links) -> float:
+    """Of what links predict of one operation; what is not counted is all off."""
+    model: CollectiveModel | None = getattr(links, points[0].operation)
+    return 1.0 if model is None else float(np.mean([abs(one.off(model)) for one in points]))
+
+
 def _ranks(run: ObservedRun) -> tuple[int, int, str]:
     return run.hosts, run.world_size, run.backend
 
@@ -212,10 +218,8 @@ def _of_lookups(
 
 
 def _learned(points: Sequence[ObservedExchange], links: Links) -> tuple[Learned | None, float, float]:
-    """What is better on points that are held out; and errors before and after. What is not counted is all off."""
-    prior: CollectiveModel | None = getattr(links, points[0].operation)
-    like = _like(links, points[0].operation)
-    before = 1.0 if prior is None else float(np.mean([abs(one.off(prior)) for one in points]))
+    """What is better on points that are held out; and errors before and after."""
+    like, before = _like(links, points[0].operation), mean_error(points, links)
     if len(points) < 2:
         return None, before, before
     held_out = [one.off(_fit([other for other in points if other is not one], like).of(like)) for one in points]

@@ -455,7 +455,7 @@ def test_exchanges_get_the_bandwidth_that_was_observed(tmp_path: Path) -> None:
     assert learned.all_to_all.is_measured and not learned.all_reduce.is_measured
     assert "taken to be as much slower" in learned.all_reduce.source
     (said,) = made.metadata["learned"]["exchanges"]
-    assert re.fullmatch("outputs by all_to_all: were 99 % off, are now [0-9] % off", said)
+    assert said == "outputs by all_to_all: were 99 % off, are now 6 % off"
     planner = DreamShardPlanner(topology=topology(2), batch_size=LOCAL_BATCH, checkpoint=made)
     planner.plan(model(), SHARDERS)
     assert planner.report().collectives_source.startswith("measured with gloo on 2 ranks of one")
@@ -534,7 +534,7 @@ def test_lookups_that_were_observed_are_in_the_cost(tmp_path: Path) -> None:
         planner = DreamShardPlanner(topology=cpu, batch_size=LOCAL_BATCH, checkpoint=made)
         planner.plan(model(), SHARDERS)
         report = planner.report()
-        assert sum(ms for name, ms in report.collectives if name.endswith(" lookups")) > 0
+        assert sum(ms for name, ms in report.collectives if name.endswith(" lookups")) > links.lookups.latency_ms
         assert not any("lookups is not counted" in str(note) for note in report.notes)
 
 
