@@ -77,7 +77,7 @@ class Task:
         """Ranks of units of span 1, from heuristics, a given placement and, or not, roll-outs."""
         known = {} if given is None else {"joint": given}
         if with_policy:
-            return place(cost, self.context.checkpoint.policy, search, given=known, packing_seconds=0).assignment_S
+            return place(cost, self.context.checkpoint.policy, search, given=known, packing=0).assignment_S
         starts = [*rule_starts(cost), *known.values()]
         starts.sort(key=lambda rank_S: float(cost.rate(rank_S[None]).overall_ms_B))
         return local_search(cost, starts[: search.starts], search, torch.Generator().manual_seed(0)).assignment_S

@@ -57,6 +57,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
+from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import given_constraints, left_out_by_group
 from dreamshard_planner.search_space.modules import of_modules
@@ -82,8 +83,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
         recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.
-        search_seconds: cap on the search, on top of its budget of candidates; a plan it cuts short says so. Reading and
-            rating the tables comes on top. TorchRec's ``timeout_seconds`` is one as well.
+        effort: how many candidates every part of planning may try: ``"quick"`` for trials and tests, ``"default"``, or
+            ``"thorough"`` for four times the candidates of the default. A count, so the clock decides no plan.
+        search_seconds: cap on the search, on top of its effort; a plan it cuts short says so. Reading and rating the
+            tables comes on top. TorchRec's ``timeout_seconds`` is one as well.
         refine: ``"measure"`` to time the fused kernels of the best plans on this machine, under
             :meth:`collective_plan` on the devices of all ranks at once, learn from them, search again, and choose by
             all evidence. Tables stay split as they were. The plan then depends on what was measured.
@@ -138,6 +141,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         statistics: TableStatistics | None = None,
         recipe: str = "default",
         seed: int = 0,
+        effort: str = DEFAULT_EFFORT,
         search_seconds: float | None = None,
         refine: str = "none",
         refine_seconds: float = 60.0,
@@ -153,6 +157,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             statistics=statistics,
             recipe=recipe,
             seed=seed,
+            effort=effort,
             search_seconds=search_seconds,
             refine=refine,
             refine_seconds=refine_seconds,
@@ -426,7 +431,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         result, settings = self._last(), self._request.settings
         if (wider := result.model.wider) is None:
             return None
-        return wider.search(result.plan, settings.search or DEFAULT_SEARCH, settings.seed)
+        effort = settings.candidates
+        return wider.search(result.plan, settings.search or DEFAULT_SEARCH.times(effort), settings.seed, effort)
 
     @property
     def options(self) -> list[ShardingOption]:

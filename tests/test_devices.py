@@ -119,7 +119,7 @@ def test_reports_say_so() -> None:
         model=read_model("mlperf_dlrm_dcnv2"),
         machine=Machine(ranks_per_host=2, hosts=1, memory_bytes=80 * GB),
         batch_size=64,
-        settings={"checkpoint": SHIPPED / "cpu.safetensors", "search_seconds": 0.2, "sharding_types": ["table_wise"]},
+        settings={"checkpoint": SHIPPED / "cpu.safetensors", "effort": "quick", "sharding_types": ["table_wise"]},
     )
     notes = job.plan().report.notes
     assert any("measured on cpu" in note.text for note in notes)

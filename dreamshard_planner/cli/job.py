@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SEED, SIZE, CostSourceName, Device, listed, ranks_of
+from dreamshard_planner.cli.options import (
+    COUNT,
+    RATE,
+    SECONDS,
+    SEED,
+    SIZE,
+    CostSourceName,
+    Device,
+    EffortOption,
+    listed,
+    ranks_of,
+)
 from dreamshard_planner.devices import GPUS, Machine
 
 if TYPE_CHECKING:
@@ -26,7 +37,7 @@ TABLES = typer.Option(
 )
 RANKS = COUNT("--gpus", "--ranks", help="Ranks of each node.")
 BATCH_SIZE = COUNT(help="Samples in the batch of one rank.")
-BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "search_seconds")
+BESIDE_PLAN = ("statistics", "checkpoint", "cost_source", "seed", "effort", "search_seconds")
 """Options that may be given beside a plan, which says all else."""
 
 
@@ -78,6 +89,7 @@ class PlanningOptions:
     sync_interval: Annotated[int, COUNT(help="Batches between two averagings of its replicas.")] = 1
     exact_training: Annotated[bool, typer.Option(help="Leave out sharding types that change what is trained.")] = True
     seed: Annotated[int, SEED(help="Of the search.")] = 0
+    effort: EffortOption = None
     search_seconds: Annotated[
         float | None, SECONDS(min=0.01, help="Cap on the search; reading and rating the tables comes on top.")
     ] = None
@@ -119,6 +131,7 @@ class PlanningOptions:
             "sharding_groups": self.sharding_groups(),
             "seed": self.seed,
             "search_seconds": self.search_seconds,
+            **({} if self.effort is None else {"effort": self.effort.value}),
         }
         return _doubted(
             Job(model=model, machine=machine, batch_size=self.batch_size, reserve=self.reserve, settings=settings)

@@ -20,6 +20,7 @@ import typer
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.devices import MAX_RANKS, Machine
 from dreamshard_planner.errors import FileError, TaskError
+from dreamshard_planner.search.effort import EFFORTS
 from dreamshard_planner.support.files import brief, check_writable
 
 
@@ -30,6 +31,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+Effort = StrEnum("Effort", list(EFFORTS))  # type: ignore[misc]  # mypy wants the names spelled out
 Recipe = StrEnum("Recipe", list(RECIPES))  # type: ignore[misc]  # mypy wants the names spelled out
 DEFAULT_RECIPE = Recipe("default")
 
@@ -81,6 +83,10 @@ DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callbac
 ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads)]
 RecipeOption = Annotated[Recipe, typer.Option(help="paper: the networks as published; autoshard: its policy.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
+EffortOption = Annotated[
+    Effort | None,
+    typer.Option(help="How many plans the search tries; default: that of a given plan's file, else default."),
+]
 CollectivesOption = Annotated[
     Path | None, typer.Option(help="JSON of python -m dreamshard_planner.measure.collectives, to keep and plan with.")
 ]

@@ -11,7 +11,7 @@ import typer
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import TABLES, load_plan
-from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, output, ranks_of
+from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, EffortOption, output, ranks_of
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
 from dreamshard_planner.cli.stats import PLAN_AGAIN
@@ -40,6 +40,7 @@ def replan(
     ] = "",
     batch_size: Annotated[int | None, COUNT(help="Samples in the batch of one rank now.")] = None,
     tables: Annotated[str | None, TABLES] = None,
+    effort: EffortOption = None,
     out: Annotated[Path | None, output("Plan to write, .json: JsonPlanLoader reads it in training.")] = None,
     html: HtmlOption = None,
     format: FormatOption = Format.table,
@@ -70,7 +71,8 @@ def replan(
             err=True,
         )
     machine = replace(job.machine, ranks_per_host=gpus or job.machine.ranks_per_host, hosts=nodes or job.machine.hosts)
-    job = replace(job, machine=machine, batch_size=batch_size or job.batch_size)
+    settings = job.settings if effort is None else {**job.settings, "effort": effort.value}
+    job = replace(job, machine=machine, batch_size=batch_size or job.batch_size, settings=settings)
     with working(f"planning {saved.name} for {job.machine.title}"):
         planner = job.plan().planner
     with working(f"looking for few moves from {saved.name}"):

@@ -16,6 +16,7 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search_space.alike_shards import counted
 
 BASELINE, WHOLE_BASELINE = "torchrec", "torchrec_whole"
@@ -44,6 +45,7 @@ def torchrec_plan(
     search_space: Sequence[ShardingOption],
     topology: Topology,
     estimate: Callable[[list[ShardingOption]], None],
+    effort: float = 1.0,
 ) -> TorchRecPlan | None:
     """What TorchRec's planner would choose among the options, None where no proposal tried is a plan.
 
@@ -51,12 +53,14 @@ def torchrec_plan(
         search_space: options with storage; not changed.
         topology: what the storage reservation left.
         estimate: sets TorchRec's perf on options.
+        effort: multiple of the default's number of proposals.
     """
     space = [copy.deepcopy(option) for option in search_space]
     estimate(space)
     size = len({option.fqn for option in space}) * topology.world_size
     least = LEAST_PROPOSALS if size < SHARDS_OF_ONE else 1
-    proposals = max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size))  # shared evenly by TorchRec's four proposers
+    # Shared evenly by TorchRec's four proposers.
+    proposals = portion(max(least, min(MAX_PROPOSALS, SHARDS_PROPOSED // size)), effort)
     read: list[Any] = [_AsRead(option) for option in space]
     best: tuple[float, list[ShardingOption]] | None = None
     proposers = [

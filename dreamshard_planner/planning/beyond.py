@@ -100,13 +100,16 @@ class WiderSpace:
 
     @neutral()
     @torch.no_grad()
-    def search(self, exact: Sequence[ShardingOption], search: SearchConfig, seed: int) -> BeyondExactTraining:
+    def search(
+        self, exact: Sequence[ShardingOption], search: SearchConfig, seed: int, effort: float = 1.0
+    ) -> BeyondExactTraining:
         """Search all of it, from the exact plan and from TorchRec's own on: never dearer than either.
 
         Args:
             exact: the plan, with ranks.
             search: of moves and swaps.
             seed: of the search.
+            effort: multiple of the default's candidates, for all but moves and swaps.
         """
         context, topology = self.context, self.topology
         with single_thread():
@@ -116,11 +119,11 @@ class WiderSpace:
             read = context.read([*options, *_others(exact, options)], topology)
             cost, start = context.cost(read), read.sharding(exact)
             offered = [option for option in options if is_torchrecs(option)]
-            theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec)
+            theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, effort)
             starts = [start]
             if theirs is not None:
                 starts += [sharding for sharding in [read.sharding(theirs.options)] if cost.problem.fits(sharding)]
-            found = joint_search(cost, starts, QUICK, search, seed)
+            found = joint_search(cost, starts, QUICK.times(effort), search, seed)
         exact_ms = cost.overall_ms(start)
         best, best_ms = (start, exact_ms) if found is None else (found.sharding, found.overall_ms)
         types = Counter(

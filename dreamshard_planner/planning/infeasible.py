@@ -40,7 +40,7 @@ def infeasible(problem: Problem, proven: bool, left_out: LeftOut) -> PlannerErro
 
     Args:
         problem: theirs.
-        proven: whether no placement fits; else none was found in time.
+        proven: whether no placement fits; else none was found.
         left_out: ways to split a table.
     """
     short, crowded = shortage(problem), _crowded_rules(problem)

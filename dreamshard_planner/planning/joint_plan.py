@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
@@ -39,6 +40,8 @@ class HowToSearch:
 
     moves: SearchConfig
     """Of moves and swaps."""
+    effort: float
+    """Multiple of the default's candidates, for all else."""
     seed: int
     stage_seconds: float | None
     """For the plan of whole tables."""
@@ -100,7 +103,9 @@ def joint_plan(
         if known is None:
             plans, rivals = _whole_tables(context, options, topology, how)
             offered = [option for option in options if is_torchrecs(option)]
-            theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec) if how.has_time else None
+            theirs = None
+            if how.has_time:
+                theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, how.effort)
             if theirs is not None:
                 plans[BASELINE] = theirs.options
         else:
@@ -117,8 +122,9 @@ def joint_plan(
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:
                 rated.update({name: Contender(name, None, costs.get(name)) for name in starts})
-            further = _rolled_out if known is None and how.has_time else None
-            result = joint_search(cost, fitting.values(), DEFAULT_JOINT, how.moves, how.seed, how.clock.left(), further)
+            further = partial(_rolled_out, how.effort) if known is None and how.has_time else None
+            config = DEFAULT_JOINT.times(how.effort)
+            result = joint_search(cost, fitting.values(), config, how.moves, how.seed, how.clock.left(), further)
             if result is not None and (best is None or result.overall_ms < best[1].overall_ms):
                 best = read, result
             for option in pinned:
@@ -186,7 +192,7 @@ def _whole_tables(
     whole = copy.deepcopy(fastest_whole(options))
     try:
         outcome = place_proposal(
-            context, whole, topology, how.moves, seed=how.seed, seconds=how.stage_seconds, packing_seconds=0.0
+            context, whole, topology, how.moves, seed=how.seed, seconds=how.stage_seconds, packing=0.0
         )
     except PlannerError:
         return {}, ()
@@ -197,9 +203,11 @@ def _whole_tables(
     return plans, tuple(replace(rival, name=named.get(rival.name, rival.name)) for rival in outcome.placement.rivals)
 
 
-def _rolled_out(cost: Cost, asked: JointOptions, level: Sequence[Sharding], seconds: float | None) -> list[Sharding]:
+def _rolled_out(
+    effort: float, cost: Cost, asked: JointOptions, level: Sequence[Sharding], seconds: float | None
+) -> list[Sharding]:
     """Starts by the joint policy that ships."""
-    return joint_starts(cost, shipped_joint_policy(), asked, level, seconds)
+    return joint_starts(cost, shipped_joint_policy(), asked, level, seconds, effort)
 
 
 def _within(read: ReadProblem, plan: list[ShardingOption]) -> Sharding | None:

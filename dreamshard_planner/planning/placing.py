@@ -17,7 +17,6 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible, infeasible_wide
 from dreamshard_planner.policy.place import InfeasibleError, Placement, place
 from dreamshard_planner.problem.read_problem import ReadProblem
-from dreamshard_planner.search.exact import PACKING_SECONDS
 from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.alike_shards import ranks_of
@@ -83,7 +82,7 @@ def place_proposal(
     *,
     seed: int,
     seconds: float | None = None,
-    packing_seconds: float = PACKING_SECONDS,
+    packing: float = 1.0,
     quickly: bool = False,
 ) -> Outcome:
     """Ranks for the shards of a proposal. Ranks that it comes with are the start of the search, and what spans hosts or
@@ -98,7 +97,7 @@ def place_proposal(
         seed: of the sampled roll-outs and the search.
         seconds: cap on the search, on top of its budget of candidates; a third of it where the search starts from ranks
             that the proposal comes with.
-        packing_seconds: for an exact packing, where nothing else finds room.
+        packing: effort of an exact packing, where nothing else finds room; 0 for none.
         quickly: only so far that many proposals can be compared: from heuristics, by :data:`QUICK_SEARCH`.
 
     Raises:
@@ -129,7 +128,7 @@ def place_proposal(
             seed=seed,
             given=given,
             seconds=seconds if start is None else stage_seconds(seconds),
-            packing_seconds=packing_seconds,
+            packing=packing,
         )
     except InfeasibleError as error:
         raise infeasible(chosen.cost.problem, error.proven, context.splitting_left_out) from error

@@ -18,6 +18,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search.effort import DEFAULT_EFFORT
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.support.fingerprint import canonical, digest
 
@@ -96,6 +97,7 @@ class PlanRequest:
                 "refine_seconds": settings.measuring_seconds,
                 **({} if settings.sharding_groups is None else {"sharding_groups": plain(settings.sharding_groups)}),
                 **({} if settings.least_gain is None else {"least_gain": settings.least_gain}),
+                **_effort(settings),
             },
             features={name: known for name, known in (settings.statistics or {}).items() if known.ids is None},
         )
@@ -142,8 +144,14 @@ class PlanRequest:
                 "search": (settings.search, settings.search_seconds, settings.measuring_seconds, self.timeout_seconds),
                 "least gain": settings.least_gain,
                 "parts": [type(part) for part in parts],
+                **_effort(settings),
             }
         )
+
+
+def _effort(settings: PlannerSettings) -> dict[str, str]:
+    """Return the effort, unless it is the default."""
+    return {} if settings.effort == DEFAULT_EFFORT else {"effort": str(settings.effort)}
 
 
 def topology_inputs(topology: Topology) -> TopologyInputs:

@@ -58,7 +58,8 @@ def replanned(
     held = Held.of(model, current, lost)
     with single_thread():
         ways = _Ways(model, held, fresh)
-        walked = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved)
+        effort = model.request.settings.candidates
+        walked = few_moves(ways.cost, ways.starts, ways.kept, ways.fresh, ways.received_UN, max_bytes_moved, effort)
         found = [point for point in walked if ways.runs(point.sharding)] or [ways.waypoint(ways.fresh)]
         now, afresh = (
             ways.waypoint(sharding) for sharding in (ways.starts[0] if ways.starts else found[0].sharding, ways.fresh)

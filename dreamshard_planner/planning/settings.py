@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
+from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -27,6 +28,7 @@ class PlannerSettings:
     statistics: TableStatistics | None = None
     recipe: str = "default"
     seed: int = 0
+    effort: str = DEFAULT_EFFORT
     search_seconds: float | None = None
     refine: str = "none"
     refine_seconds: float = 60.0
@@ -48,6 +50,8 @@ class PlannerSettings:
             )
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, got {self.effort!r}")
         if self.search_seconds is not None and not self.search_seconds > 0:
             raise ValueError(f"search_seconds must be positive, got {self.search_seconds}")
         if not isinstance(self.statistics, TableStatistics | None):
@@ -69,7 +73,13 @@ class PlannerSettings:
     @property
     def search(self) -> SearchConfig | None:
         """Of moves and swaps; None for one policy roll-out and nothing else, as published."""
-        return RECIPES[self.recipe].search
+        search = RECIPES[self.recipe].search
+        return None if search is None else search.times(self.candidates)
+
+    @property
+    def candidates(self) -> float:
+        """Multiple of the default's candidates that each part of planning may try."""
+        return EFFORTS[self.effort]
 
     @property
     def allowed_types(self) -> Sequence[str] | None:

@@ -31,6 +31,7 @@ from dreamshard_planner.policy.joint_environment import (
     JointTask,
 )
 from dreamshard_planner.policy.network import drawn
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, TW, TWCW, TWRW
 
@@ -178,7 +179,12 @@ def subset_types() -> Tensor:
 
 
 def joint_starts(
-    cost: Cost, policy: JointPolicy, asked: JointOptions, level: Sequence[Sharding], seconds: float | None = None
+    cost: Cost,
+    policy: JointPolicy,
+    asked: JointOptions,
+    level: Sequence[Sharding],
+    seconds: float | None = None,
+    effort: float = 1.0,
 ) -> list[Sharding]:
     """Plans to start the joint search from, at most two, the cheapest first: the best of greedy roll-outs that choose
     options, of all sharding types and, on few ranks, of some subsets of them; and the best of those that only lay the
@@ -191,6 +197,7 @@ def joint_starts(
         asked: what options ask of all ranks together.
         level: level starts.
         seconds: that roll-outs may take.
+        effort: share of the roll-outs to play; all from 1 on.
 
     Raises:
         TimeoutError: they would take more.
@@ -201,6 +208,7 @@ def joint_starts(
     relaid = sorted(level, key=cost.overall_ms)[:RELAID]
     if cost.problem.num_ranks > SUBSET_RANKS:
         types_EN, relaid = types_EN[:1], relaid[:1]
+    types_EN, relaid = types_EN[: portion(len(types_EN), effort)], relaid[: portion(len(relaid), effort)]
     free = len(types_EN)
     option_ET = torch.full((free + len(relaid), task.num_tables), -1)
     option_ET[free:] = torch.tensor([plan.options for plan in relaid]).view(-1, task.num_tables)

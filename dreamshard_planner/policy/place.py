@@ -15,7 +15,7 @@ from torch import Tensor
 from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
-from dreamshard_planner.search.exact import PACKING_SECONDS, pack
+from dreamshard_planner.search.exact import pack
 from dreamshard_planner.search.gathering import gathered
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig, local_search
@@ -98,7 +98,7 @@ class InfeasibleError(Exception):
     """No placement keeps every rank within its memory."""
 
     def __init__(self, proven: bool) -> None:
-        super().__init__("no feasible placement" if proven else "no feasible placement found in time")
+        super().__init__("no feasible placement" if proven else "no feasible placement found")
         self.proven = proven
 
 
@@ -111,7 +111,7 @@ def place(
     seed: int = 0,
     given: Mapping[str, Tensor | None] | None = None,
     seconds: float | None = None,
-    packing_seconds: float = PACKING_SECONDS,
+    packing: float = 1.0,
 ) -> Placement:
     """Place the shards of one problem.
 
@@ -123,7 +123,7 @@ def place(
         seed: of the sampled roll-outs and the perturbations of the search.
         given: further placements [S] to start from, by name; None where one does not fit.
         seconds: cap on the search, on top of its budget of candidates.
-        packing_seconds: limit of the exact packing, where all else finds no room; 0 for none.
+        packing: effort of the exact packing, where all else finds no room; 0 for none.
 
     Returns:
         The cheapest placement found; with a ``config`` never dearer than any rival.
@@ -155,7 +155,7 @@ def place(
     if config is not None and (gathered_S := gathered(cost)) is not None:
         pool.append(gathered_S)
     if not pool:
-        assignment_S, proven = pack(problem, packing_seconds)
+        assignment_S, proven = pack(problem, packing, seconds)
         if assignment_S is None:
             raise InfeasibleError(proven)
         pool.append(assignment_S)

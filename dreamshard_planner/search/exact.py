@@ -8,6 +8,7 @@ Shapes: S shards, D ranks, V = S x D variables, M limits.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from scipy.sparse import csr_array, hstack, identity, kron
 from torch import Tensor
 
 from dreamshard_planner.cost.problem import Problem, has_room
+from dreamshard_planner.search.effort import portion
 
 MAX_VARIABLES = 200_000
 """Shards x ranks above which the solver would not finish in any time that a planner has."""
@@ -26,19 +28,32 @@ MARGINS = (0.0, 1e-5)
 """Shares of the memory kept free. The solver works in floating point to a tolerance, bytes are exact: where a first
 plan is a few bytes too large, a second one is made with that margin."""
 INFEASIBLE_STATUS = 2
-PACKING_SECONDS = 5.0
-"""Limit of the solver where any placement will do."""
+PACKED_VARIABLES = 100_000
+"""Shards x ranks above which packing does without the solver: its first node alone would take minutes."""
+NODES_X_VARIABLES = 1_000_000
+"""Limit of the solver where any placement will do: a few seconds, up to 5,000 variables. It is a count, so that the
+same placement is found at any speed."""
+CAPPED_SECONDS = 5.0
+"""Seconds that packing may take at least, however short the user's cap: without a placement there is no plan."""
 
 
-def pack(problem: Problem, seconds: float = PACKING_SECONDS) -> tuple[Tensor | None, bool]:
-    """Any placement within memory, by best fit decreasing, or by the solver in so many seconds; or None, and whether it
-    is proven that there is none."""
+def pack(problem: Problem, effort: float = 1.0, seconds: float | None = None) -> tuple[Tensor | None, bool]:
+    """Any placement within memory, by best fit decreasing, or by the solver; or None, and whether it is proven that
+    there is none.
+
+    Args:
+        problem: the task.
+        effort: multiple of the default's nodes of the solver; best fit alone with 0.
+        seconds: the user's cap; None for none.
+    """
     assignment_S = best_fit(problem)
     if assignment_S is not None:
         return assignment_S, True
-    if not seconds > 0:
+    variables = problem.num_parts * problem.num_ranks
+    if variables > min(1.0, effort) * PACKED_VARIABLES:
         return None, False
-    exact = solve(problem, seconds)
+    nodes = portion(max(1, NODES_X_VARIABLES // variables), effort)
+    exact = solve(problem, None if seconds is None else max(seconds, CAPPED_SECONDS), nodes=nodes)
     return exact.assignment_S, exact.assignment_S is not None or math.isinf(exact.bound_ms)
 
 
@@ -76,15 +91,18 @@ class ExactPlan:
     """No plan costs less than this: proven. Infinite where there is no plan at all."""
 
 
-def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> ExactPlan:
+def solve(
+    problem: Problem, seconds: float | None, cost_ms_S: Tensor | None = None, nodes: int | None = None
+) -> ExactPlan:
     """The placement within memory whose busiest rank has the least *summed* cost, and the proven bound.
 
     What kernels cost when fused is not additive; this is the best that a planner without that knowledge can do.
 
     Args:
         problem: the task.
-        seconds: limit of the solver.
+        seconds: limit of the solver; None for none.
         cost_ms_S: milliseconds of each shard; without, any placement within memory will do.
+        nodes: limit of the solver, in nodes of its search tree; None for none.
     """
     shards, ranks = problem.num_parts, problem.num_ranks
     if shards * ranks > MAX_VARIABLES:
@@ -92,7 +110,7 @@ def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> 
     cost_S = (torch.zeros(shards) if cost_ms_S is None else cost_ms_S).double()
     bound_ms = 0.0
     for margin in MARGINS:
-        solution = _milp(problem, cost_S.numpy(), seconds, margin)
+        solution = _milp(problem, cost_S.numpy(), {"time_limit": seconds, "node_limit": nodes}, margin)
         if margin == 0:  # a bound with less memory than there is would be none
             infeasible = solution.status == INFEASIBLE_STATUS
             bound_ms = math.inf if infeasible else float(solution.mip_dual_bound or 0.0)
@@ -105,7 +123,7 @@ def solve(problem: Problem, seconds: float, cost_ms_S: Tensor | None = None) -> 
     return ExactPlan(None, math.inf, bound_ms)
 
 
-def _milp(problem: Problem, cost_S: np.ndarray, seconds: float, margin: float) -> OptimizeResult:
+def _milp(problem: Problem, cost_S: np.ndarray, limits: Mapping[str, float | None], margin: float) -> OptimizeResult:
     """Variable s * D + d says that shard s is on rank d; the last one is the load of the busiest rank."""
     shards, ranks = problem.num_parts, problem.num_ranks
     need_SM, limits_DM = problem.needs_PM.numpy(), problem.limits_DM.numpy()
@@ -129,7 +147,7 @@ def _milp(problem: Problem, cost_S: np.ndarray, seconds: float, margin: float) -
             np.append(allowed_SD.astype(float).ravel(), np.inf),
         ),
         constraints=constraints,
-        options={"time_limit": seconds, "mip_rel_gap": RELATIVE_GAP},
+        options={"mip_rel_gap": RELATIVE_GAP} | {name: limit for name, limit in limits.items() if limit is not None},
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import overall_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.joint import DEFAULT_JOINT, descended
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search.reshards import ShardingState
@@ -68,6 +69,7 @@ def few_moves(
     fresh: Sharding,
     received: Received,
     limit: int | None = None,
+    effort: float = 1.0,
 ) -> list[Waypoint]:
     """Plans of which each costs less than all that move fewer bytes, those with fewest first.
 
@@ -78,11 +80,12 @@ def few_moves(
         fresh: a feasible sharding, made without a thought of bytes.
         received: bytes that move.
         limit: of bytes, beside those of :data:`BUDGETS`.
+        effort: multiple of the default's trials.
     """
-    walk = _Walk(cost, fresh, kept, received)
+    walk = _Walk(cost, fresh, kept, received, effort)
     walk.back()
     for start in starts:
-        walk.restart(descended(cost, start, DEFAULT_JOINT, DEFAULT_SEARCH))
+        walk.restart(descended(cost, start, DEFAULT_JOINT.times(effort), DEFAULT_SEARCH.times(effort)))
         walk.back()
     for start in [*starts, *([] if starts else [walk.sharding])]:
         walk.restart(start)
@@ -97,7 +100,10 @@ class _Walk:
 
     _sharpness = SHARPNESS[0]
 
-    def __init__(self, cost: Cost, fresh: Sharding, kept: Sequence[Change], received: Received) -> None:
+    def __init__(
+        self, cost: Cost, fresh: Sharding, kept: Sequence[Change], received: Received, effort: float = 1.0
+    ) -> None:
+        self._effort = effort
         self._cost, self._problem, self._received = cost, cost.problem, received
         self._fresh, self._kept = fresh, {change[0]: change for change in kept}
         self._unit = max(1e-9, cost.overall_ms(fresh))
@@ -136,14 +142,14 @@ class _Walk:
                 return
             rated = self._rated(trials)
             ratio_Q = (rated.overall_Q - float(self._state.overall_ms())) / (-rated.bytes_Q).clamp_min(1)
-            order = torch.argsort(ratio_Q, stable=True)[: max(1, len(trials) // ROUNDS)]
+            order = torch.argsort(ratio_Q, stable=True)[: max(1, len(trials) // portion(ROUNDS, self._effort))]
             taken = [self._take(trials[index]) for index in order.tolist() if ratio_Q[index].isfinite()]
             if not any(taken):
                 return
 
     def forward(self, limit: int, by_ratio: bool = True) -> None:
         """Change what lowers the cost most for each byte, or most of all, while that moves no more bytes than that."""
-        for _ in range(4 * self._problem.num_tables):
+        for _ in range(portion(4 * self._problem.num_tables, self._effort)):
             trials = list(self._candidates())
             if not trials:
                 return
@@ -159,8 +165,8 @@ class _Walk:
     def within(self, limit: int) -> None:
         """Go on from the best with so few bytes, then from copies of it: in some a few tables are back where they were,
         which leaves bytes for others, and some are annealed."""
-        end, before, copies, fruitless = self._trials + TRIALS, None, 0, 0
-        while self._trials < end and fruitless <= PATIENCE:
+        end, before, copies, fruitless = self._trials + portion(TRIALS, self._effort), None, 0, 0
+        while self._trials < end and fruitless <= portion(PATIENCE, self._effort):
             front = [point for point in self.front() if point.bytes_moved <= limit]
             if not front:
                 return
@@ -184,7 +190,9 @@ class _Walk:
         """Time after time draw one of the changes of a few tables, or none, the dearer the less likely, and less so the
         longer it goes on. Bytes past the limit are dear."""
         begun, draws, num_tables = self._trials, 0, self._problem.num_tables
-        while (gone := max((self._trials - begun) / ANNEALED, draws / (DRAWS_PER_TABLE * num_tables))) < 1:
+        share = min(1.0, self._effort)  # more effort makes more copies, not longer ones
+        most_trials, most_draws = portion(ANNEALED, share), portion(DRAWS_PER_TABLE * num_tables, share)
+        while (gone := max((self._trials - begun) / most_trials, draws / most_draws)) < 1:
             draws += 1
             trials = list(self._changes_of(self._drawn(num_tables, MIXED)))
             if not trials:

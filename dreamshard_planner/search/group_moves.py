@@ -18,6 +18,7 @@ import numpy as np
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.laying import lay
 from dreamshard_planner.search.starts import JointOptions
 
@@ -29,17 +30,19 @@ TABLES_MOVED = 2000
 """these times tables."""
 
 
-def group_moves(cost: Cost, asked: JointOptions, sharding: Sharding) -> list[Sharding]:
+def group_moves(cost: Cost, asked: JointOptions, sharding: Sharding, effort: float = 1.0) -> list[Sharding]:
     """Shardings in which sets of tables are sharded another way, and all tables laid down afresh.
 
     Args:
         cost: the problem and its cost.
         asked: what its options cost.
         sharding: to start from.
+        effort: share of the moves to lay down, evenly over all of them; all from 1 on.
     """
     now_T = np.array(sharding.options)
-    chosen = dict.fromkeys(options for options in _chosen(cost, asked, now_T) if options != sharding.options)
-    laid = (lay(cost, options) for options in chosen)
+    chosen = list(dict.fromkeys(options for options in _chosen(cost, asked, now_T) if options != sharding.options))
+    few = min(len(chosen), portion(len(chosen), effort))
+    laid = (lay(cost, chosen[index * len(chosen) // few]) for index in range(few))
     return [moved for moved in laid if moved is not None]
 
 

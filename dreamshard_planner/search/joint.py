@@ -19,6 +19,7 @@ import torch
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.group_moves import group_moves
 from dreamshard_planner.search.laying import packed_start
 from dreamshard_planner.search.local_search import Budget, SearchConfig, local_search
@@ -59,6 +60,20 @@ class JointConfig:
     """Perturbations without a gain worth having, one after the other, at which the search ends."""
     perturbed_tables: int = 3
     """Tables that a perturbation shards another way at random."""
+    effort: float = 1.0
+    """Share of the level starts, roll-outs and group moves to make; all of them from 1 on."""
+
+    def times(self, effort: float) -> JointConfig:
+        """Return the same settings with this multiple of starts, re-shards, moves and patience."""
+        return replace(
+            self,
+            starts=portion(self.starts, effort),
+            reshards=portion(self.reshards, effort),
+            reshards_per_table=portion(self.reshards_per_table, effort),
+            candidates=portion(self.candidates, effort),
+            patience=portion(self.patience, effort),
+            effort=self.effort * effort,
+        )
 
 
 DEFAULT_JOINT = JointConfig()
@@ -105,7 +120,7 @@ def joint_search(
     asked = JointOptions(cost)
     if not asked.may_fit:
         return None
-    level = level_starts(cost, asked, budget.left)
+    level = level_starts(cost, asked, budget.left, config.effort)
     beside: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():
@@ -129,7 +144,7 @@ def joint_search(
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
         descents.descend(start, turn)
-        variants = group_moves(cost, asked, start) if budget.left() else []
+        variants = group_moves(cost, asked, start, config.effort) if budget.left() else []
         if variants:
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Problem, has_room
 from dreamshard_planner.search.changes import improve
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.states import PlacementState, rounded
 
 MAX_APPROXIMATED = 20_000
@@ -52,6 +53,16 @@ class SearchConfig:
         least = {"samples": 0, "perturbed": 0}
         if any(value < least.get(name, 1) for name, value in asdict(self).items()):
             raise ValueError(f"search settings must be positive, got {asdict(self)}")
+
+    def times(self, effort: float) -> SearchConfig:
+        """Return the same settings with this multiple of roll-outs, starts, candidates and patience."""
+        return replace(
+            self,
+            samples=portion(self.samples, effort),
+            starts=portion(self.starts, effort),
+            candidates=portion(self.candidates, effort),
+            patience=portion(self.patience, effort),
+        )
 
 
 DEFAULT_SEARCH = SearchConfig()

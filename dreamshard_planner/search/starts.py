@@ -17,6 +17,7 @@ import numpy as np
 
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding, has_room
+from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search.laying import lay
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
@@ -107,9 +108,18 @@ def level_choice(
     return choose(high)
 
 
-def level_starts(cost: Cost, asked: JointOptions, has_time: Callable[[], bool] = lambda: True) -> list[Sharding]:
+def level_starts(
+    cost: Cost, asked: JointOptions, has_time: Callable[[], bool] = lambda: True, effort: float = 1.0
+) -> list[Sharding]:
     """Shardings to start from: level choices among all options, and among fewer sharding types, since each type that is
-    used costs kernels and collectives of its own. Where time runs out, the first of them."""
+    used costs kernels and collectives of its own.
+
+    Args:
+        cost: the problem and its cost.
+        asked: what its options cost.
+        has_time: whether to go on after the first start.
+        effort: share of the choices to make; all from 1 on.
+    """
     problem = cost.problem
     types = sorted({option.sharding_type for options in problem.tables for option in options})
     subsets = [set(types), *({kind} for kind in types if len(types) > 1)]
@@ -121,17 +131,18 @@ def level_starts(cost: Cost, asked: JointOptions, has_time: Callable[[], bool] =
     # Options with a part that no rank could hold are none, unless a table has no others.
     exists_TO = np.where(asked.fits_TO.any(1, keepdims=True), asked.fits_TO, asked.kind_TO != "")
     starts: dict[Sharding, _Start] = {}
-    for subset in subsets:
+    for subset in subsets[: portion(len(subsets), effort)]:
         if starts and not has_time():
             break
         within_TO = np.isin(asked.kind_TO, list(subset)) & exists_TO
         allowed_TO = np.where(within_TO.any(1, keepdims=True), within_TO, exists_TO)
-        for fill in FILLS:
+        for fill in FILLS[: portion(len(FILLS), effort)]:
             start = _affordable(cost, asked, allowed_TO, fill)
             if start is not None:
                 starts[start.sharding] = start
-    cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:FILLED_STARTS]
-    return list(dict.fromkeys([*starts, *(start.filled(cost, asked) for start in cheapest if has_time())]))
+    filled, attempts = (portion(count, min(1.0, effort)) for count in (FILLED_STARTS, FILL_ATTEMPTS))
+    cheapest = sorted(starts.values(), key=lambda start: cost.overall_ms(start.sharding))[:filled]
+    return list(dict.fromkeys([*starts, *(start.filled(cost, asked, attempts) for start in cheapest if has_time())]))
 
 
 def _affordable(cost: Cost, asked: JointOptions, allowed_TO: np.ndarray, fill: float) -> _Start | None:
@@ -159,7 +170,7 @@ class _Start:
     sharding: Sharding
     faster_T: np.ndarray
 
-    def filled(self, cost: Cost, asked: JointOptions) -> Sharding:
+    def filled(self, cost: Cost, asked: JointOptions, attempts: int) -> Sharding:
         """Tables take their faster options as long as that helps, those first that gain most per byte: a price alone
         treats like tables alike."""
         slow_T, each_T = np.array(self.sharding.options), np.arange(len(self.faster_T))
@@ -168,7 +179,7 @@ class _Start:
         order = [table for table in np.argsort(-gain_T / (grow_T + 1), kind="stable") if gain_T[table] > 0]
         best, best_ms, taken_T = self.sharding, cost.overall_ms(self.sharding), slow_T
         waiting = [np.array(order, dtype=int)] if order else []
-        for _ in range(FILL_ATTEMPTS):
+        for _ in range(attempts):
             if not waiting:
                 break
             some = waiting.pop()

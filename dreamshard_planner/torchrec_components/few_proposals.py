@@ -10,6 +10,7 @@ from torchrec.distributed.planner.proposers import GreedyProposer, UniformPropos
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption
 
 from dreamshard_planner.planning.placing import Countdown
+from dreamshard_planner.search.effort import portion
 
 TABLES_PLACED = 1000
 """Tables x proposals of each proposer: some seconds for all."""
@@ -23,16 +24,18 @@ class FewProposals(Proposer):
     Args:
         proposer: the other one.
         countdown: no more than one proposal after it has ended.
+        effort: multiple of the default's number of proposals.
     """
 
-    def __init__(self, proposer: Proposer, countdown: Countdown) -> None:
-        self._proposer, self._countdown = proposer, countdown
+    def __init__(self, proposer: Proposer, countdown: Countdown, effort: float) -> None:
+        self._proposer, self._countdown, self._effort = proposer, countdown, effort
         self._proposed = self._most = 0
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
         """See ``Proposer.load``."""
         tables = len({option.fqn for option in search_space})
-        self._proposed, self._most = 0, max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables))
+        most = max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables))
+        self._proposed, self._most = 0, portion(most, self._effort)
         self._proposer.load(search_space=search_space, enumerator=enumerator)
 
     def propose(self) -> list[ShardingOption] | None:
@@ -47,12 +50,13 @@ class FewProposals(Proposer):
         self._proposer.feedback(*given, **named)
 
 
-def few_proposals(seconds: float | None) -> list[Proposer]:
+def few_proposals(seconds: float | None, effort: float) -> list[Proposer]:
     """TorchRec's own by default, but for the grid; those of one kind for all tables first.
 
     Args:
         seconds: that they share; None for no cap.
+        effort: multiple of the default's number of proposals.
     """
     countdown = Countdown(seconds)
     theirs = (UniformProposer(), GreedyProposer(), GreedyProposer(use_depth=False))
-    return [FewProposals(proposer, countdown) for proposer in theirs]
+    return [FewProposals(proposer, countdown, effort) for proposer in theirs]

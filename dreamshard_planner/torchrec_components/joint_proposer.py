@@ -40,6 +40,7 @@ class JointProposer(Proposer):
         context: reads and rates options.
         topology: what the storage reservation leaves, where that is known.
         search: of moves and swaps; None to leave whole tables as ``TableWiseProposer`` proposes them.
+        effort: multiple of the default's candidates, for all but moves and swaps.
         seed: of the search.
         search_seconds: cap on the search, a third of it for each stage; None for none.
 
@@ -54,11 +55,14 @@ class JointProposer(Proposer):
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
         search_seconds: float | None = None,
+        effort: float = 1.0,
     ) -> None:
         self._context = context
         self._topology = topology
         self._sizes_caches = search is not None
-        self._search, self._seed, self._stage_seconds = search or DEFAULT_SEARCH, seed, stage_seconds(search_seconds)
+        self._search, self._seed = search or DEFAULT_SEARCH.times(effort), seed
+        self._stage_seconds = stage_seconds(search_seconds)
+        self._effort = effort
         self._table_wise: TableWiseProposer | None = None
         self._best: tuple[float, list[ShardingOption]] | None = None
         self._pending: list[ShardingOption] | None = None
@@ -151,4 +155,4 @@ class JointProposer(Proposer):
 
     def _how(self) -> HowToSearch:
         """With all of the time from now on."""
-        return HowToSearch(self._search, self._seed, self._stage_seconds, Countdown(self._stage_seconds))
+        return HowToSearch(self._search, self._effort, self._seed, self._stage_seconds, Countdown(self._stage_seconds))

@@ -85,10 +85,16 @@ class SearchLoop:
         self._joint: JointProposer | None = None
         if given.proposers is None:
             self._joint = JointProposer(
-                context, session.left, search=settings.search, seed=settings.seed, search_seconds=seconds
+                context,
+                session.left,
+                search=settings.search,
+                seed=settings.seed,
+                search_seconds=seconds,
+                effort=settings.candidates,
             )
             # Ours proposes what costs least by our costs; a model that is given may want something else.
-            self.proposers = [self._joint, *([] if given.perf_model is None else few_proposals(seconds))]
+            others = [] if given.perf_model is None else few_proposals(seconds, settings.candidates)
+            self.proposers = [self._joint, *others]
         else:
             self.proposers = given.proposers
         many = given.proposers is not None or given.perf_model is not None
@@ -97,6 +103,7 @@ class SearchLoop:
             search=settings.search,
             seed=settings.seed,
             search_seconds=seconds,
+            effort=settings.candidates,
             refine_seconds=settings.measuring_seconds,
             together=together,
             context=context,

@@ -38,6 +38,7 @@ class DreamShardPartitioner(Partitioner):
         seed: of the sampled roll-outs and the search.
         search_seconds: cap on the search, on top of the count of candidates; a third of it for a proposal that comes
             with ranks. None for no cap.
+        effort: multiple of the default's work on packing tables that hardly fit.
         refine_seconds: time for measuring plans on this machine's devices, see
             :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
         together: the ranks that measure; by default this one.
@@ -57,6 +58,7 @@ class DreamShardPartitioner(Partitioner):
         search: SearchConfig | None = DEFAULT_SEARCH,
         seed: int = 0,
         search_seconds: float | None = None,
+        effort: float = 1.0,
         refine_seconds: float = 0.0,
         together: Together | None = None,
         context: PlanningContext | None = None,
@@ -65,7 +67,7 @@ class DreamShardPartitioner(Partitioner):
         self._arguments = (constraints, statistics, checkpoint)
         self._search, self._quickly = search, quickly
         self._seed = checked_seed(seed)
-        self._seconds = search_seconds
+        self._seconds, self._effort = search_seconds, effort
         self._refinement = None
         if refine_seconds:
             self._refinement = REFINEMENTS["measure"](refine_seconds, seed, search or DEFAULT_SEARCH, together)
@@ -105,6 +107,7 @@ class DreamShardPartitioner(Partitioner):
                 self._search,
                 seed=self._seed,
                 seconds=None if quickly else seconds,
+                packing=self._effort,
                 quickly=quickly,
             )
             if self._refinement is not None and not quickly:

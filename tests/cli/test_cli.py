@@ -180,7 +180,7 @@ def test_calibration_measures_the_optimizers_and_batches_of_a_plan(trained: Path
     (tmp_path / "tables.json").write_text(json.dumps(tables))
     plan, out = str(tmp_path / "plan.json"), str(tmp_path / "x.safetensors")
     given = ("--tables", str(tmp_path / "tables.json"))
-    job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--search-seconds", "0.1", "--out", plan)
+    job = (*given, "--ranks", "2", "--device", "cpu", "--batch-size", "64", "--effort", "quick", "--out", plan)
     dreamshard("plan", *job)
     options = ("calibrate", "--checkpoint", str(trained), "--seconds", "1", "--force", "--out", out)
     for source, batches in ((("--plan", plan), "128 to 128"), (given, "")):

@@ -30,7 +30,7 @@ from dreamshard_planner.workload.sketch import IdSketch
 from dreamshard_planner.workload.tables import Table, Workload
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
-SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.2")
+SMALL = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
 TIGHT = ("--hbm", "1GB", "--host-memory", "1GB")
 MEASURING = ("learn", "observed", "train", "collect", "fit", "calibrate")
 """Commands that test_cli.py and test_observing.py run."""
@@ -108,7 +108,7 @@ def test_every_command_has_help_with_an_example_that_works(
     if words == ["what-if"]:
         arguments += ["--no-smallest", "--no-worst"]
     if words[0] in ("explain", "what-if"):
-        arguments += ["--search-seconds", "0.2"]
+        arguments += ["--effort", "quick"]
     done = run(*arguments)
     assert done.stdout and (words != ["stats", "parquet"] or "hold no lists: user; name" in done.stderr)
     if words[0] not in ("plan", "explain", "what-if"):  # below, of fewer tables
@@ -157,7 +157,7 @@ def test_plan_of_cpu_ranks_with_statistics_and_of_a_function(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    job = ("--ranks", "2", "--device", "cpu", "--memory", "16GiB", "--batch-size", "64", "--search-seconds", "0.2")
+    job = ("--ranks", "2", "--device", "cpu", "--memory", "16GiB", "--batch-size", "64", "--effort", "quick")
     document = json.loads(run("plan", "--tables", "my_model:make", *job, "--format", "json").stdout)
     assert len(document["report"]["tables"]) == 8 and document["machine"] == "2 CPU ranks"
     for source, reason in (
@@ -175,7 +175,7 @@ def test_what_is_shown_of_many_ranks_and_tables_and_long_names_is_short(tmp_path
     listed = {"schema": "dreamshard_planner.table_list/1", "tables": tables}
     (tmp_path / "tables.json").write_text(json.dumps(listed))
     job = ("--tables", str(tmp_path / "tables.json"), "--gpus", "18", "--gpu", "h100", "--batch-size", "8")
-    planned = run("plan", *job, "--sharding-types", "table_wise", "--search-seconds", "0.2", "--out", file)
+    planned = run("plan", *job, "--sharding-types", "table_wise", "--effort", "quick", "--out", file)
     some, every = (run("report", file, *options).stdout for options in ((), ("--all",)))
     for few in (planned.stdout, some):
         assert "the 20 costliest of 25" in few and few.count("table_wise   ") == 20
@@ -377,7 +377,7 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> 
     for group in (*short["groups"], *long["groups"]):
         group["tables"] = sorted(group["tables"])  # a list of tables has an order of its own
     assert short["memory"] == long["memory"] and {**short, "tables": long["tables"]} == long
-    arguments = (plan, "--search-seconds", "0.2", "--vary", "gpus=4", "--no-worst", "--no-smallest", "--format", "json")
+    arguments = (plan, "--effort", "quick", "--vary", "gpus=4", "--no-worst", "--no-smallest", "--format", "json")
     varied = json.loads(run("what-if", *arguments).stdout)
     assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256
     assert varied["sweeps"]["ranks"][0]["ranks"] == 4
@@ -460,7 +460,7 @@ def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -
     listed = [{"name": name, "num_embeddings": rows, "embedding_dim": dim} for name, rows, dim in entries]
     tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
     TableStatistics({"fine": FeatureStatistics(4.0, ids=IdSketch.even(5000), batch_size=256)}).to_json(statistics)
-    job = ("--tables", str(tables), "--batch-size", "1e2", "--search-seconds", "0.1", "--statistics", str(statistics))
+    job = ("--tables", str(tables), "--batch-size", "1e2", "--effort", "quick", "--statistics", str(statistics))
     done = run("plan", *job, "--gpus", "2", "--gpu", "h100", "--format", "json")
     told = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert len(told) == 3 and "'pooled.odd' has dim 63" in done.stderr and "multiple of 4" in done.stderr
@@ -512,11 +512,11 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
     files = (str(folder / "monday.json"), str(folder / "tuesday.json"))
     shown = run("stats", "diff", *files).stdout
     assert "1 of 3 features drifted" in shown and "user_id" in shown and "item_id" not in shown
-    job = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--search-seconds", "0.2", "--format", "json")
+    job = ("--tables", EXAMPLE, "--gpus", "2", "--gpu", "h100", "--effort", "quick", "--format", "json")
     document = json.loads(run("stats", "diff", *files, *job).stdout)
     assert document["replanning"]["again_ms"] <= document["replanning"]["keep_ms"] * 1.001
     plan = str(folder / "of_monday.json")
-    run("plan", *SMALL, "--statistics", files[0], "--search-seconds", "0.2", "--out", plan)
+    run("plan", *SMALL, "--statistics", files[0], "--effort", "quick", "--out", plan)
     told = run("stats", "diff", "--plan", plan, files[1], "--worth", "1").stdout
     assert "Verdict: keep the plan. By tuesday.json, " in told and "1 of 3 features drifted" in told
     again = json.loads(
@@ -526,7 +526,7 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
     sketches, of_sketches = str(folder / "sketches.json"), str(folder / "of_sketches.json")
     counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
     TableStatistics(counted).to_json(sketches)
-    run("plan", *SMALL, "--statistics", sketches, "--search-seconds", "0.2", "--out", of_sketches)
+    run("plan", *SMALL, "--statistics", sketches, "--effort", "quick", "--out", of_sketches)
     refused = run("stats", "diff", "--plan", of_sketches, files[0], status=1).stderr
     assert "of_sketches.json" in refused and "monday.json" in refused and "city" in refused
     assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr

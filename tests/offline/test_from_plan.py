@@ -61,7 +61,7 @@ def model() -> nn.Module:
 
 
 def saved_of(module: nn.Module, statistics: TableStatistics | None, topology: Topology, **given) -> SavedPlan:
-    planner = DreamShardPlanner(topology=topology, batch_size=64, statistics=statistics, search_seconds=0.1, **given)
+    planner = DreamShardPlanner(topology=topology, batch_size=64, statistics=statistics, effort="quick", **given)
     planner.plan(module, get_default_sharders())
     return planner.saved_plan()
 
@@ -182,7 +182,7 @@ def spec(name: str, optimizer: str = "sgd", features: dict[str, float | None] | 
 
 def made(specs: list[TableSpec], machine: str, path: Path, **given) -> tuple[SavedPlan, SavedPlan]:
     """A plan, and the same as the job of its file rates it."""
-    settings = {"search_seconds": 0.3}
+    settings = {"effort": "quick"}
     job = Job(model=OfflineModel.of_specs(specs), machine=MACHINES[machine], batch_size=256, settings=settings, **given)
     job.plan().planner.save_plan(path)
     saved = SavedPlan.load(path)

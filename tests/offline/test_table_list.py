@@ -62,7 +62,7 @@ def test_caches_of_pools_are_planned_as_they_are_and_other_poolings_are_refused(
     def total_ms(**changes: Any) -> float:
         save_tables(tmp_path / "pool.json", [replace(table, **changes) for table in plain])
         model = read_model(str(tmp_path / "pool.json"))
-        settings = {"search_seconds": 0.1}
+        settings = {"effort": "quick"}
         job = Job(model=model, machine=Machine(ranks_per_host=2, gpu="h100"), batch_size=512, settings=settings)
         return job.plan().report.chosen.total_ms
 

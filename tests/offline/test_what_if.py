@@ -27,7 +27,7 @@ from dreamshard_planner.offline.what_if import (
 )
 from dreamshard_planner.plans.plan_file import SavedPlan
 
-QUICK = {"search_seconds": 0.2, "sharding_types": ["table_wise", "row_wise", "column_wise"]}
+QUICK = {"effort": "quick", "sharding_types": ["table_wise", "row_wise", "column_wise"]}
 
 
 def job(machine: Machine | None = None, hot: float = 60.0) -> Job:

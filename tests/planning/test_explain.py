@@ -25,7 +25,7 @@ TWO_GPUS = topology(device="cuda")
 
 def planner(hot: float = 5.0, **changes) -> DreamShardPlanner:
     statistics = TableStatistics({f"t{i}_f0": FeatureStatistics(hot if i == 2 else 5.0) for i in range(8)})
-    arguments = {"topology": topology(), "batch_size": 512, "statistics": statistics, "search_seconds": 0.2}
+    arguments = {"topology": topology(), "batch_size": 512, "statistics": statistics, "effort": "quick"}
     return DreamShardPlanner(stats=[], debug=False, **(arguments | changes))
 
 

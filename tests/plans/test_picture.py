@@ -42,7 +42,7 @@ def planned() -> PlannedJob:
     specs = read_table_list(EXAMPLE)
     specs[0], specs[1] = replace(specs[0], name=SCRIPT), replace(specs[1], name=FORMULA)
     machine = Machine(ranks_per_host=2, gpu="a100-80")
-    settings = {"search_seconds": 0.2, "stats": [], "debug": False}
+    settings = {"effort": "quick", "stats": [], "debug": False}
     return Job(model=OfflineModel.of_specs(specs), machine=machine, batch_size=256, settings=settings).plan()
 
 
@@ -230,7 +230,7 @@ def test_commands_write_pictures(tmp_path: Path) -> None:
         assert result.exit_code == status, result.output
         return result.output if status else result.stdout
 
-    job = ("--tables", str(EXAMPLE), "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--search-seconds", "0.1")
+    job = ("--tables", str(EXAMPLE), "--gpus", "2", "--gpu", "h100", "--batch-size", "256", "--effort", "quick")
     plan, page, folder = tmp_path / "plan.json", tmp_path / "plan.html", tmp_path / "figures"
     shown = dreamshard("plan", *job, "--out", str(plan), "--html", str(page), "--format", "json")
     assert f"{json.loads(shown)['report']['chosen']['total_ms']:.3f} ms" in page.read_text()

@@ -55,14 +55,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_saved_plans_of_random_models_load_to_the_same_plan(seed: int, tmp_path: Path) -> None:
     case = mixed_case(seed)
-    one = case.planner(search_seconds=0.1)
+    one = case.planner(effort="quick")
     try:
         plan = one.plan(case.model, case.sharders)
     except PlannerError:
         return  # nothing to save
     one.save_plan(tmp_path / "plan.json")
     assert SavedPlan.load(tmp_path / "plan.json") == one.saved_plan(name="plan.json")
-    other = case.planner(search_seconds=0.1, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
+    other = case.planner(effort="quick", plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
     assert other.plan(case.model, case.sharders).plan == plan.plan
     report = other.report()
     assert report.chosen.total_ms == pytest.approx(one.report().chosen.total_ms, rel=1e-6)

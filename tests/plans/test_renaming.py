@@ -42,7 +42,7 @@ def saved(**given) -> SavedPlan:
 
 @pytest.fixture(scope="module")
 def plan() -> SavedPlan:
-    return saved(search_seconds=0.2)
+    return saved(effort="quick")
 
 
 def test_a_plan_under_other_names_moves_nothing(plan: SavedPlan) -> None:
@@ -70,7 +70,7 @@ def test_ranks_keep_their_names_where_nothing_is_gained(plan: SavedPlan) -> None
 
 
 def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: SavedPlan) -> None:
-    ruled = saved(search_seconds=0.2, placement_rules=PlacementRules(on_ranks={"t5": [0, 1]}))
+    ruled = saved(effort="quick", placement_rules=PlacementRules(on_ranks={"t5": [0, 1]}))
     assert names_that_keep_most(renamed(ruled, NAMES), ruled) == (0, 1, 2, 3)
     topology = replace(plan.inputs.topology, memory_bytes={"HBM": (1, 2, 3, 3), "DDR": (1,) * 4, "SSD": (0,) * 4})
     uneven = replace(plan, inputs=replace(plan.inputs, topology=topology))
@@ -83,13 +83,13 @@ def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: Saved
 def test_ranks_keep_their_names_where_blocks_may_be_read_unevenly(tmp_path: Path) -> None:
     """Blocks lie in the order of ranks: under other names a block would have another rank's cost."""
     hot = FeatureStatistics(LOOKUPS, ids=IdSketch.even(500), batch_size=64)  # half of the rows
-    known = saved(search_seconds=0.2, statistics=TableStatistics({"t0_f0": hot}))
+    known = saved(effort="quick", statistics=TableStatistics({"t0_f0": hot}))
     assert dict(known.tables())["t0"].sharding_type == "row_wise"
     other = renamed(known, NAMES)
     assert names_that_keep_most(other, known) == (0, 1, 2, 3)
     assert _compared(tmp_path, other, known) == known
     even = TableStatistics({f"t{index}_f0": FeatureStatistics(LOOKUPS) for index in range(10)})
-    alike = saved(search_seconds=0.2, statistics=even)
+    alike = saved(effort="quick", statistics=even)
     assert names_that_keep_most(renamed(alike, NAMES), alike) == NAMES
 
 

@@ -32,7 +32,7 @@ def ranks_of(planner: DreamShardPlanner) -> dict[str, set[int]]:
 
 
 def planner(rules: PlacementRules | None, ranks: int = 4, **changes) -> DreamShardPlanner:
-    arguments = {"topology": topology(ranks), "search_seconds": 0.3, **changes}
+    arguments = {"topology": topology(ranks), "effort": "quick", **changes}
     return DreamShardPlanner(batch_size=64, stats=[], debug=False, placement_rules=rules, **arguments)
 
 
@@ -73,7 +73,7 @@ def test_random_models_keep_random_rules_or_say_why_not() -> None:
         names = [name.split(".")[-2] for name, _ in case.model.named_parameters()]
         names = [name for name in names if name[0] == "t" and name not in case.left_out]
         rules = _random_rules(rng, sorted(names), case.topology.world_size)
-        one = case.planner(search_seconds=0.1, placement_rules=rules)
+        one = case.planner(effort="quick", placement_rules=rules)
         try:
             one.plan(case.model, case.sharders)
         except PlannerError as error:
@@ -92,7 +92,7 @@ def test_random_models_keep_random_rules_or_say_why_not() -> None:
 
 def test_a_rule_costs_what_it_costs_and_no_more() -> None:
     """A rule that the plan keeps anyway does not change it."""
-    free = planner(None, sharding_types=TABLE_WISE, search_seconds=None)
+    free = planner(None, sharding_types=TABLE_WISE, effort="default")
     free.plan(model(), SHARDERS)
     apart = next(
         (first, second)
@@ -100,7 +100,7 @@ def test_a_rule_costs_what_it_costs_and_no_more() -> None:
         for second in ranks_of(free)
         if ranks_of(free)[first] != ranks_of(free)[second]
     )
-    ruled = planner(PlacementRules(apart=[apart]), sharding_types=TABLE_WISE, search_seconds=None)
+    ruled = planner(PlacementRules(apart=[apart]), sharding_types=TABLE_WISE, effort="default")
     ruled.plan(model(), SHARDERS)
     assert ruled.report().chosen.total_ms <= free.report().chosen.total_ms * 1.01
     assert all(len(memory.limit_bytes) == 4 and memory.kind == "DDR" for memory in ruled.report().memory)

@@ -1,0 +1,176 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Effort counts candidates: it bounds every part of planning, and the clock decides no plan."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from placement_tasks import storage_problem
+from sharding_tasks import sharding_cost
+from small_models import SHARDERS, collection, planner, table, topology
+from torch import nn
+
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
+from dreamshard_planner.errors import PlanError
+from dreamshard_planner.offline.from_plan import job_of
+from dreamshard_planner.planning.baseline import torchrec_plan
+from dreamshard_planner.policy import joint_network
+from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
+from dreamshard_planner.search import exact, few_moves
+from dreamshard_planner.search.effort import EFFORTS, portion
+from dreamshard_planner.search.few_moves import _Walk
+from dreamshard_planner.search.group_moves import group_moves
+from dreamshard_planner.search.joint import DEFAULT_JOINT
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search.starts import JointOptions, level_starts
+from dreamshard_planner.torchrec_components.few_proposals import few_proposals
+
+QUICK, THOROUGH = EFFORTS["quick"], EFFORTS["thorough"]
+READ = (40.0, 25.0, 9.0, 4.0, 2.0)
+
+
+def model() -> nn.Module:
+    module = nn.Module()
+    module.sparse = collection(*(table(f"t{i}", 2000 * (i + 1), 64) for i in range(len(READ))))
+    return module
+
+
+def planned(read: tuple[float, ...] = READ, **arguments: Any) -> DreamShardPlanner:
+    statistics = TableStatistics({f"t{i}_f0": FeatureStatistics(factor) for i, factor in enumerate(read)})
+    made = planner(topology=topology(3), statistics=statistics, cost_source="roofline", **arguments)
+    made.plan(model(), SHARDERS)
+    return made
+
+
+def ranks(made: DreamShardPlanner) -> list[tuple[Any, ...]]:
+    return [(name, t.sharding_type, [s.rank for s in t.shards]) for name, t in made.saved_plan().tables()]
+
+
+@pytest.mark.parametrize("effort", ["quick", "default"])
+def test_the_clock_decides_no_plan(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where each look at a clock finds another hour gone."""
+    usual, hours = planned(effort=effort), itertools.count(step=3600)
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: float(next(hours)))
+    slow = planned(effort=effort)
+    assert ranks(slow) == ranks(usual) and slow.report().candidates == usual.report().candidates
+    if effort == "quick":
+        again, before = (made.replan(usual.saved_plan(), steps=10**6) for made in (slow, usual))
+        assert [move.step_ms for move in again.curve] == [move.step_ms for move in before.curve]
+
+
+def test_packing_is_limited_by_a_count_and_by_seconds_for_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, milp = [], exact.milp
+    monkeypatch.setattr(exact, "milp", lambda *a, **k: (asked.append(dict(k["options"])), milp(*a, **k))[1])
+    hard = storage_problem([7, 6, 5, 5, 4, 3], [15, 15])
+    for arguments in ({}, {"effort": QUICK}, {"effort": THOROUGH}, {"seconds": 60.0}, {"seconds": 0.1}):
+        found, _ = exact.pack(hard, **arguments)
+        assert found is not None and hard.fits(found[None]).all()
+    nodes = [options["node_limit"] for options in asked]
+    assert nodes[1] < nodes[0] < nodes[2] and nodes[3] == nodes[4] == nodes[0]
+    assert [options.get("time_limit") for options in asked] == [None, None, None, 60.0, exact.CAPPED_SECONDS]
+    assert exact.pack(hard, 0.0) == (None, False)
+
+
+def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
+    quick, default, thorough = (planned(effort=effort) for effort in EFFORTS)
+    for one, other in itertools.pairwise((quick, default, thorough)):
+        assert one.report().candidates < other.report().candidates
+        assert one.report().reshards < other.report().reshards
+    proposals = [made._loop._found.torchrec.proposals for made in (quick, default, thorough)]
+    assert proposals[0] < proposals[1] <= proposals[2]
+    for made in (quick, default, thorough):
+        assert all(made.report().chosen.total_ms <= rival.total_ms * (1 + 1e-6) for rival in made.report().rivals)
+
+
+def test_multiples_of_the_settings() -> None:
+    assert DEFAULT_SEARCH.times(1.0) == DEFAULT_SEARCH and DEFAULT_JOINT.times(1.0) == DEFAULT_JOINT
+    more = DEFAULT_JOINT.times(THOROUGH)
+    assert (more.reshards, more.reshards_per_table, more.effort) == (80_000, 40, 4.0)
+    assert DEFAULT_SEARCH.times(THOROUGH).candidates == 80_000 and DEFAULT_SEARCH.times(QUICK).samples < 2
+    assert [portion(count, QUICK) for count in (0, 1, 1000)] == [0, 1, round(1000 * QUICK)]
+
+
+def test_starts_roll_outs_and_group_moves_are_fewer_with_less_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = sharding_cost(9, 5)
+    asked = JointOptions(cost)
+    level = level_starts(cost, asked)
+    assert level_starts(cost, asked, effort=THOROUGH) == level
+    assert 0 < len(level_starts(cost, asked, effort=QUICK)) < len(level) / 2
+    moves = group_moves(cost, asked, level[0])
+    assert group_moves(cost, asked, level[0], THOROUGH) == moves
+    assert 0 < len(group_moves(cost, asked, level[0], QUICK)) < len(moves) / 2
+    episodes, play = [], joint_network.joint_roll_out
+
+    def counted(policy: Any, task: Any, count: int, *rest: Any) -> Any:
+        episodes.append(count)
+        return play(policy, task, count, *rest)
+
+    monkeypatch.setattr(joint_network, "joint_roll_out", counted)
+    for effort in (QUICK, 1.0, THOROUGH):
+        joint_starts(cost, shipped_joint_policy(), asked, level, effort=effort)
+    assert episodes[0] < episodes[1] == episodes[2]
+
+
+def test_torchrecs_plan_and_other_proposers_propose_as_often_as_effort_says() -> None:
+    made = planned()
+    space, left, estimate = made._model().search_space, made._model().left, made._model().context.estimate_as_torchrec
+    few, usual = (torchrec_plan(space, left, estimate, effort) for effort in (QUICK, 1.0))
+    assert few is not None and usual is not None and few.proposals < usual.proposals and not few.finished
+
+    def proposed(effort: float) -> int:
+        (_, greedy, _) = few_proposals(None, effort)
+        greedy.load(space)
+        count = 0
+        while (proposal := greedy.propose()) is not None:
+            count += 1
+            greedy.feedback(True, proposal, 1.0 / count)
+        return count
+
+    assert proposed(QUICK) < proposed(1.0)
+
+
+def test_replanning_tries_as_much_as_effort_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_moves, "TRIALS", 4000)
+    before, tried = planned().saved_plan(), []
+    rated: Callable[..., Any] = _Walk._rated
+    monkeypatch.setattr(_Walk, "_rated", lambda walk, trials: (tried.append(len(trials)), rated(walk, trials))[1])
+    trials = []
+    for effort in ("quick", "default"):
+        made = planned(READ[::-1], effort=effort)
+        tried.clear()
+        found = made.replan(before, steps=10**9)
+        assert found.curve[-1].step_ms < found.curve[0].step_ms
+        trials.append(sum(tried))
+    assert trials[0] < trials[1] / 2
+
+
+def test_files_digests_and_jobs_tell_an_effort_that_is_not_the_default(tmp_path: Path) -> None:
+    usual, quick = planned(), planned(effort="quick")
+    assert "effort" not in usual.saved_plan().inputs.settings
+    assert usual.hash_planner_context_inputs_str() != quick.hash_planner_context_inputs_str()
+    assert usual.hash_planner_context_inputs_str() == planned(effort="default").hash_planner_context_inputs_str()
+    saved = quick.saved_plan()
+    assert saved.inputs.settings["effort"] == "quick" and job_of(saved).settings["effort"] == "quick"
+    odd = replace(saved, inputs=replace(saved.inputs, settings={**saved.inputs.settings, "effort": "lazy"}))
+    with pytest.raises(PlanError, match="effort 'lazy' cannot be: effort must be one of quick, default, thorough"):
+        job_of(odd)
+    with pytest.raises(ValueError, match="effort must be one of quick, default, thorough, got 'fast'"):
+        planner(effort="fast")
+
+
+def test_wider_spaces_are_searched_with_the_same_effort() -> None:
+    made = planned()
+    wider = made._last().model.wider
+    assert wider is not None
+    few, usual = (wider.search(made.options, DEFAULT_SEARCH.times(e), 0, e) for e in (QUICK, 1.0))
+    assert usual.total_ms <= few.total_ms * (1 + 1e-6) and few.total_ms <= few.exact_ms
+    assert np.isfinite(few.total_ms) and torch.is_inference_mode_enabled() is False
