@@ -31,8 +31,9 @@ from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.alike_shards import counted, places_of, ranks_of, set_ranks
 from dreamshard_planner.search_space.kernels import CACHING, FUSED
-from dreamshard_planner.search_space.options import by_table, fqn_of, lacks_room, refused
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.legality import Cut
+from dreamshard_planner.search_space.options import by_table, cannot_lie_so, fqn_of, lacks_room, refused, type_of
+from dreamshard_planner.search_space.sharding_types import MISSED_ROWS, SHARDING_TYPES
 from dreamshard_planner.support.formatting import memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
 
@@ -86,11 +87,14 @@ class GivenPlans:
 
         Raises:
             PlannerError: tables are missing, unknown or given twice; shards leave their table or do not cover it; ranks
-                are missing or impossible; a sharding type or kernel is unknown.
+                are missing or impossible; a sharding type or kernel is unknown; blocks of rows are not equal.
         """
         given = tables_of(plan)
         self._check_tables(given, plan.name if isinstance(plan, SavedPlan) else "the plan")
-        return [self.as_option(fqn, given[fqn]) for fqn in self.by_table]
+        options = [self.as_option(fqn, given[fqn]) for fqn in self.by_table]
+        for option in options:
+            _check_rows(option)
+        return options
 
     def enumerated(self, plan: SavedPlan) -> dict[int, ShardingOption]:
         """The options that a file chose, with its ranks and load factors, each by the storage hash of the enumerated
@@ -104,6 +108,7 @@ class GivenPlans:
         chosen = {}
         for fqn, choices in self.by_table.items():
             sharding = given[fqn]
+            _check_rows(self.as_option(fqn, sharding))
             known = self.known(fqn, sharding)
             if known is None:
                 ways = sorted({f"{choice.sharding_type} {choice.compute_kernel}" for choice in choices})
@@ -207,6 +212,19 @@ class GivenPlans:
             if (choice.sharding_type, choice.compute_kernel, choice.num_shards) == way and places_of(choice) == places:
                 return choice
         return None
+
+
+def _check_rows(option: ShardingOption) -> None:
+    """PlannerError, naming table and rows, where TorchRec would look rows up elsewhere than they lie."""
+    if MISSED_ROWS not in type_of(option).broken_cuts or not Cut(option, "").misses_rows:
+        return
+    rows = [size[0] for (_, column), size in places_of(option) if column == 0]
+    named = ", ".join(map(str, rows[:NAMED])) + (", ..." if len(rows) > NAMED else "")
+    equal = -(-option.tensor.shape[0] // len(rows))
+    raise cannot_lie_so(
+        f"table {fqn_of(option)!r} is {option.sharding_type} in blocks of {named} rows: {MISSED_ROWS.text}. Plan it "
+        f"again: blocks of {equal} rows, the last one of what is left, are right"
+    )
 
 
 def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:

@@ -188,7 +188,8 @@ def _sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Modul
 
 
 class FastEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator: the same options with the same estimates.
+    """TorchRec's enumerator: the same options with the same estimates, but equal blocks of rows also on ranks of
+    unequal memory.
 
     Tables keep TorchRec's order; the options of one table are sorted by sharding type and compute kernel, since
     TorchRec's own order changes with Python's hash seed.
@@ -211,6 +212,8 @@ class FastEnumerator(EmbeddingEnumerator):
         prepare: Callable[[ShardingOption], None] | None = None,
     ) -> None:
         super().__init__(topology, batch_size, constraints, estimator)
+        # TorchRec would cut row_wise tables by the memory of each rank, and its lookup assumes equal blocks.
+        self._device_memory_sizes = None
         self._estimators: list[ShardEstimator] = [OncePerSize(estimator) for estimator in self._estimators]
         self._variants = variants
         self._prepare = prepare

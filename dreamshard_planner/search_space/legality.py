@@ -16,7 +16,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
-from dreamshard_planner.search_space.alike_shards import counted
+from dreamshard_planner.search_space.alike_shards import counted, runs_of
 from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.modules import Quantized
 from dreamshard_planner.search_space.options import refused, type_of
@@ -92,6 +92,25 @@ class Cut:
     def lacks_rows(self) -> bool:
         """Whether some shard has none."""
         return not all(shard.size[0] for shard, _ in counted(self.option))
+
+    @property
+    def misses_rows(self) -> bool:
+        """Whether some block starts or ends elsewhere than TorchRec's lookup assumes: at multiples of the rows over the
+        blocks, rounded up. The lookups of served and of virtual tables know where each block lies."""
+        kernel = KERNELS[self.kernel]
+        if kernel.serves or kernel.virtual:
+            return False
+        rows, columns = self.option.tensor.shape
+        runs = runs_of(self.option)
+        blocks = max(1, self.option.num_shards * runs[0].first.size[1] // columns)
+        most, index = -(-rows // blocks), 0
+        for run in runs:
+            for which in {0, run.count - 1}:
+                start = min((index + which) % blocks * most, rows)
+                if (run.offset(which)[0], run.first.size[0]) != (start, min(most, rows - start)):
+                    return True
+            index += run.count
+        return False
 
 
 def is_mean(config: Any) -> bool:

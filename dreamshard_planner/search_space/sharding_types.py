@@ -204,6 +204,11 @@ BLOCKS_WITHOUT_ROWS: Reason[Cut] = Reason(
     lambda cut: cut.compute_device == "cpu" and cut.lacks_rows,
     "some rank would have no rows of it, and FBGEMM's CPU kernels crash on that",
 )
+MISSED_ROWS: Reason[Cut] = Reason(
+    "blocks of rows that are not equal",
+    lambda cut: cut.misses_rows,
+    "TorchRec looks rows up in equal blocks, and would read and train other rows",
+)
 
 TW, CW, TWCW, RW, TWRW = "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"
 GRID, DP = "grid_shard", "data_parallel"
@@ -244,7 +249,7 @@ SHARDING_TYPES = {
         sequence_exchanges=ALL_TO_ALL,
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
         broken=(BAGS_OF_MEANS, WEIGHTED_MEANS, MEANS_ADDED_UP, SCALES_IN_ROWS),
-        broken_cuts=(BLOCKS_WITHOUT_ROWS,),
+        broken_cuts=(BLOCKS_WITHOUT_ROWS, MISSED_ROWS),
         sequence_on=ANYWHERE,
         divides_means_late=True,
     ),
@@ -254,7 +259,7 @@ SHARDING_TYPES = {
         splits_rows=True,
         exchanges=THROUGH_HOSTS,
         broken=(BAGS_OF_MEANS, WEIGHTED_MEANS),
-        broken_cuts=(BLOCKS_WITHOUT_ROWS,),
+        broken_cuts=(BLOCKS_WITHOUT_ROWS, MISSED_ROWS),
         divides_means_late=True,
     ),
     GRID: ShardingTypeSpec(
@@ -264,7 +269,7 @@ SHARDING_TYPES = {
         splits_columns=True,
         exchanges=THROUGH_HOSTS,
         broken=(BAGS_OF_MEANS, SUMS_FOR_MEANS),
-        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, BLOCKS_WITHOUT_ROWS),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, BLOCKS_WITHOUT_ROWS, MISSED_ROWS),
         inexact=(STATE_PER_SLICE,),
         only_named=True,
     ),

@@ -28,6 +28,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecsDistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import CustomTopologyData
 from torchrec.distributed.types import ModuleSharder, ShardedTensor
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -76,6 +77,7 @@ class Case:
         dense: the script's optimizer for all that no kernel updates; None for none.
         attached: this package's ``DistributedModelParallel``, which attaches optimizers to replicas; else TorchRec's.
         planned_batch: samples of a rank, as the planner is told.
+        memory_bytes: of the first ranks; the others repeat them.
     """
 
     modules: Mapping[str, Mapping[str, TableSpec]]
@@ -87,6 +89,7 @@ class Case:
     dense: type[torch.optim.Optimizer] | None = torch.optim.SGD
     attached: bool = True
     planned_batch: int = 16
+    memory_bytes: tuple[int, ...] = (8 << 30,)
 
     def tables(self) -> Iterator[tuple[str, str, TableSpec]]:
         for module, tables in self.modules.items():
@@ -207,7 +210,7 @@ def sharders(case: Case) -> list[ModuleSharder[nn.Module]]:
     ]
 
 
-def planner_of(case: Case, world_size: int, local_world_size: int) -> EmbeddingShardingPlanner:
+def planner_of(case: Case, world_size: int, local_world_size: int, **arguments: Any) -> EmbeddingShardingPlanner:
     constraints = {
         name: ParameterConstraints(
             sharding_types=list(spec.sharding_types) if spec.sharding_types else None,
@@ -217,12 +220,17 @@ def planner_of(case: Case, world_size: int, local_world_size: int) -> EmbeddingS
         )
         for _, name, spec in case.tables()
     }
+    memory = [case.memory_bytes[rank % len(case.memory_bytes)] for rank in range(world_size)]
+    custom = CustomTopologyData({"ddr_cap": memory}, world_size) if len(set(memory)) > 1 else None
     common: dict[str, Any] = {
-        "topology": Topology(world_size, "cpu", local_world_size=local_world_size, ddr_cap=8 << 30),
+        "topology": Topology(
+            world_size, "cpu", local_world_size=local_world_size, ddr_cap=memory[0], custom_topology_data=custom
+        ),
         "batch_size": case.planned_batch,
         "constraints": constraints,
         "stats": [],
         "debug": False,
+        **arguments,
     }
     if case.planner == "torchrec":
         return EmbeddingShardingPlanner(**common)

@@ -4,7 +4,9 @@ not. row_wise, table_row_wise and grid_shard of pooled tables need a sharder of 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from mixed import Case, MixedModel, TableSpec, Trained, alone, planner_of, sharders, train_all, untrained
 from ranks import run_on_ranks
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from dreamshard_planner import JsonPlanLoader
 from dreamshard_planner.search_space.legality import MIXED_MEAN
 from dreamshard_planner.search_space.sharding_types import (
     BLOCKS_WITHOUT_ROWS,
@@ -27,6 +31,7 @@ from dreamshard_planner.search_space.sharding_types import (
     DENSE_SEQUENCES,
     DP,
     GRID,
+    MISSED_ROWS,
     OPTIMIZER_OUTSIDE,
     RW,
     STATE_PER_SLICE,
@@ -89,6 +94,9 @@ REPLICATED = {
     "sequence": sequence((TW, RW)),
 }
 """Beside tables that are not, in several modules, of two precisions."""
+UNEQUAL = (16 << 30, 8 << 30)
+"""Memory of two ranks, by which TorchRec cuts row_wise tables."""
+SEQUENCE = {"s": spec(RW, 50), "u": TableSpec(60, 8, features=2)}
 EXACT = {
     "stock sgd": stock(SGD),
     "every adagrad": every(Adagrad),
@@ -98,6 +106,7 @@ EXACT = {
     "attached sgd": Case(REPLICATED, SGD, dense=None),
     "attached adagrad": Case(REPLICATED, Adagrad),
     "attached row-wise adagrad": Case(REPLICATED, RowWiseAdagrad),
+    "unequal memory": replace(every(SGD), memory_bytes=UNEQUAL, modules={**every(SGD).modules, "sequence": SEQUENCE}),
     "free": Case({"bags": FREE, "sequence": {"s": TableSpec(60, 8), "u": TableSpec(50, 8)}}, SGD, planned_batch=4096),
 }
 DIFFERENT = {
@@ -122,6 +131,10 @@ WRONG = {
     "row_wise mean beside data_parallel": (torchrec_case(t=spec(RW, pooling=MEAN), w=spec(DP)), MIXED_MEAN),
 }
 """TorchRec's plan of it trains without an error, and wrongly: with the reason of ours."""
+WRONG_ROWS = {
+    module: replace(torchrec_case(module, t=spec(RW)), memory_bytes=UNEQUAL) for module in ("bags", "sequence")
+}
+"""TorchRec's plan of it looks up other rows than the planner's, which is exact."""
 CRASHES = {
     "sequence data_parallel": (torchrec_case("sequence", t=spec(DP)), DENSE_SEQUENCES.text),
 }
@@ -140,14 +153,14 @@ MEMORY = {
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Trained]:
     """Of every case, with whole tables on one rank."""
-    cases = EXACT | DIFFERENT | {name: case for name, (case, _) in WRONG.items()}
+    cases = EXACT | DIFFERENT | WRONG_ROWS | {name: case for name, (case, _) in WRONG.items()}
     return run_on_ranks(train_all, {name: alone(case) for name, case in cases.items()}, world_size=1)[0]
 
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Trained]]:
     """By rank, two of one host."""
-    cases = EXACT | DIFFERENT | MEMORY | {name: entry[0] for name, entry in (WRONG | CRASHES).items()}
+    cases = EXACT | DIFFERENT | MEMORY | WRONG_ROWS | {name: entry[0] for name, entry in (WRONG | CRASHES).items()}
     return run_on_ranks(train_all, cases, world_size=2)
 
 
@@ -223,7 +236,7 @@ def test_tables_take_the_memory_that_is_planned(name: str, on_two: list[dict[str
     assert sum(allocated) >= 3001 * 64 * 4 and allocated == pytest.approx(planned, rel=0.005)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_ROWS])
 def test_torchrec_computes_wrongly_what_is_broken(
     name: str, expected: dict[str, Trained], on_two: list[dict[str, Trained]]
 ) -> None:
@@ -236,6 +249,31 @@ def test_torchrec_computes_wrongly_what_is_broken(
 def test_torchrec_crashes_on_what_is_broken(name: str, on_two: list[dict[str, Trained]]) -> None:
     for rank in on_two:
         assert rank[name].error is not None
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_plans_that_look_up_other_rows_are_refused(name: str, tmp_path: Path) -> None:
+    theirs = planner_of(WRONG_ROWS[name], 2, 2)
+    plan = theirs.plan(MixedModel(WRONG_ROWS[name]), sharders(WRONG_ROWS[name]))
+    case = replace(WRONG_ROWS[name], planner="dreamshard")
+    made = planner_of(case, 2, 2)
+    made.plan(MixedModel(case), sharders(case))
+    message = f"{name}.t' is row_wise in blocks of 26, 14 rows: {MISSED_ROWS.text}"
+    with pytest.raises(PlannerError, match=message):
+        made.predict(plan)
+    made.save_plan(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    document = json.loads(text)
+    for shard, (row, rows) in zip(document["sharding"][name]["t"]["shards"], ((0, 26), (26, 14)), strict=True):
+        shard["offset"][0], shard["size"][0] = row, rows
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(PlannerError, match=message):
+        planner_of(case, 2, 2, plan_loader=JsonPlanLoader(tmp_path / "plan.json")).plan(
+            MixedModel(case), sharders(case)
+        )
+    enumerator = EmbeddingEnumerator(theirs._topology, 16, theirs._constraints)
+    with pytest.raises(PlannerError, match=MISSED_ROWS.text):
+        planner_of(case, 2, 2, enumerator=enumerator).plan(MixedModel(case), sharders(case))
 
 
 @pytest.mark.parametrize("name", [*WRONG, *CRASHES])
