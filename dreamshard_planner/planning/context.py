@@ -19,6 +19,7 @@ from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted
@@ -87,7 +88,10 @@ class PlanningContext:
         self.compute: ComputeCost = self._costs.compute()
         self.links = self._costs.links()
         # Perf and storage.
-        self._torchrec = [] if self.sharders is None else torchrec_estimators(self.topology, self.constraints)
+        self._torchrec: list[ShardEstimator] = []
+        if self.sharders is not None:
+            perf, storage = torchrec_estimators(self.topology, self.constraints)
+            self._torchrec = [perf, AllocatedStorage(storage, self.reader, self.topology)]
         if self._torchrec and self._costs.takes_estimates and self.constraints is not None:
             # Costs are TorchRec's, while memory is for the lookups that there are.
             self._torchrec[0] = WithLengths(self._torchrec[0], self.constraints.torchrec_lengths)

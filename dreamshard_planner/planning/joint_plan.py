@@ -117,7 +117,7 @@ def joint_plan(
             read = context.read(pinned, topology)
             cost = context.cost(read)
             starts = {name: start for name, plan in plans.items() if (start := _within(read, plan)) is not None}
-            # TorchRec's, which does not reckon with dense gradients, may need more memory than there is.
+            # TorchRec's plan may break placement rules.
             fitting = {name: start for name, start in starts.items() if cost.problem.fits(start)}
             costs = {name: cost.rate(start) for name, start in fitting.items()}
             if known is None:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner.cost.collectives import Collective
@@ -18,7 +18,7 @@ from dreamshard_planner.cost.roofline import DENSE_PASSES
 from dreamshard_planner.search_space.alike_shards import runs_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import FUSED, KERNELS, fuses_as
-from dreamshard_planner.search_space.options import fqn_of, type_of
+from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload
 
 
@@ -36,7 +36,6 @@ class Parts:
         self.synced_bytes: list[float] = []
         self.columns: dict[Collective, int] = {}
         """Column of each collective that some part takes part in."""
-        self._uncounted_bytes: list[int] = []
         self._sent: list[tuple[int, int, float]] = []
 
     def add(
@@ -93,7 +92,6 @@ class Parts:
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
         self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
         self.synced_bytes.append(_synced_bytes(option, workload))
-        self._uncounted_bytes.append(_uncounted_bytes(option, table, workload))
         for collective, sent in exchanges:
             self._sent.append((row, self.columns.setdefault(collective, len(self.columns)), sent))
         return row
@@ -105,14 +103,11 @@ class Parts:
             bytes_PC[row, column] = sent
         return bytes_PC
 
-    def storage_PM(self, topology: Topology, with_storage: bool) -> torch.Tensor:
+    def storage_PM(self, with_storage: bool) -> torch.Tensor:
         """See :class:`~dreamshard_planner.cost.problem.Problem`; nothing before storage is estimated."""
         if not with_storage:
             return torch.zeros(len(self.shards), len(MEMORY_KINDS), dtype=torch.int64)
-        storage_PM = needed_bytes(self.shards)
-        kind = MEMORY_KINDS.index("DDR" if topology.compute_device == "cpu" else "HBM")
-        storage_PM[:, kind] += torch.tensor(self._uncounted_bytes, dtype=torch.int64)
-        return storage_PM
+        return needed_bytes(self.shards)
 
 
 def _synced_bytes(option: ShardingOption, shard: Workload) -> float:
@@ -122,18 +117,6 @@ def _synced_bytes(option: ShardingOption, shard: Workload) -> float:
         return 0.0
     states = {"sgd": 0, "adagrad": shard.dim}.get(shard.optimizer, 1)
     return shard.rows * (shard.dim * shard.weight_bytes + states * OUTPUT_BYTES)
-
-
-def _uncounted_bytes(option: ShardingOption, table: Table, shard: Workload) -> int:
-    """What a shard needs beside TorchRec's estimate of its storage: the table-sized gradient that a dense kernel makes
-    with every backward, and DDP's bucket, which a replica's is copied to; and what a column slice's row-wise optimizer
-    state, four bytes per row, exceeds its share of the whole table's."""
-    if KERNELS[option.compute_kernel].dense:
-        copies = 2 if type_of(option).is_replicated else 1
-        return int(copies * shard.rows * shard.dim * shard.weight_bytes)
-    if table.optimizer == "rowwise_adagrad" and table.memory == "device":
-        return int(shard.rows * 4 * (1 - shard.dim / table.dim))
-    return 0
 
 
 _of_option = attrgetter("stochastic_rounding", "bounds_check_mode", "enforce_hbm")
@@ -153,11 +136,11 @@ _SET = (
 tables'."""
 
 
-def _set_fused_params(option: ShardingOption, of_sharder: Mapping[str, Any]) -> tuple[Any, ...]:
+def set_fused_params(option: ShardingOption, of_sharder: Mapping[str, Any]) -> dict[str, Any]:
     """Those of an option, else of its sharder, as ``torchrec.distributed.utils.add_params_from_parameter_sharding``
     has them."""
     own = _of_option(option) + _of_cache(option.cache_params or _NO_CACHE)
-    return tuple(of_sharder.get(name) if value is None else value for name, value in zip(_SET, own, strict=True))
+    return {name: of_sharder.get(name) if value is None else value for name, value in zip(_SET, own, strict=True)}
 
 
 def group_key(option: ShardingOption, table: Table, config: Any, fused_params: dict[str, Any]) -> Hashable:
@@ -181,7 +164,7 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         table.pooled,
         option.name if fused_params.get("use_one_tbe_per_table") else None,
         fused_params.get("output_dtype"),
-        _set_fused_params(option, fused_params),
+        tuple(set_fused_params(option, fused_params).values()),
         repr(getattr(option, "key_value_params", None)) if key_value else None,
         option.shards[0].size[1] if table.prefetched or key_value else None,
     )

@@ -27,7 +27,7 @@ from dreamshard_planner.cost.collectives import Collective, Collectives
 from dreamshard_planner.cost.problem import Option, Problem
 from dreamshard_planner.plans.plan_file import TableInputs
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
-from dreamshard_planner.problem.parts import Parts, group_key
+from dreamshard_planner.problem.parts import Parts, group_key, set_fused_params
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature
@@ -136,7 +136,7 @@ class OptionReader:
         check_hosts(flat, topology)
         if with_storage:
             check_needs(tables.values())
-        needs_PM, limits_DM, num_rules = parts.storage_PM(topology, with_storage), available_bytes(topology), 0
+        needs_PM, limits_DM, num_rules = parts.storage_PM(with_storage), available_bytes(topology), 0
         if with_storage and self._legal is not None:
             need_PR, room_DR = self._legal.limits(parts.fqns)
             needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
@@ -325,6 +325,13 @@ class OptionReader:
     def load_factor(self, option: ShardingOption) -> float | None:
         """The share of a table's rows that its cache holds, where somebody gave one."""
         return option.cache_load_factor or self._fused_params(option).get("cache_load_factor")
+
+    def kernel_params(self, option: ShardingOption) -> dict[str, Any]:
+        """Return the arguments of the option's kernel: the sharder's, the optimizer's, and the option's own."""
+        of_sharder, stored = self._fused_params(option), getattr(option, "key_value_params", None)
+        of_optimizer = (getattr(option.tensor, "_optimizer_kwargs", None) or [{}])[0]
+        of_store = {} if stored is None else {name: value for name, value in vars(stored).items() if value is not None}
+        return {**of_sharder, **of_optimizer, **set_fused_params(option, of_sharder), **of_store}
 
     def _prefetches(self, option: ShardingOption) -> bool:
         if option.compute_kernel != CACHING:

@@ -15,7 +15,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Topology
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import KeyValueParams, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -211,8 +211,10 @@ def test_virtual_tables(kernel: str) -> None:
     )
     model = nn.Module()
     model.sequence = EmbeddingCollection(tables=[table], device=META)
-    constraints = {"t0": ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])}
-    planner = planned(model, constraints)
+    constraint = ParameterConstraints(sharding_types=[RW], compute_kernels=[kernel])
+    assert "Tables do not fit" in refusal(model, {"t0": constraint})  # a fifth of all rows would be cached
+    constraint.key_value_params = KeyValueParams(max_l1_cache_size=100)
+    planner = planned(model, {"t0": constraint})
     (option,) = planner.options
     assert (option.sharding_type, option.compute_kernel) == (RW, kernel)
     assert [shard.rank for shard in option.shards] == [0, 1, 2, 3] and planner.report().chosen.total_ms > 0

@@ -1,0 +1,139 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Memory that kernels allocate. TorchRec's estimate of storage misses some of it: row-wise optimizer states of tables
+in unified memory, states in fp32 beside weights in fp16, caches of key-value stores, gradients of replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Storage, Topology
+
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.alike_shards import counted
+from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.options import type_of
+from dreamshard_planner.workload.tables import OPTIMIZERS, Table
+
+CACHE_SET_ROWS = 32
+"""Rows of one set of a cache: FBGEMM's caches have whole sets."""
+SLOT_BYTES = 16
+"""Id and time of use of one cached row, of 8 bytes each."""
+EVICTED_BYTES = 12
+"""Id and slot of one row on its way to a key-value store, of 8 and 4 bytes."""
+_STATE_BYTES = 4
+"""Bytes of one optimizer state, fp32 beside weights of any type."""
+_PRECISION_BYTES = {"FP32": 4, "FP16": 2, "NFP8": 2}
+_ROW_COUNTERS = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
+"""Values per row that modes of weight decay add to row-wise Adagrad."""
+
+
+class AllocatedStorage(ShardEstimator):
+    """Estimates storage as TorchRec does, but no lower than the kernels allocate.
+
+    TorchRec's estimate without lookups is its count of allocated memory. The shortfall of that count is added.
+
+    Args:
+        estimator: TorchRec's estimator of storage.
+        reader: of sharding options.
+        topology: the ranks.
+    """
+
+    def __init__(self, estimator: ShardEstimator, reader: OptionReader, topology: Topology) -> None:
+        self._estimator, self._reader, self._topology = estimator, reader, topology
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """Set the storage of every shard; raises what TorchRec's estimator raises."""
+        self._estimator.estimate(sharding_options, *args, **kwargs)
+        estimates = [[shard.storage for shard, _ in counted(option)] for option in sharding_options]
+        lengths = [option.input_lengths for option in sharding_options]
+        try:
+            for option in sharding_options:
+                option.input_lengths = [0.0] * len(option.input_lengths)
+            self._estimator.estimate(sharding_options, *args, **kwargs)
+        finally:
+            for option, given in zip(sharding_options, lengths, strict=True):
+                option.input_lengths = given
+        for option, estimated in zip(sharding_options, estimates, strict=True):
+            missing: dict[tuple[int, ...], Storage] = {}
+            for (shard, _), storage in zip(counted(option), estimated, strict=True):
+                size = tuple(shard.size)
+                if size not in missing:
+                    missing[size] = storage + self._missing(option, size, shard.storage)
+                shard.storage = missing[size]
+
+    def _missing(self, option: ShardingOption, size: tuple[int, ...], seen: Storage) -> Storage:
+        """Return the bytes that a shard allocates beyond those that TorchRec has ``seen``."""
+        kernel = KERNELS.get(option.compute_kernel)
+        if kernel is None or kernel.serves:
+            return Storage(hbm=0, ddr=0)
+        table, on_gpu = self._reader.table(option, self._topology), self._topology.compute_device != "cpu"
+        device, host = allocated_bytes(option.compute_kernel, table, size, self._reader.kernel_params(option))
+        if not on_gpu:
+            device, host = 0, device + host
+        device, host = max(0, device - seen.hbm), max(0, host - seen.ddr)
+        if kernel.dense:
+            # Every backward makes a gradient as large as the table; DDP copies that of a replica to its bucket.
+            copies = 2 if type_of(option).is_replicated else 1
+            gradients = int(copies * math.prod(size) * table.weight_bytes)
+            device, host = (device + gradients, host) if on_gpu else (device, host + gradients)
+        return Storage(hbm=device, ddr=host)
+
+
+def allocated_bytes(name: str, table: Table, size: tuple[int, ...], params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of device and of host memory that FBGEMM's module holds for one shard between two steps.
+
+    The formulas follow ``split_table_batched_embeddings_ops_training.py`` (``construct_split_state``,
+    ``_apply_cache_state``) and ``tbe/ssd/training.py`` of FBGEMM, and ``_populate_ssd_tbe_params`` of TorchRec. Host
+    memory that a key-value store takes for its own caches belongs to a whole kernel and is left out.
+
+    Args:
+        name: of the compute kernel, on a GPU.
+        table: whose shard it is.
+        size: rows and columns of the shard.
+        params: arguments of the kernel.
+    """
+    kernel, (rows, dim) = KERNELS[name], size
+    if not rows:
+        return 0, 0
+    states = OPTIMIZERS[table.optimizer]
+    weights = rows * dim * table.weight_bytes
+    per_weight = float(states.per_weight) * rows * dim * _STATE_BYTES
+    per_row = float(states.per_row + _row_counters(table.optimizer, params)) * rows * _STATE_BYTES
+    slot_bytes = SLOT_BYTES + (4 if params.get("prefetch_pipeline") else 0)  # rows in use are locked by a counter
+    if kernel.store:
+        # Row-wise Adagrad is the default optimizer here; Adam counts its steps per row.
+        row_states = max(per_row / rows, _STATE_BYTES)
+        row_bytes = dim * table.weight_bytes
+        slots = max(int(table.cache_load_factor * rows / CACHE_SET_ROWS), 1) * CACHE_SET_ROWS
+        if (most_mb := params.get("max_l1_cache_size")) is not None:
+            slots = min(slots, int(most_mb * 2**20 / row_bytes / CACHE_SET_ROWS) * CACHE_SET_ROWS)
+        kept = per_weight + row_states * rows
+        if kernel.virtual:  # states lie behind the weights of a row, padded to four elements
+            row_bytes += math.ceil(kept / rows / table.weight_bytes / 4) * 4 * table.weight_bytes
+            kept = 0.0
+        return math.ceil(slots * (row_bytes + slot_bytes) + kept), math.ceil(2 * slots * (row_bytes + EVICTED_BYTES))
+    if kernel.on_device:
+        moved = per_weight if params.get("uvm_non_rowwise_momentum") else 0.0
+        return math.ceil(weights + per_weight + per_row - moved), math.ceil(moved)
+    device, host = per_row, weights + per_weight
+    if params.get("enforce_hbm"):  # moves all but the second state per weight
+        left = max(0, states.per_weight - 1) * rows * dim * _STATE_BYTES
+        device, host = device + host - left, left
+    if kernel.memory == "uvm_caching":
+        slots = max(math.ceil(int(table.cache_load_factor * rows) / CACHE_SET_ROWS), 1) * CACHE_SET_ROWS
+        precision = getattr(params.get("cache_precision"), "name", "")
+        device += rows * 4 + slots * (dim * _PRECISION_BYTES.get(precision, table.weight_bytes) + slot_bytes)
+        if params.get("cache_algorithm") is CacheAlgorithm.LFU:  # counts uses of all rows
+            device += 8 * (rows + 1 - slots)
+    return math.ceil(device), math.ceil(host)
+
+
+def _row_counters(optimizer: str, params: Mapping[str, Any]) -> int:
+    """Return how many values per row an optimizer's options add to its states."""
+    if optimizer == "rowwise_adagrad":
+        return _ROW_COUNTERS.get(getattr(params.get("weight_decay_mode"), "name", ""), 0)
+    extra = params.get("extra_optimizer_config")
+    return int(optimizer == "adam" and getattr(extra, "use_rowwise_bias_correction", False))

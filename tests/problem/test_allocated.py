@@ -1,0 +1,189 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Storage of options against what FBGEMM's modules allocate: the modules for GPUs, made on the meta device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm, EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    GlobalWeightDecayDefinition,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    UserEnabledConfigDefinition,
+    WeightDecayMode,
+)
+from torchrec.distributed.batched_embedding_kernel import _populate_ssd_tbe_params
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+    compute_kernel_to_embedding_location,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Topology
+from torchrec.distributed.types import CacheParams, KeyValueParams
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from dreamshard_planner.checkpoints.checkpoint import resolve_for
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.constraints import PlanningConstraints
+from tests.small_models import collection, planner, table
+
+ROWS, DIM, WORLD = 10_000, 64, 4
+GPUS = Topology(WORLD, "cuda", hbm_cap=2**40, ddr_cap=2**42, ssd_cap=2**44)
+SLACK_BYTES = 4096
+"""Small buffers, such as offsets of tables, and the rounding of estimates."""
+UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
+OPTIMIZERS = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "LARS_SGD")
+
+
+def options(given: ParameterConstraints, data_type: DataType = DataType.FP32, **params: Any) -> list[ShardingOption]:
+    """Options of one table that is never looked up, as planning enumerates them."""
+    model = collection(table("t", ROWS, DIM, data_type=data_type))
+    sharders = [EmbeddingBagCollectionSharder(fused_params=params)]
+    given.pooling_factors = [0.0]
+    constraints = PlanningConstraints({"t": given})
+    reader = OptionReader(constraints, sharders=sharders)
+    context = PlanningContext(GPUS, reader, resolve_for(GPUS, "auto"), "torchrec", constraints, sharders)
+    return context.enumerator(64, None).enumerate(model, sharders)
+
+
+def module_bytes(kernel: str, size: list[int], data_type: DataType, share: float, **params: Any) -> tuple[int, int]:
+    """Bytes of device and of unified memory in FBGEMM's module for one shard."""
+    location = compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel))
+    sets = -(-int(share * size[0]) // 32) if location is EmbeddingLocation.MANAGED_CACHING else 0
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(*size, location, ComputeDevice.CUDA)],
+        weights_precision=SparseType[data_type.name],
+        device=torch.device("meta"),
+        cache_sets=sets,
+        **params,
+    )
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    managed = sum(tensor.nbytes for name, tensor in tensors if name.endswith("_uvm"))
+    return sum(tensor.nbytes for _, tensor in tensors) - managed, managed
+
+
+def check(option: ShardingOption, device: int, host: int, most: float = 1.01) -> None:
+    """Storage is no less than these bytes, and of device memory at most a share more."""
+    storage = option.shards[0].storage
+    assert device <= storage.hbm + SLACK_BYTES and host <= storage.ddr + SLACK_BYTES
+    assert storage.hbm <= most * device + SLACK_BYTES
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kernel", ["fused", *UVM_KERNELS])
+def test_storage_is_what_the_module_allocates(kernel: str, optimizer: str, data_type: DataType) -> None:
+    given = ParameterConstraints(compute_kernels=[kernel], min_partition=16)
+    params = {"optimizer": EmbOptimType[optimizer]}
+    found = options(given, data_type, **params)
+    assert {option.sharding_type for option in found} >= {"table_wise", "row_wise", "column_wise"}
+    for option in found:
+        check(option, *module_bytes(kernel, option.shards[0].size, data_type, 0.2, **params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL},
+        {
+            "optimizer": EmbOptimType.ADAM,
+            "extra_optimizer_config": UserEnabledConfigDefinition(use_rowwise_bias_correction=True),
+        },
+        {"optimizer": EmbOptimType.EXACT_ADAGRAD, "uvm_non_rowwise_momentum": True},
+        {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "prefetch_pipeline": True},
+    ],
+)
+@pytest.mark.parametrize("kernel", ["fused", *UVM_KERNELS])
+def test_storage_with_options_of_the_optimizer(kernel: str, params: dict[str, Any]) -> None:
+    made = dict(params)
+    if "weight_decay_mode" in params:
+        made["global_weight_decay"] = GlobalWeightDecayDefinition()
+    for option in options(ParameterConstraints(compute_kernels=[kernel], sharding_types=["table_wise"]), **made):
+        taken = module_bytes(kernel, option.shards[0].size, DataType.FP32, 0.2, **made)
+        check(option, *taken, most=2.1 if "uvm_non_rowwise_momentum" in params else 1.01)
+
+
+def test_storage_of_caches_with_parameters_of_their_own() -> None:
+    for cache, params in [
+        (CacheParams(load_factor=0.5, algorithm=CacheAlgorithm.LFU), {"cache_algorithm": CacheAlgorithm.LFU}),
+        (CacheParams(load_factor=0.5, precision=DataType.FP32), {"cache_precision": SparseType.FP32}),
+        (CacheParams(load_factor=0.5, prefetch_pipeline=True), {"prefetch_pipeline": True}),
+    ]:
+        given = ParameterConstraints(["table_wise"], ["fused_uvm_caching"], cache_params=cache)
+        (option,) = options(given, DataType.FP16)
+        params["optimizer"] = EmbOptimType.EXACT_SGD
+        check(option, *module_bytes("fused_uvm_caching", [ROWS, DIM], DataType.FP16, 0.5, **params))
+    given = ParameterConstraints(["table_wise"], ["fused_uvm"], enforce_hbm=True)
+    (option,) = options(given, optimizer=EmbOptimType.ADAM)
+    assert option.shards[0].storage.hbm == 2 * ROWS * DIM * 4
+
+
+@pytest.mark.parametrize("stored", [None, KeyValueParams(max_l1_cache_size=1)])
+@pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM"])
+def test_storage_of_key_value_stores(optimizer: str, stored: KeyValueParams | None) -> None:
+    """By the sets that TorchRec gives the cache, the states that FBGEMM makes, and the buffers of its source."""
+    params = {"optimizer": EmbOptimType[optimizer]}
+    found = options(ParameterConstraints(compute_kernels=["key_value"], key_value_params=stored), **params)
+    assert {option.sharding_type for option in found} >= {"table_wise", "row_wise"}
+    for option in found:
+        rows, dim = option.shards[0].size
+        sharded = ShardedEmbeddingTable(
+            num_embeddings=rows, embedding_dim=dim, local_rows=rows, local_cols=dim, name="t", data_type=DataType.FP32
+        )
+        fused = {**params, **({} if stored is None else {"max_l1_cache_size": stored.max_l1_cache_size})}
+        config = GroupedEmbeddingConfig(DataType.FP32, PoolingType.SUM, False, False, False, [sharded], fused)
+        slots = _populate_ssd_tbe_params(config)["cache_sets"] * 32
+        states = sum(
+            split.dev_size * dtype.itemsize
+            for split, _, dtype in EmbOptimType[optimizer].ssd_state_splits([(rows, dim)])
+        )
+        # lxu_cache_weights, lxu_cache_state and lru_state; two sets of lxu_cache_evicted_weights, _indices and _slots
+        # TorchRec counts the cache of a whole table for each shard, where its size has a limit.
+        most = 1.01 if stored is None else math.inf
+        check(option, slots * (dim * 4 + 16) + states, 2 * slots * (dim * 4 + 12), most)
+
+
+def test_replicas_have_gradients_and_buckets() -> None:
+    (option,) = options(ParameterConstraints(["data_parallel"], ["dense"]))
+    assert option.shards[0].storage.hbm == 3 * ROWS * DIM * 4
+
+
+def big_model(optimizer: type[torch.optim.Optimizer]) -> Any:
+    model = collection(*(table(f"t{i}", 900_000_000, 128) for i in range(3)))
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    return model
+
+
+def used_gib(kind: str, model: Any, kernel: str, **memory: int) -> float:
+    made = planner(
+        topology=Topology(4, "cuda", ddr_cap=2**42, ssd_cap=2**44, **memory),
+        constraints={f"t{i}": ParameterConstraints(["row_wise"], [kernel]) for i in range(3)},
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+    )
+    made.plan(model, [EmbeddingBagCollectionSharder()])
+    (entry,) = [entry for entry in made.report().memory if entry.kind == kind]
+    return max(entry.used_bytes) / 2**30
+
+
+def test_a_key_value_store_without_parameters_takes_device_memory() -> None:
+    """meta-pytorch/torchrec 3783: a fifth of all rows is cached on the device."""
+    model = big_model(RowWiseAdagrad)
+    assert 64.4 <= used_gib("HBM", model, "key_value", hbm_cap=80 * 2**30) < 70
+    with pytest.raises(PlannerError, match="HBM"):
+        used_gib("HBM", model, "key_value", hbm_cap=40 * 2**30)
+
+
+def test_row_wise_states_of_unified_memory_take_device_memory() -> None:
+    used = used_gib("HBM", big_model(RowWiseAdagrad), "fused_uvm", hbm_cap=80 * 2**30)
+    assert math.isclose(used, 3 * 900e6 / 4 * 4 / 2**30, rel_tol=0.01)
