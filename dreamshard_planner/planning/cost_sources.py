@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, repeat
 
 import torch
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
@@ -22,9 +23,11 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.planning.training_notes import costed_optimizers
 from dreamshard_planner.plans.notes import Note, noted
+from dreamshard_planner.plans.verdict import ESTIMATE_PARTS
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.alike_shards import counted, ranks_of
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
@@ -130,6 +133,28 @@ class TorchRecCosts(NetworkCosts):
             for perf, later, sync in zip(perfs, backward, sync_ms_P, strict=True)
         ]
         return Cost(read.problem, compute, torch.tensor(latents, dtype=torch.float64).view(-1, 3))
+
+    def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
+        """Return the notes of every cost source, and the parts of TorchRec's estimate of the slowest rank."""
+        return (*super().notes(plan, reader), *_estimate_parts(plan))
+
+
+def _estimate_parts(plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return a note with the parts of TorchRec's estimate of the slowest rank; none for plans without estimates."""
+    of_rank: dict[int, list[Perf]] = {}
+    for option in plan:
+        perfs = chain.from_iterable(repeat(shard.perf, count) for shard, count in counted(option))
+        for rank, perf in zip(ranks_of(option), perfs, strict=True):
+            if rank is None or perf is None:
+                return ()
+            of_rank.setdefault(rank, []).append(perf)
+    if not of_rank:
+        return ()
+    slowest = max(sorted(of_rank), key=lambda rank: sum(perf.total for perf in of_rank[rank]))
+    parts = {name: sum(getattr(perf, name) for perf in of_rank[slowest]) for name in ESTIMATE_PARTS}
+    told = ", ".join(f"{name} {ms:.3f}" for name, ms in parts.items())
+    text = f"TorchRec's estimate of rank {slowest}, the slowest, is {told} ms; it has no other exchanges"
+    return (Note("source", text, {f"{name}_ms": ms for name, ms in parts.items()}),)
 
 
 COST_SOURCES = {"auto": NetworkCosts, "roofline": BandwidthCosts, "torchrec": TorchRecCosts}

@@ -16,7 +16,7 @@ import torch
 from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.plans.notes import Note, noted
-from dreamshard_planner.plans.verdict import verdict
+from dreamshard_planner.plans.verdict import ESTIMATE_PARTS, verdict
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.support.documents import STRICT, Amount, Count, Unbounded, document_of
@@ -239,7 +239,13 @@ class Report(Predicted):
     def verdict(self) -> str:
         """What holds the step up, and what would help."""
         averaging_ms = next((note.figures["sync_ms"] for note in self.notes if "sync_ms" in note.figures), 0.0)
-        return verdict(self.chosen, self.tables, self.collectives, averaging_ms)
+        return verdict(self.chosen, self.tables, self.collectives, averaging_ms, self._estimate_ms)
+
+    @property
+    def _estimate_ms(self) -> dict[str, float]:
+        """Parts of TorchRec's estimate of the slowest rank; none where costs have another source."""
+        known = next((note.figures for note in self.notes if f"{ESTIMATE_PARTS[0]}_ms" in note.figures), {})
+        return {name: known[f"{name}_ms"] for name in ESTIMATE_PARTS if known}
 
     @property
     def sharding_types(self) -> dict[str, int]:
@@ -276,12 +282,13 @@ class Report(Predicted):
         return save_png(self, folder, title)
 
     def __str__(self) -> str:
+        per_rank = "compute and collectives per rank" if self._estimate_ms else "compute per rank"
         lines = [
             f"{self.verdict}.",
             *(f"Note: {note}." for note in self.notes if note.code == "assumption"),
             f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
             f"Collectives: {self.collectives_source}.",
-            f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   compute per rank",
+            f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   {per_rank}",
         ]
         lines += [_line(entry, self.chosen) for entry in (self.chosen, *self.rivals)]
         if self.measured is not None and self.measured_before is not None:

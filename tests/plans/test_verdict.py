@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from small_models import SHARDERS, collection, planner, small_model, table, topology
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.perf_models import NoopPerfModel
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.plans.notes import Note
@@ -111,3 +112,29 @@ def test_host_memory_of_gpus_is_an_assumption_where_tables_lie_there() -> None:
 def test_codes_are_known() -> None:
     with pytest.raises(ValueError, match="got 'whatever'"):
         Note("whatever", "text")
+
+
+def test_estimates_of_torchrec_are_judged_by_their_parts() -> None:
+    """The estimate of a rank is compute and collectives together; here collectives are most of it."""
+    gpus = Topology(4, "cuda", local_world_size=2)
+    rows = {f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(3)}
+    model = collection(*(table(name, 100_000, 128) for name in rows))
+    made = DreamShardPlanner(
+        topology=gpus, batch_size=4096, constraints=rows, cost_source="torchrec", stats=[], debug=False
+    )
+    made.plan(model, SHARDERS)
+    report = made.report()
+    assert report.chosen.total_ms == pytest.approx(NoopPerfModel(gpus).rate(made.options), rel=1e-12)
+    perfs = [option.shards[report.chosen.slowest].perf for option in made.options]
+    sent_ms = sum(perf.fwd_comms + perf.bwd_comms for perf in perfs)
+    share = f"{sent_ms / report.chosen.total_ms:.0%} of {report.chosen.total_ms:.3f} ms"
+    assert sent_ms > report.chosen.total_ms / 2 and report.verdict.startswith(f"Bottleneck: collectives, {share}")
+    (parts,) = [note.figures for note in report.notes if "fwd_comms_ms" in note.figures]
+    assert sum(parts.values()) == pytest.approx(report.chosen.total_ms, rel=1e-12)
+    assert "fwd_comms" in str(report) and "compute and collectives per rank" in str(report)
+    fast = Topology(4, "cuda", local_world_size=4, intra_host_bw=1e12)
+    made = DreamShardPlanner(
+        topology=fast, batch_size=4096, constraints=rows, cost_source="torchrec", stats=[], debug=False
+    )
+    made.plan(model, SHARDERS)
+    assert made.report().verdict.startswith("Bottleneck: compute, 60% of")
