@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     )
     from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader as JsonPlanLoader
     from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers as attach_optimizers
-    from dreamshard_planner.watch import DriftWatch as DriftWatch
     from dreamshard_planner.workload.statistics import TableStatistics as TableStatistics
     from dreamshard_planner.workload.tables import FeatureStatistics as FeatureStatistics
 
@@ -55,7 +54,6 @@ _HOMES = {
     "DistributedModelParallel": "torchrec_components.model_parallel",
     "DreamShardError": "errors",
     "DreamShardPlanner": "planner",
-    "DriftWatch": "watch",
     "EnvironmentWarning": "environment",
     "Explanation": "plans.explanation",
     "FeatureStatistics": "workload.tables",

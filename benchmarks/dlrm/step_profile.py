@@ -14,10 +14,32 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from dreamshard_planner.observing.trace import DENSE, kind_of
-
+KINDS: dict[str, tuple[str, ...]] = {
+    "embedding backward": ("fbgemm::split_embedding_backward", "fbgemm::dense_embedding_backward", "backward: lookup"),
+    "embedding forward": ("fbgemm::split_embedding", "fbgemm::dense_embedding", "fbgemm::bounds_check", "[lookup]"),
+    "output exchange, forward": ("## All2All_Pooled_fwd", "All2All_Pooled_Wait", "All2All_Pooled_Req", "[output_dist]")
+    + ("ReduceScatter", "## EmbeddingBagCollectionAwaitable", "All2All_Seq", "## EmbeddingCollectionAwaitable"),
+    "output exchange, backward": ("## All2All_Pooled_bwd", "All2All_Pooled_ReqBackward", "All2All_Pooled_WaitBackward")
+    + ("ReduceScatterBaseReqBackward", "ReduceScatterBaseWaitBackward", "AllGather"),
+    "input exchange": ("## all2all_data", "## start_sparse_data_dist", "## wait_sparse_data_dist", "[input_dist]")
+    + ("## KJT", "## Splits", "## FusedKJT", "[splits_dist]", "## runtime_forward_assemble_KJT"),
+    "dense all-reduce": ("c10d::allreduce", "torch::distributed::reducer"),
+    "optimizer": ("Optimizer.step", "## zero_grad"),
+    "batch to device": ("## copy_batch", "## load_batch"),
+}
+"""Kinds of work by how the names of their operators and ranges begin; the longest such beginning counts."""
+LOOKUP_NODE = "SplitLookupFunction"
+DENSE = "dense layers"
 REST = "between operators"
 """Of the training thread, outside of any operator: Python, and waiting of the pipeline."""
+
+
+def kind_of(name: str) -> str | None:
+    """Kind of work of an operator or range; None where its name tells nothing."""
+    if LOOKUP_NODE in name and name.startswith("autograd::engine"):
+        return "embedding backward"
+    matches = [(len(start), kind) for kind, starts in KINDS.items() for start in starts if name.startswith(start)]
+    return max(matches)[1] if matches else None
 
 
 def by_kind(events: Iterable[Any]) -> Counter[str]:

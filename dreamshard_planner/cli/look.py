@@ -48,7 +48,7 @@ def doctor(
 def info(
     source: Annotated[
         str,
-        typer.Argument(help="Checkpoint, dataset, statistics, observation, trace, list of tables or plan; or auto."),
+        typer.Argument(help="Checkpoint, dataset, statistics, observation, list of tables or plan; or auto."),
     ],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
     recipe: RecipeOption = DEFAULT_RECIPE,
@@ -206,14 +206,10 @@ def _dataset(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.observing import observation
-    from dreamshard_planner.observing.trace import Trace, is_trace
     from dreamshard_planner.offline import table_list
     from dreamshard_planner.plans import plan_file
     from dreamshard_planner.workload import pools, statistics
 
-    if is_trace(path):
-        trace = Trace.load(path)
-        return "trace of torch.profiler", {"rank": trace.rank, "steps": trace.steps}
     files = observation.files_of(path)
     document = read_json(files[0], DreamShardError)
     document = document if isinstance(document, dict) else {}

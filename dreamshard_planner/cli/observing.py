@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from dreamshard_planner.observing.comparison import Compared, RunComparison
-    from dreamshard_planner.observing.trace import Trace
 
 FilesArgument = Annotated[
     list[Path],
@@ -34,22 +32,11 @@ def observed(
     statistics: Annotated[Path | None, output("Write the statistics of all observed batches, to plan with.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Predicted beside observed, by rank and kind of work, what the difference means, and whether to trust it.
-
-    Of traces of torch.profiler, the kinds of work alone.
-    """
+    """Predicted beside observed, by rank and kind of work, what the difference means, and whether to trust it."""
     from dreamshard_planner.observing.comparison import compare
     from dreamshard_planner.observing.observation import Observation
-    from dreamshard_planner.observing.trace import Trace, is_trace
     from dreamshard_planner.workload.statistics import TableStatistics
 
-    if all(map(is_trace, files)):
-        if statistics is not None:
-            raise typer.BadParameter(
-                f"{statistics}: a trace does not tell what batches look up", param_hint="--statistics"
-            )
-        traces = sorted(map(Trace.load, files), key=lambda trace: trace.rank)
-        return show([asdict(trace) for trace in traces], format, *_of_traces(traces))
     observation = Observation.load_all(files)
     if statistics is not None:
         try:
@@ -68,17 +55,6 @@ def _tables(found: RunComparison, ranks: list[int]) -> list[RenderableType]:
     rows = [(one.what, *(_cell(one, at) for at in range(len(ranks)))) for one in found.kinds]
     said = [f"{sentence}." for sentence in (*found.meaning, found.verdict)]
     return [grid(columns, rows, title=f"{found.title}; predicted -> observed"), *said]
-
-
-def _of_traces(traces: Sequence[Trace]) -> list[RenderableType]:
-    columns = ("milliseconds of a step", *(f"rank {trace.rank}, {trace.steps} steps" for trace in traces))
-    told: list[RenderableType] = []
-    for title, times in (("The host's thread", "host_ms"), ("The GPU", "gpu_ms")):
-        every = [getattr(trace, times) for trace in traces]
-        kinds = dict.fromkeys(kind for of in every for kind in of)
-        rows = [(kind, *(f"{of.get(kind, 0.0):,.3f}" for of in every)) for kind in kinds]
-        told += [grid(columns, rows, title=title)] if rows else []
-    return [*told, f"A trace does not tell {traces[0].unread}."]
 
 
 def _cell(one: Compared, at: int) -> str:

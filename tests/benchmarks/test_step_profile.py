@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrm.step_profile import profile_steps
-from dreamshard_planner.observing.trace import DENSE, kind_of
+from dlrm.step_profile import DENSE, kind_of, profile_steps
 
 
 @pytest.mark.parametrize(
