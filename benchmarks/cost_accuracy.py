@@ -68,14 +68,14 @@ def measure(args: argparse.Namespace) -> None:
     parts = [("clean", sets, args.rounds), ("clean-singles", list(singles.values()), 3)]
     for name, chosen, rounds in parts[:1] if args.no_singles else parts:
         path = args.data / f"{args.device}-{name}.npz"
-        journal = path.with_suffix(".journal")
-        measure_rounds(chosen, rounds, journal, args.device, args.seed, seconds=args.seconds).save(path)
+        folder = path.with_suffix(".blocks")
+        measure_rounds(chosen, rounds, folder, args.device, args.seed, seconds=args.seconds).save(path)
 
 
 def measure_rounds(
     sets: Sequence[Sequence[Workload]],
     rounds: int,
-    journal: Path,
+    folder: Path,
     device: str,
     seed: int,
     threads: int = 1,
@@ -85,7 +85,7 @@ def measure_rounds(
     beside a few other sets. With ``seconds``, as many whole rounds as are done then, or part of the first."""
     order = np.random.default_rng(seed)
     passes = np.concatenate([order.permutation(len(sets)) for _ in range(rounds)])
-    timed = collect([sets[i] for i in passes], journal, device, threads, REPEATS, seed, seconds)
+    timed = collect([sets[i] for i in passes], folder, device, threads, REPEATS, seed, seconds)
     rounds = max(1, len(timed) // len(sets))
     passes = passes[: min(rounds * len(sets), len(timed))]
     timed, sets = timed.select(range(len(passes))), [sets[i] for i in np.unique(passes)]

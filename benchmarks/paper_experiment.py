@@ -43,7 +43,7 @@ from dreamshard_planner.measure.timing import pinned, processor_time
 from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.support.progress import progress_bar
 from paper.models import FITS, MEASURED_REWARDS, Model, Models, Scale, rows
-from paper.results import held_out_errors, held_out_journal, held_out_placements, print_results
+from paper.results import held_out_blocks, held_out_errors, held_out_placements, print_results
 from paper.setting import Half, Setting, halves
 from paper.training import measure_placements
 from placements.placers import Contest, Field
@@ -205,9 +205,9 @@ def held_out(
     with progress_bar("held-out placements", len(settings) + 1, True) as advance:
         for setting, again in [*((setting, False) for setting in settings), (models.home, True)]:
             placements = held_out_placements(half, setting, args.held_out)
-            journal = held_out_journal(args.work, setting, again)
+            folder = held_out_blocks(args.work, setting, again)
             for count in range(5, len(placements) + 5, 5):
-                measure_placements(half, placements[:count], journal, models.arena, 5, seed=0)
+                measure_placements(half, placements[:count], folder, models.arena, 5, seed=0)
                 tick()
             advance(str(setting))
 

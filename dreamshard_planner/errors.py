@@ -16,7 +16,7 @@ class CheckpointError(DreamShardError):
 
 
 class DatasetError(DreamShardError):
-    """A cost dataset or journal is missing, damaged or of other hardware; names the file."""
+    """A cost dataset is missing, damaged or of other hardware; names the file."""
 
 
 class CalibrationRefused(DreamShardError):

@@ -14,7 +14,6 @@ import signal
 import struct
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -49,7 +48,6 @@ from dreamshard_planner import (
 from dreamshard_planner.checkpoints.checkpoint import FORMAT, SHIPPED, VERSION
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.measure.collectives import MeasuredCollectives
 from dreamshard_planner.workload.pools import load_tables, named_pool, save_tables
 from dreamshard_planner.workload.sketch import IdSketch
@@ -290,24 +288,9 @@ def datasets(draw: DrawFn, content: bytes) -> bytes:
     return changed.getvalue()
 
 
-@st.composite
-def journals(draw: DrawFn, content: bytes) -> bytes:
-    """A journal with a line changed, checksum and all, or anything."""
-    if draw(st.booleans()):
-        return draw(changed_bytes(content))
-    lines = content.splitlines()
-    at = draw(st.integers(0, len(lines) - 1))
-    body = draw(changed_json(json.loads(lines[at].partition(b" ")[2]))).encode(errors="replace")
-    lines[at] = b"%08x %s" % (zlib.crc32(body), body)
-    return b"\n".join(lines) + b"\n"
-
-
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> Path:
-    with Journal.open(folder / "good.journal", HARDWARE) as journal:
-        for group, samples, reference in zip(SETS, SAMPLES_NR2, REFERENCE_NR2, strict=True):
-            journal.append(group, torch.tensor(samples), torch.tensor(reference, dtype=torch.float64))
-        journal.to_dataset().save(folder / "good.npz")
+    CostDataset.from_sets(SETS, SAMPLES_NR2, HARDWARE, REFERENCE_NR2).save(folder / "good.npz")
     return folder
 
 
@@ -320,21 +303,12 @@ def read_dataset(path: Path) -> CostDataset:
     return dataset
 
 
-def read_journal(path: Path) -> CostDataset:
-    with Journal.open(path, HARDWARE) as journal:
-        try:
-            return journal.to_dataset()
-        except DatasetError as error:
-            raise DatasetError(f"{path}: {error}") from error
-
-
 @share(0.15)
-@given(data=st.data(), kind=st.sampled_from(["npz", "journal"]))
-def test_measurements_are_read_or_refused(data: st.DataObject, kind: str, measured: Path) -> None:
-    content = (measured / f"good.{kind}").read_bytes()
-    path = measured / f"changed.{kind}"
-    path.write_bytes(data.draw((datasets if kind == "npz" else journals)(content)))
-    loaded(path, DatasetError, read_dataset if kind == "npz" else read_journal)
+@given(data=st.data())
+def test_measurements_are_read_or_refused(data: st.DataObject, measured: Path) -> None:
+    path = measured / "changed.npz"
+    path.write_bytes(data.draw(datasets((measured / "good.npz").read_bytes())))
+    loaded(path, DatasetError, read_dataset)
 
 
 def test_what_files_claim_is_not_believed(folder: Path) -> None:

@@ -21,13 +21,11 @@ from torch import Tensor
 from common.bootstrap import mean_interval
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
-from dreamshard_planner.cost.journal import Journal
-from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.research.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from dreamshard_planner.search.heuristics import HEURISTICS
 from paper.models import FITS, Models
 from paper.setting import Half, Setting
-from paper.training import labelled_placements, named_placement
+from paper.training import labelled_placements, load_blocks, named_placement
 from placements.contests import BYTES_PER_MS
 from placements.placers import best_scale
 
@@ -53,27 +51,26 @@ def held_out_errors(
     in the others."""
     rows = []
     for setting in settings:
-        sets, index_ND = _held_out(models, setting, half, count, held_out_journal(folder, setting))
+        sets, index_ND = _held_out(setting, half, count, held_out_blocks(folder, setting))
         collectives = CollectiveModel(setting.devices, BYTES_PER_MS)
         for name, seed, predict in _predictors(models, setting, seeds):
             row = {"setting": str(setting), "cost": name, "seed": seed}
             rows.append(row | _errors(sets, index_ND, collectives, *predict(sets, index_ND)))
         if setting == models.home:
-            again, _ = _held_out(models, setting, half, count, held_out_journal(folder, setting, again=True))
+            again, _ = _held_out(setting, half, count, held_out_blocks(folder, setting, again=True))
             overall_N = placement_labels(again, index_ND, sent_bytes(sets, setting.devices), collectives)[-1]
             row = {"setting": str(setting), "cost": "measured again", "seed": 0}
             rows.append(row | _errors(sets, index_ND, collectives, again.labels_ms_X2, overall_N))
     return rows
 
 
-def held_out_journal(folder: Path, setting: Setting, again: bool = False) -> Path:
+def held_out_blocks(folder: Path, setting: Setting, again: bool = False) -> Path:
     """Where random placements of test tasks are measured, or measured a second time."""
-    return folder / f"held-out-{setting}{'-again' if again else ''}.journal"
+    return folder / f"held-out-{setting}{'-again' if again else ''}.blocks"
 
 
-def _held_out(models: Models, setting: Setting, half: Half, count: int, path: Path) -> tuple[LabelledSets, Tensor]:
-    with Journal.open(path, describe_hardware(models.arena.device, torch.get_num_threads())) as journal:
-        return labelled_placements(half, held_out_placements(half, setting, count), journal.to_dataset())
+def _held_out(setting: Setting, half: Half, count: int, path: Path) -> tuple[LabelledSets, Tensor]:
+    return labelled_placements(half, held_out_placements(half, setting, count), load_blocks(path))
 
 
 def _predictors(models: Models, setting: Setting, seeds: Sequence[int]) -> list[tuple[str, int, Predict]]:

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import collect
-from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.policy.environment import TaskBatch
@@ -94,14 +92,19 @@ def kept(path: Path, module: nn.Module, make: Callable[[nn.Module], None]) -> nn
 
 
 def measure_placements(
-    half: Half, placements: Sequence[Sequence[Sequence[str]]], journal: Path, arena: Arena, repeats: int, seed: int
+    half: Half, placements: Sequence[Sequence[Sequence[str]]], folder: Path, arena: Arena, repeats: int, seed: int
 ) -> CostDataset:
-    """Their sets, measured as far as the journal does not hold them yet; of a journal that holds more, the first."""
+    """Measure the sets of some placements that the folder does not hold yet; return those of these placements alone."""
     sets = [half.workloads_named(group) for placement in placements for group in placement if group]
-    with Journal.open(journal, describe_hardware(arena.device, torch.get_num_threads()), seed) as held:
-        if len(held) > len(sets) and held.sets[: len(sets)] == sets:
-            return held.to_dataset().select(range(len(sets)))
-    return collect(sets, journal, device=arena.device, repeats=repeats, seed=seed, progress=False, arena=arena)
+    if any(folder.glob("*.npz")) and len(held := load_blocks(folder)) > len(sets) and held.sets[: len(sets)] == sets:
+        return held.select(range(len(sets)))
+    return collect(sets, folder, device=arena.device, repeats=repeats, seed=seed, progress=False, arena=arena)
+
+
+def load_blocks(folder: Path) -> CostDataset:
+    """Load all blocks that one rank has measured, in the order in which it did."""
+    paths = sorted(folder.glob("*.npz"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return CostDataset.concatenate([CostDataset.load(path) for path in paths])
 
 
 def train_published(
@@ -154,8 +157,7 @@ def train_published(
                 placement = sampled_placement(policy, network, _any(tasks, generator), generator)
                 if placement is not None:
                     placements.append(placement)
-            journal = folder / "measured.journal"
-            dataset = measure_placements(half, placements, journal, arena, repeats, config.seed)
+            dataset = measure_placements(half, placements, folder / "measured.blocks", arena, repeats, config.seed)
         else:
             placements, dataset = measured.placements[:wanted], measured.dataset
         train, index_ND = labelled_placements(half, placements, dataset)

@@ -159,7 +159,7 @@ def train(
 
 @command("dreamshard collect --seconds 60 --out sets.npz")
 def collect(
-    out: Annotated[Path, output("Dataset to write, .npz; its journal is kept beside it.")],
+    out: Annotated[Path, output("Dataset to write, .npz; its measured blocks are kept beside it.")],
     pools: Annotated[str, typer.Option(help="Table pools, separated by commas.")] = "meta_like_2021,broad",
     held_out: Annotated[bool, typer.Option(help="Measure the held-out half of each pool, for tests.")] = False,
     sets: Annotated[int, typer.Option(min=1, help="Sets to draw, measured in this order.")] = 5000,
@@ -186,9 +186,9 @@ def collect(
     from dreamshard_planner.measure.shards import draw_mixed_sets
     from dreamshard_planner.training import pool_tables
 
-    journal = out.with_suffix(".journal")
-    if journal == out:
-        raise typer.BadParameter(f"{out}: that is the journal's name; a dataset ends in .npz")
+    folder = out.with_suffix(".blocks")
+    if folder == out:
+        raise typer.BadParameter(f"{out}: the measured blocks go there; a dataset ends in .npz")
     names = tuple(name.strip() for name in pools.split(","))
     try:
         batches = None if batch_sizes is None else [int(size) for size in batch_sizes.split(",")]
@@ -198,19 +198,19 @@ def collect(
     drawn = draw_mixed_sets(tables, sets, seed, batches, max_tables, device.value, shards)
     with _measuring(device) as ranks:
         own = ranks.device(device.value)
-        dataset = collect(drawn, journal, own, threads, repeats, seed, seconds, ranks=ranks)
+        dataset = collect(drawn, folder, own, threads, repeats, seed, seconds, ranks=ranks)
         if not ranks.leads:
             return
         dataset.save(out)
     told = {
         "dataset": str(out),
-        "journal": str(journal),
+        "blocks": str(folder),
         "sets": len(dataset),
         "sets_drawn": sets,
         "spread_of_repeats": float(dataset.spread.mean()),
     }
     spread = told["spread_of_repeats"]
-    show(told, format, f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; journal {journal}")
+    show(told, format, f"{out}: {len(dataset)} of {sets} sets, spread of repeats {spread:.1%}; blocks in {folder}")
 
 
 @command("dreamshard fit --dataset sets.npz --test-dataset held_out.npz --out my.safetensors")

@@ -1,7 +1,7 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Measured costs on disk: columnar, ``.npz``, when a collection is done; until then see :mod:`.journal`.
+"""Measured costs on disk: columnar, ``.npz``.
 
-Both keep what was asked (workloads, not features, so that features may change later) and every sample.
+A file keeps workloads, not features, so that features may change later, and every sample.
 Nothing is ever unpickled, and a file that is not whole is refused by name.
 
 Shape letters: N sets, R repeats, 2 (forward, backward), S shards of all sets, 17 reuse bins.
@@ -32,10 +32,8 @@ from dreamshard_planner.support.files import MAX_READ_BYTES, brief, check_readab
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 from dreamshard_planner.workload.tables import MEMORIES, OPTIMIZERS, Workload
 
-SCHEMA = 1
-"""Version of the journal layout; files of a newer one are refused."""
 NPZ_SCHEMA = 2
-"""Version of the ``.npz`` layout. Files of 1 are read too: they have no ``shard_index``, but every column in full."""
+"""Version of the layout; newer files are refused. Files of 1 have every column in full and no ``shard_index``."""
 
 REFERENCE_STRENGTH = 0.5
 """How far a slow reference run excuses a slow sample: 0 not at all, 1 in full. The reference is noisy itself: on
@@ -290,7 +288,7 @@ class CostDataset:
     def load(cls, path: str | os.PathLike[str]) -> CostDataset:
         """Read a file that :meth:`save` wrote; DatasetError names the file and what is wrong with it."""
         arrays = _read_arrays(path)
-        header = parse_header(path, str(arrays.pop("header", "")), KIND, NPZ_SCHEMA)
+        header = _header(path, str(arrays.pop("header", "")))
         names = {"histograms", "histogram_index", "set_offsets", "samples_ms", *WORKLOAD_FIELDS} - {"reuse_histogram"}
         if missing := sorted(names - set(arrays)):
             raise DatasetError(f"{path}: lacks {', '.join(missing)}")
@@ -358,16 +356,16 @@ def require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> No
         )
 
 
-def parse_header(path: object, text: str, kind: str, newest: int = SCHEMA) -> dict[str, Any]:
-    """The JSON header of a file, after checking kind, schema (1 to ``newest``) and what must be in it."""
+def _header(path: object, text: str) -> dict[str, Any]:
+    """Parse the JSON header of a file; check its kind, schema and fields."""
     try:
         header = parse_json(text)
     except ValueError:
         header = None
-    if not isinstance(header, dict) or header.get("kind") != kind:
-        raise DatasetError(f"{path}: not a {kind}")
-    check_version(path, header.get("schema"), range(1, newest + 1), "", DatasetError)
-    required = {"hardware": dict, "seed": int, "created": str} | ({"digest": str} if kind == KIND else {})
+    if not isinstance(header, dict) or header.get("kind") != KIND:
+        raise DatasetError(f"{path}: not a {KIND}")
+    check_version(path, header.get("schema"), range(1, NPZ_SCHEMA + 1), "", DatasetError)
+    required = {"hardware": dict, "seed": int, "created": str, "digest": str}
     if missing := sorted(name for name, of in required.items() if not isinstance(header.get(name), of)):
         raise DatasetError(f"{path}: header lacks {', '.join(missing)}, or has another type there")
     return header

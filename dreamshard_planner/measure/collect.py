@@ -23,8 +23,8 @@ import torch
 
 from dreamshard_planner.cost.dataset import CostDataset, as_measured
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.measure.blocks import MeasuredBlocks
 from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.measure.journals import RankJournals
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
@@ -211,7 +211,7 @@ def set_work(workloads: Iterable[Workload]) -> float:
 
 def collect(
     sets: Sequence[Sequence[Workload]],
-    journal_path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     threads: int = 1,
     repeats: int = 3,
@@ -222,46 +222,45 @@ def collect(
     arena: Arena | None = None,
     ranks: Ranks | None = None,
 ) -> CostDataset:
-    """Measure ``sets`` in order, continuing where the journals end.
+    """Measure ``sets`` in order, continuing an interrupted collection.
 
-    Several ranks share the sets that no journal holds yet; each writes a journal of its own, so that one that dies
-    loses the block that it was measuring, and nothing else. The same call goes on, with as many ranks or with others.
+    Several ranks share the sets that are not measured yet, and each writes blocks of its own. A rank that dies loses
+    the block that it was measuring. The same call continues, with any number of ranks.
 
     Args:
         sets: groups, each of which fits one fused kernel.
-        journal_path: appended to; made if missing. What it holds must be some of ``sets``. Ranks but the first add
-            ``.rank1`` and so on to its stem.
+        folder: of the measured blocks; made if missing. All its sets must be among ``sets``.
         device: where kernels run.
         threads: intra-op threads.
         repeats: timed runs of each set.
         seed: of indices, lengths and order.
         seconds: of measuring: one block at least, and the last one as small as what is left of them. 0: only read what
-            the journals hold.
+            was measured.
         progress: a bar on the first rank's stderr, of the seconds where these are given, else of the sets.
         block: sets whose repeats are interleaved; as many are measured again after an interruption.
         arena: weights to use. Default: one of default size.
         ranks: the processes that measure, each of which makes this call. Default: this one alone.
 
     Returns:
-        All sets that the journals hold at the end, in the order of ``sets``; on every rank the same.
+        All measured sets, in the order of ``sets``; on every rank the same.
 
     Raises:
-        DatasetError: a journal is damaged, or of other sets, repeats, seed or hardware.
+        DatasetError: a block is damaged, or of other sets, repeats, seed or hardware.
         TaskError: a set does not fit one kernel.
         DreamShardError: another rank failed, or has ended.
     """
     if block < 1 or repeats < 1:
         raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-    sets = [[as_measured(workload) for workload in group] for group in sets]  # as the journal will have them
+    sets = [[as_measured(workload) for workload in group] for group in sets]  # as files have them
     ranks = ranks or Ranks()
     hardware = describe_hardware(device, threads)
     cores = ranks.cores() if hardware["device"] == "cpu" else None
-    with RankJournals(journal_path, sets, repeats, hardware, seed, ranks) as journals, pinned(threads, cores):
-        todo = ranks.share(journals.missing)
-        done = len(sets) - len(journals.missing)
+    with MeasuredBlocks(folder, sets, repeats, hardware, seed, ranks) as blocks, pinned(threads, cores):
+        todo = ranks.share(blocks.missing)
+        done = len(sets) - len(blocks.missing)
         if progress and ranks.leads and done:
-            print(f"{journal_path}: continues after {done} sets", file=sys.stderr)
+            print(f"{folder}: continues after {done} sets", file=sys.stderr)
 
         def measure() -> None:
             own_arena = arena or Arena(device, seed=seed)
@@ -277,15 +276,14 @@ def collect(
                     kernels = [FusedKernel(sets[position], device, seed, own_arena) for position in positions]
                     order = torch.Generator().manual_seed(seed + positions[0])
                     block_samples = time_groups(kernels, repeats, warmup=1, generator=order, reference=reference)
-                    for position, samples in zip(positions, block_samples, strict=True):
-                        journals.append(position, samples.samples_ms, samples.reference_ms)
+                    blocks.append(positions, block_samples)
                     note = pace.note(block_samples)
                     advance(note, len(positions) if seconds is None else pace.step_seconds)
             if arena is None:
                 own_arena.release()
 
         ranks.gather(lambda: measure() if todo and seconds != 0 else None)
-        return journals.dataset()
+        return blocks.dataset()
 
 
 class _Pace:

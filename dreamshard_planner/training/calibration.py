@@ -17,9 +17,9 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.errors import CalibrationRefused, CheckpointError
+from dreamshard_planner.measure.blocks import remove_blocks
 from dreamshard_planner.measure.collect import BATCH_SIZES, GroupMix, draw_sets
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.support.files import check_writable
@@ -72,7 +72,7 @@ def calibrate(
         CalibrationRefused: nothing was written: too few sets, a core that others used as well, or costs that are not
             good and that nothing made better.
         CheckpointError: the checkpoint has no cost network of recipe ``default``.
-        DatasetError: an interrupted calibration with other settings left its journals there.
+        DatasetError: an interrupted calibration with other settings left its blocks there.
         FileError: ``out`` cannot be written; before anything is measured.
     """
     out, network, ranks = Path(out), checkpoint.cost, ranks or Ranks()
@@ -81,13 +81,14 @@ def calibrate(
         raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
     config = _config(seconds, device, threads, batch_sizes, seed)
     halves = pool_tables((POOL,)) if tables is None else (tables, tables)
-    journals = [out.with_suffix(f".{name}.journal") for name in ("calibrate", "check")]
+    folders = [out.with_suffix(f".{name}.blocks") for name in ("calibrate", "check")]
     measured = []
-    for part, (half, journal) in enumerate(zip(halves, journals, strict=True)):
+    for part, (half, folder) in enumerate(zip(halves, folders, strict=True)):
         pools = dict.fromkeys(OPTIMIZERS, half) if tables is None else _by_optimizer(half)
-        measured.append(_measure(_draw(pools, config, seed + part, ranks), config, journal, 0.5, progress, ranks))
+        measured.append(_measure(_draw(pools, config, seed + part, ranks), config, folder, 0.5, progress, ranks))
     data, others_share = [part for part, _ in measured], max(share for _, share in measured)
-    remove_journals(journals, ranks)  # another calibration is of the machine as it is then
+    for folder in folders:
+        remove_blocks(folder, ranks)  # another calibration is of the machine as it is then
 
     def corrected() -> Checkpoint:
         sets, check = (LabelledSets.of_dataset(part, data[0].usual_ms) for part in data)
@@ -124,7 +125,7 @@ def check(compute: ComputeCost, *, seconds: float = 10.0, device: str = "cpu", t
     config, ranks = _config(seconds, device, threads, None, 1), Ranks()
     sets = _draw(dict.fromkeys(OPTIMIZERS, pool_tables((POOL,))[1]), config, 1, ranks)
     with TemporaryDirectory() as folder:
-        data, _ = _measure(sets, config, Path(folder) / "check.journal", 1.0, True, ranks)
+        data, _ = _measure(sets, config, Path(folder) / "check.blocks", 1.0, True, ranks)
     return check_costs(compute, LabelledSets.of_dataset(data))
 
 
@@ -169,11 +170,11 @@ def _draw(
 
 
 def _measure(
-    sets: Sequence[Sequence[Workload]], config: TrainingConfig, journal: Path, part: float, progress: bool, ranks: Ranks
+    sets: Sequence[Sequence[Workload]], config: TrainingConfig, folder: Path, part: float, progress: bool, ranks: Ranks
 ) -> tuple[CostDataset, float]:
     """Measured sets, and for what share of their time others had the core, on the rank where that was most."""
     with processor_time((config.device, config.threads) == ("cpu", 1)) as clock:
-        data = measure(config, sets, journal, part, progress, ranks)
+        data = measure(config, sets, folder, part, progress, ranks)
     return data, max(ranks.gather(lambda: clock.others_share))
 
 

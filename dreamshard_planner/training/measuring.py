@@ -15,6 +15,8 @@ from dreamshard_planner.workload.tables import Workload
 
 MAX_SETS_PER_SECOND = 30
 """More than any machine measures; sets are drawn for this rate."""
+FINISHED = "finished"
+"""File in the folder of a training's blocks: its measurements came to their end."""
 
 
 def most_sets(seconds: float, ranks: Ranks) -> int:
@@ -25,7 +27,7 @@ def most_sets(seconds: float, ranks: Ranks) -> int:
 def measure(
     config: TrainingConfig,
     sets: Sequence[Sequence[Workload]],
-    journal: Path,
+    folder: Path,
     share: float,
     progress: bool,
     ranks: Ranks,
@@ -37,20 +39,20 @@ def measure(
     Args:
         config: of the training.
         sets: to measure, in this order.
-        journal: of the first rank; continued.
+        folder: of the measured blocks; continued.
         share: of ``config.seconds``.
         progress: a bar on stderr.
         ranks: that measure together.
         once: what an earlier run of the training finished is only read: more sets there would lead to other networks,
             and so to other sets in later rounds than that run has measured.
     """
-    finished = once and ranks.from_first(lambda: finished_mark(journal).is_file() and journal.is_file())
+    finished = once and ranks.from_first(lambda: (folder / FINISHED).is_file())
     device = ranks.device(config.device)
     arena = Arena(device, config.arena_bytes, seed=config.seed)
     try:
         dataset = collect(
             sets,
-            journal,
+            folder,
             device=device,
             threads=config.threads,
             repeats=config.repeats,
@@ -63,10 +65,5 @@ def measure(
     finally:
         arena.release()
     if once and ranks.leads:
-        finished_mark(journal).touch()
+        (folder / FINISHED).touch()
     return dataset
-
-
-def finished_mark(journal: Path) -> Path:
-    """File that says that a training's measurements of this journal came to their end."""
-    return journal.with_suffix(".finished")

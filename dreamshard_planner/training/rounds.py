@@ -13,13 +13,13 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.measure.blocks import remove_blocks
 from dreamshard_planner.measure.hardware import hardware_name
-from dreamshard_planner.measure.journals import remove_journals
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.files import check_writable
 from dreamshard_planner.training.config import TrainingConfig, pool_tables
 from dreamshard_planner.training.costs import fit, start_of, validate_cost
-from dreamshard_planner.training.measuring import finished_mark, measure, most_sets
+from dreamshard_planner.training.measuring import measure, most_sets
 from dreamshard_planner.training.policies import PricedTask, improve, proposed_sets, validate_policy
 from dreamshard_planner.workload.tables import Workload
 
@@ -37,8 +37,8 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
     max_sets = most_sets(config.seconds, ranks)
     test_sets = config.draw_sets(test_tables, max_sets, config.seed + 1)
     train_sets = config.draw_sets(train_tables, max_sets, config.seed)
-    journals = [out.with_suffix(".test.journal")]
-    test = measure(config, test_sets, journals[0], config.test_share, progress, ranks, once=True)
+    folders = [out.with_suffix(".test.blocks")]
+    test = measure(config, test_sets, folders[0], config.test_share, progress, ranks, once=True)
 
     datasets: list[CostDataset] = []
     round_share = (1 - config.test_share) / config.rounds
@@ -50,22 +50,21 @@ def train(config: TrainingConfig, out: str | Path, progress: bool = True, ranks:
 
     for round_index in range(config.rounds):
         sets = ranks.from_first(proposed) if round_index else train_sets
-        journals.append(out.with_suffix(f".round{round_index}.journal"))
-        datasets.append(measure(config, sets, journals[-1], round_share, progress, ranks, once=True))
+        folders.append(out.with_suffix(f".round{round_index}.blocks"))
+        datasets.append(measure(config, sets, folders[-1], round_share, progress, ranks, once=True))
         if ranks.leads:
             learned = learn(config, CostDataset.concatenate(datasets), test, progress)
 
     def saved() -> Checkpoint:
         made, _ = learned
-        made.save(out)  # first, since the journals still have all of the datasets
+        made.save(out)  # first, since the blocks still hold all of the datasets
         CostDataset.concatenate(datasets).save(out.with_suffix(".dataset.npz"))
         test.save(out.with_suffix(".test.npz"))
-        for journal in journals:
-            finished_mark(journal).unlink(missing_ok=True)
         return Checkpoint.load(out)
 
     checkpoint = ranks.from_first(saved)
-    remove_journals(journals, ranks)  # all they hold is in the datasets
+    for folder in folders:
+        remove_blocks(folder, ranks)  # the datasets hold all of it
     return checkpoint
 
 

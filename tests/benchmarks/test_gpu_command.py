@@ -100,7 +100,7 @@ def test_a_short_run_on_two_ranks_ends_with_a_checkpoint_for_this_device(tmp_pat
     assert made.name == "cpu.safetensors" and made.metadata["dataset"]["sets"] >= 16  # a block of each rank
     assert resolve(tmp_path / "cpu.safetensors", "cpu").cost is not None
     assert {p.name for p in tmp_path.iterdir()} >= {"cpu.dataset.npz", "environment.json", "report.md", "stages.json"}
-    assert not list(tmp_path.glob("*.journal"))
+    assert not list(tmp_path.glob("*.blocks"))
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torchrec"] and environment["hardware"]["device"] == "cpu"
     told = (tmp_path / "report.md").read_text()

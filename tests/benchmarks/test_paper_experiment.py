@@ -102,7 +102,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Wherever it is interrupted: networks are trained again on what the journal holds, and come out the same."""
+    """Wherever it is interrupted: networks are trained again on what was measured, and come out the same."""
     half, arena = halves(batch_size=32)[0], Arena("cpu", 1 << 24)
     tasks = half.tasks(Setting(6, 2), 2)
     config = Published(iterations=3, collected=2, fit_updates=4, policy_updates=1)
@@ -125,7 +125,7 @@ def test_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
         state = other.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     other_seed = train_published(replace(config, seed=1), half, tasks, tmp_path / "1", arena, 1, tick, first)
-    assert other_seed.placements == first.placements and not list((tmp_path / "1").glob("*.journal"))
+    assert other_seed.placements == first.placements and not list((tmp_path / "1").glob("*.blocks"))
 
 
 def test_quick_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -138,7 +138,7 @@ def test_quick_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         return "".join(capsys.readouterr())
 
     assert "goes on from here" in run("--minutes", "0.0001")
-    assert not record.exists() and list(work.rglob("measured.journal")) and not list(work.rglob("placements.json"))
+    assert not record.exists() and list(work.rglob("measured.blocks")) and not list(work.rglob("placements.json"))
     text = run()
 
     measured = {str(name) for path in work.rglob("dataset.npz") for name in CostDataset.load(path).columns["name"]}

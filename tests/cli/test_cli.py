@@ -76,11 +76,11 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     config, out, collect = replace(QUICK, rounds=2, seconds=4.0), tmp_path / "x.safetensors", measuring.collect
     held: dict[str, int] = {}
 
-    def interrupted(sets: list, journal: Path, **options) -> CostDataset:
-        dataset = collect(sets, journal, **options)
-        first_time = journal.name not in held
-        held[journal.name] = len(dataset)
-        if "round1" in journal.name and first_time:
+    def interrupted(sets: list, folder: Path, **options) -> CostDataset:
+        dataset = collect(sets, folder, **options)
+        first_time = folder.name not in held
+        held[folder.name] = len(dataset)
+        if "round1" in folder.name and first_time:
             raise KeyboardInterrupt
         return dataset
 
@@ -88,16 +88,16 @@ def test_an_interrupted_training_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         train(config, out, progress=False)
     before = dict(held)
-    assert set(before) == {path.name for path in tmp_path.glob("*.journal")}
-    assert set(before) == {"x.test.journal", "x.round0.journal", "x.round1.journal"}
+    assert set(before) == {path.name for path in tmp_path.glob("*.blocks")}
+    assert set(before) == {"x.test.blocks", "x.round0.blocks", "x.round1.blocks"}
     checkpoint = train(config, out, progress=False)
     # What had come to its end is only read; what was under way goes on.
-    for name in ("x.test.journal", "x.round0.journal"):
+    for name in ("x.test.blocks", "x.round0.blocks"):
         assert held[name] == before[name]
-    assert held["x.round1.journal"] >= before["x.round1.journal"]
+    assert held["x.round1.blocks"] >= before["x.round1.blocks"]
     measured = CostDataset.load(out.with_suffix(".dataset.npz"))
     assert checkpoint.metadata["dataset"]["sets"] == len(measured)
-    assert len(measured) == held["x.round0.journal"] + held["x.round1.journal"]
+    assert len(measured) == held["x.round0.blocks"] + held["x.round1.blocks"]
 
 
 def test_fit_makes_a_checkpoint_from_measured_sets(trained: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_calibrate_corrects_a_checkpoint_and_plans_take_it(
     monkeypatch.setenv("DREAMSHARD_HOME", str(tmp_path))
     options = ("--checkpoint", str(trained), "--seconds", "4", "--force", "--format", "json")
     result = dreamshard("calibrate", *options)
-    told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # no journal that a later one takes
+    told, (out,) = json.loads(result.stdout), (tmp_path / "checkpoints").iterdir()  # nothing that a later one continues
     assert f"kept in {out}" in result.stderr and out.name.endswith("-1-threads-calibrated.safetensors")
     assert told["from"] == trained.name and told["clock"] == "processor time" and 0 <= told["others_share"] <= 1
     stages = [(check["optimizer"], check["direction"]) for check in told["checks"]]
@@ -270,7 +270,7 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
     second = json.loads(dreamshard(*command, "--sets", "16", "--format", "json").stdout)
     assert second["sets"] == 16 and second["spread_of_repeats"] > 0
     other = dreamshard(*command, "--sets", "16", "--held-out", status=1)
-    assert "sets.journal" in other.stderr and other.stdout == ""
+    assert "sets.blocks" in other.stderr and other.stdout == ""
     assert json.loads(dreamshard("info", str(out), "--format", "json").stdout)["kind"] == "dataset"
     assert "16 of " in dreamshard("info", str(out)).stdout
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Cost datasets and journals keep everything, and refuse whatever is not whole.
+"""Cost datasets keep everything, and refuse whatever is not whole.
 
 Shape letters: N sets, R repeats.
 """
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.journal import Journal, _frame
 from dreamshard_planner.errors import DatasetError
 from dreamshard_planner.workload.tables import Workload
 
@@ -162,90 +161,3 @@ def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:
             CostDataset.load(path)
     with pytest.raises(DatasetError, match="none.npz: no such file"):
         CostDataset.load(tmp_path / "none.npz")
-
-
-def fill(path: Path, sets: list[list[Workload]] = SETS) -> bytes:
-    with Journal.open(path, HARDWARE, seed=7) as journal:
-        for group, samples, reference in zip(sets, SAMPLES_NR2, REFERENCE_NR2, strict=False):
-            journal.append(group, torch.tensor(samples), torch.tensor(reference, dtype=torch.float64))
-    return path.read_bytes()
-
-
-def test_journal_becomes_the_dataset(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    fill(path, SETS[:2])
-    with Journal.open(path, HARDWARE, seed=7) as journal:
-        assert journal.sets == SETS[:2] and journal.repeats == 3
-        journal.append(SETS[2], torch.tensor(SAMPLES_NR2[2]), torch.tensor(REFERENCE_NR2[2], dtype=torch.float64))
-        data = journal.to_dataset()
-    with Journal.open(path, HARDWARE, seed=7) as journal:
-        assert journal.sets == SETS and len(journal) == 3
-        assert journal.to_dataset().digest == data.digest
-        assert journal.to_dataset().created == journal.created
-    assert data.sets == SETS and data.seed == 7
-    np.testing.assert_allclose(data.samples_ms, SAMPLES_NR2, rtol=1e-6)
-
-
-def test_every_torn_tail_loses_one_record_at_most(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    content = fill(path)
-    lines = content.splitlines(keepends=True)
-    whole = len(content) - len(lines[-1])
-    for cut in range(whole, len(content)):
-        path.write_bytes(content[:cut])
-        with Journal.open(path, HARDWARE, seed=7) as journal:
-            assert journal.sets == SETS[:2]
-        assert path.read_bytes() == content[:whole]
-    path.write_bytes(content[:-9] + b"00000000\n")  # whole in length, not in content
-    with Journal.open(path, HARDWARE, seed=7) as journal:
-        assert journal.sets == SETS[:2]
-        journal.append(SETS[2], torch.tensor(SAMPLES_NR2[2]), torch.tensor(REFERENCE_NR2[2], dtype=torch.float64))
-    assert path.read_bytes() == content
-
-
-def test_damage_before_the_last_record_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    content = fill(path)
-    for line, start in ((2, content.index(b"\n") + 20), (1, 12)):
-        damaged = bytearray(content)
-        damaged[start] ^= 1
-        path.write_bytes(damaged)
-        with pytest.raises(DatasetError, match="journal: line 2 is damaged" if line == 2 else "not a dreamshard"):
-            Journal.open(path, HARDWARE, seed=7)
-        assert path.read_bytes() == damaged
-    header = content.splitlines(keepends=True)[0]
-    path.write_bytes(header + _frame({"set": [5], "new": [], "ms": []}) + content[len(header) :])
-    with pytest.raises(DatasetError, match="line 2 is not a record"):
-        Journal.open(path, HARDWARE, seed=7)
-
-
-def test_journals_of_others_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    fill(path)
-    with pytest.raises(DatasetError, match="'abacus'.*'slide rule'"):
-        Journal.open(path, HARDWARE | {"name": "slide rule"}, seed=7)
-    with Journal.open(path, HARDWARE | {"memory_bytes": 1}, seed=7), pytest.raises(DatasetError, match="another proc"):
-        Journal.open(path, HARDWARE, seed=7)
-    with pytest.raises(DatasetError, match="seed 7, asked for 8"):
-        Journal.open(path, HARDWARE, seed=8)
-    path.write_bytes(_frame({"kind": "dreamshard cost journal", "schema": 2}))
-    with pytest.raises(DatasetError, match="version 2 is newer"):
-        Journal.open(path, HARDWARE)
-    for foreign in (b"hello", b"hello\n", b"\x80\x00\n"):
-        path.write_bytes(foreign)
-        with pytest.raises(DatasetError, match="not a dreamshard cost journal"):
-            Journal.open(path, HARDWARE)
-        assert path.read_bytes() == foreign
-
-
-def test_empty_journal_has_no_dataset(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / "journal", HARDWARE) as journal, pytest.raises(DatasetError, match="nothing"):
-        journal.to_dataset()
-
-
-def test_sets_with_different_repeats_do_not_mix(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / "journal", HARDWARE) as journal:
-        journal.append(SETS[0], torch.ones(3, 2))
-        journal.append(SETS[1], torch.ones(2, 2))
-        with pytest.raises(DatasetError, match="repeats"):
-            journal.to_dataset()

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
-from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.measure.kernels import Arena, check_group
+from dreamshard_planner.support.files import open_locked
 from dreamshard_planner.workload.sketch import IdSketch
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import ended, start, wait_for
@@ -68,8 +67,8 @@ def test_a_collection_goes_on_whatever_else_a_pool_says_of_its_tables(tmp_path: 
         for table in TABLES
     ]
     sets = draw_sets(tables, 3, seed=1, batch_sizes=(8,), max_tables=3)
-    first = run(sets, tmp_path / "x.journal")
-    assert run(sets, tmp_path / "x.journal").digest == first.digest
+    first = run(sets, tmp_path / "x.blocks")
+    assert run(sets, tmp_path / "x.blocks").digest == first.digest
 
 
 def test_sets_follow_the_seed() -> None:
@@ -118,53 +117,75 @@ def test_mix_decides_the_attributes() -> None:
 
 
 def test_collect_measures_every_set_and_resumes(tmp_path: Path) -> None:
-    data = run(SMALL_SETS[:5], tmp_path / "journal")
+    data = run(SMALL_SETS[:5], tmp_path / "sets.blocks")
     assert data.sets == SMALL_SETS[:5]
     assert data.samples_ms.shape == data.reference_ms.shape == (5, 2, 2)
-    more = run(SMALL_SETS, tmp_path / "journal")
+    more = run(SMALL_SETS, tmp_path / "sets.blocks")
     assert more.sets == SMALL_SETS
     assert np.array_equal(more.samples_ms[:5], data.samples_ms)
-    assert run(SMALL_SETS, tmp_path / "journal").digest == more.digest
+    assert run(SMALL_SETS, tmp_path / "sets.blocks").digest == more.digest
 
 
 def test_collect_stops_after_its_seconds(tmp_path: Path) -> None:
     for held in (3, 6):  # a block at least, or no call would ever get further
-        assert len(run(SMALL_SETS, tmp_path / "journal", seconds=1e-9, block=3)) == held
-    assert len(run(SMALL_SETS, tmp_path / "journal", seconds=0.0)) == 6
+        assert len(run(SMALL_SETS, tmp_path / "sets.blocks", seconds=1e-9, block=3)) == held
+    assert len(run(SMALL_SETS, tmp_path / "sets.blocks", seconds=0.0)) == 6
     with pytest.raises(DatasetError, match="nothing was measured yet"):
         run(SMALL_SETS, tmp_path / "another", seconds=0.0)
 
 
 def test_collect_refuses_other_sets_and_repeats(tmp_path: Path) -> None:
-    run(SMALL_SETS[:4], tmp_path / "journal")
+    run(SMALL_SETS[:4], tmp_path / "sets.blocks")
     for other in (SMALL_SETS[1:], SMALL_SETS[:3]):
-        with pytest.raises(DatasetError, match="journal: its 4 sets are not all among the"):
-            run(other, tmp_path / "journal")
+        with pytest.raises(DatasetError, match="blocks: its 4 sets are not all among the"):
+            run(other, tmp_path / "sets.blocks")
     with pytest.raises(DatasetError, match="holds 2 repeats of each set, asked for 3"):
-        run(SMALL_SETS, tmp_path / "journal", repeats=3)
+        run(SMALL_SETS, tmp_path / "sets.blocks", repeats=3)
     with pytest.raises(DatasetError, match="'threads': 1.*'threads': 2"):
-        run(SMALL_SETS, tmp_path / "journal", threads=2)
+        run(SMALL_SETS, tmp_path / "sets.blocks", threads=2)
 
 
 def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(SMALL_SETS[:2], tmp_path / "journal", progress=True)
+    run(SMALL_SETS[:2], tmp_path / "sets.blocks", progress=True)
     captured = capsys.readouterr()
     assert captured.out == "" and "sets/s" in captured.err and "spread of repeats" in captured.err
 
 
+def recorded(folder: Path) -> int:
+    return sum(len(CostDataset.load(path)) for path in folder.glob("rank0-*.npz"))
+
+
 def test_sigkill_at_random_moments_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     """Real processes, really killed."""
-    path, moments, held = tmp_path / "journal", random.Random(0), 0
-    for _ in range(20):
-        size = path.stat().st_size if path.exists() else 1 << 10  # a header is shorter, with a record it is longer
-        process = start(partial(run, block=1), MANY_SETS, path)
-        wait_for(lambda size=size: path.exists() and path.stat().st_size > size, process)
+    folder, moments, held = tmp_path / "sets.blocks", random.Random(0), 0
+    for _ in range(10):
+        process = start(partial(run, block=1), MANY_SETS, folder)
+        wait_for(lambda held=held: recorded(folder) > held, process)
         time.sleep(moments.uniform(0.0, 0.05))
         process.kill()
         assert ended(process) == [-signal.SIGKILL]
-        with Journal.open(path, describe_hardware("cpu", threads=1)) as journal:
-            assert len(journal) >= held and journal.sets == MANY_SETS[: len(journal)]
-            held = len(journal)
-        assert held > 0
-    data = run(MANY_SETS, path)
+        assert recorded(folder) > held
+        held = recorded(folder)
+    data = run(MANY_SETS, folder)
     assert data.sets == MANY_SETS
+
+
+def test_a_damaged_block_is_named_and_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "sets.blocks"
+    run(SMALL_SETS[:4], folder)
+    path = folder / "rank0-1.npz"
+    path.write_bytes(damaged := path.read_bytes()[:-9])
+    with pytest.raises(DatasetError, match="rank0-1.npz: not a readable"):
+        run(SMALL_SETS, folder)
+    assert path.read_bytes() == damaged
+    path.unlink()  # its two sets are measured again
+    assert run(SMALL_SETS, folder).sets == SMALL_SETS
+
+
+def test_a_folder_has_one_collection_at_a_time_and_one_seed(tmp_path: Path) -> None:
+    folder = tmp_path / "sets.blocks"
+    run(SMALL_SETS[:2], folder)
+    with open_locked(folder / "rank0.lock"), pytest.raises(DatasetError, match="another process"):
+        run(SMALL_SETS, folder)
+    with pytest.raises(DatasetError, match="seed 0, asked for 5"):
+        run(SMALL_SETS, folder, seed=5)

@@ -72,7 +72,7 @@ def test_sets_are_measured_on_the_device(device: str, tmp_path: Path) -> None:
     tables = pool_tables(["merlin_tiny"])[0]
     sets = draw_sets(tables, 4, seed=0, batch_sizes=(64,), max_tables=4, device=device)
     arena = Arena(device, size_bytes=1 << 26)
-    data = collect(sets, tmp_path / "journal", device, repeats=2, progress=False, arena=arena)
+    data = collect(sets, tmp_path / "blocks", device, repeats=2, progress=False, arena=arena)
     assert data.hardware == describe_hardware(device, 1) and data.samples_ms.shape == data.reference_ms.shape == (
         4,
         2,

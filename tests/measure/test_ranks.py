@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.errors import DatasetError, DreamShardError
+from dreamshard_planner.measure.blocks import remove_blocks
 from dreamshard_planner.measure.collect import _Pace, collect, draw_sets
-from dreamshard_planner.measure.hardware import describe_hardware
-from dreamshard_planner.measure.journals import journal_paths, remove_journals
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.measure.ranks import Ranks, local_ranks
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
@@ -33,9 +32,8 @@ def _measure(path: Path, ranks: Ranks | None = None, **options) -> CostDataset:
     return collect(SETS, path, arena=Arena("cpu", size_bytes=1 << 20), ranks=ranks, **options)
 
 
-def _held(path: Path) -> int:
-    with Journal.open(path, describe_hardware("cpu", threads=1)) as journal:
-        return len(journal)
+def _held(folder: Path, rank: int) -> int:
+    return sum(len(CostDataset.load(path)) for path in folder.glob(f"rank{rank}-*.npz"))
 
 
 def _on_two_ranks(function: Callable[[Ranks, Path], None], path: Path) -> list[int]:
@@ -65,16 +63,16 @@ def _fail() -> None:
 
 
 def test_ranks_share_the_sets_and_agree_on_the_result(tmp_path: Path) -> None:
-    path = tmp_path / "sets.journal"
+    path = tmp_path / "sets.blocks"
     assert _on_two_ranks(_together, path) == [0, 0]
     first, second = (CostDataset.load(tmp_path / f"sets.{rank}.npz") for rank in range(2))
     assert first.digest == second.digest
     assert first.sets == SETS
-    assert [_held(p) for p in (path, tmp_path / "sets.rank1.journal")] == [12, 11]
+    assert [_held(path, rank) for rank in range(2)] == [12, 11]
     alone = _measure(path)  # one process finds everything measured
     assert np.array_equal(alone.samples_ms[2:21], first.samples_ms[2:21])  # equal sets may have changed places
-    remove_journals([path], Ranks())
-    assert not list(tmp_path.glob("*.journal"))
+    remove_blocks(path, Ranks())
+    assert not path.exists()
 
 
 def _until_one_dies(ranks: Ranks, path: Path) -> None:
@@ -86,29 +84,19 @@ def _until_one_dies(ranks: Ranks, path: Path) -> None:
 
 
 def test_a_rank_that_dies_takes_nothing_with_it_that_was_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "sets.journal"
+    path = tmp_path / "sets.blocks"
     assert _on_two_ranks(_until_one_dies, path) == [0, -signal.SIGKILL]
-    assert [_held(p) for p in (path, tmp_path / "sets.rank1.journal")] == [12, 2]
+    assert [_held(path, rank) for rank in range(2)] == [12, 2]
     data = _measure(path)  # goes on alone with what both have recorded
     assert data.sets == SETS
-    assert _held(path) == 21
-
-
-def test_journals_of_ranks_that_are_no_more_are_read_by_those_left(tmp_path: Path) -> None:
-    path = tmp_path / "sets.journal"
-    others = [tmp_path / f"sets.rank{k}.journal" for k in (2, 4, 5)]
-    for other in (*others, tmp_path / "sets.rank3.npz", tmp_path / "other.rank2.journal"):
-        other.touch()
-    assert journal_paths(path, Ranks()) == [path, *others]
-    assert journal_paths(path, Ranks(0, 2)) == [path, others[0], others[1]]
-    assert journal_paths(path, Ranks(1, 2)) == [tmp_path / "sets.rank1.journal", others[2]]
+    assert [_held(path, rank) for rank in range(2)] == [21, 2]
 
 
 def test_sets_that_are_recorded_too_often_are_refused(tmp_path: Path) -> None:
-    _measure(tmp_path / "sets.journal")
-    (tmp_path / "sets.rank1.journal").write_bytes((tmp_path / "sets.journal").read_bytes())
-    with pytest.raises(DatasetError, match="more often than it is asked for"):
-        _measure(tmp_path / "sets.journal")
+    _measure(tmp_path / "sets.blocks")
+    shutil.copy(tmp_path / "sets.blocks" / "rank0-0.npz", tmp_path / "sets.blocks" / "rank7-0.npz")
+    with pytest.raises(DatasetError, match="its 25 sets are not all among the 23"):
+        _measure(tmp_path / "sets.blocks")
 
 
 def test_starting_without_torchrun_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from dreamshard_planner import Checkpoint, DatasetError, FileError, StatisticsError
+from dreamshard_planner import Checkpoint, FileError, StatisticsError
 from dreamshard_planner.checkpoints.checkpoint import resolve
-from dreamshard_planner.cost.journal import Journal
 from dreamshard_planner.support.files import (
     MAX_NESTING,
     check_writable,
@@ -24,7 +22,6 @@ from dreamshard_planner.support.files import (
     read_json,
     write_whole,
 )
-from tests.cost.test_dataset import HARDWARE, SETS
 
 
 @contextmanager
@@ -57,25 +54,8 @@ def at_once(*functions: Callable[[], object]) -> list[object]:
     return results
 
 
-def test_one_of_two_gets_a_new_journal_and_loses_nothing(tmp_path: Path) -> None:
-    def measure(path: Path) -> Journal:
-        journal = Journal.open(path, HARDWARE)
-        journal.append(SETS[0], torch.ones(2, 2))
-        return journal
-
-    for attempt in range(100):
-        path = tmp_path / f"{attempt}.journal"
-        results = at_once(*(lambda path=path: measure(path) for _ in range(3)))
-        (journal,) = (result for result in results if isinstance(result, Journal))
-        for other in results:
-            assert other is journal or isinstance(other, DatasetError) and "another process" in str(other)
-        journal.close()
-        with Journal.open(path, HARDWARE) as again:
-            assert again.sets == [SETS[0]]
-
-
 def test_a_lock_is_on_the_file_that_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "locked"
     for _ in range(100):  # one removes what it has, while the others wait for it
         held = open_locked(path)
 
@@ -148,24 +128,6 @@ def test_a_checkpoint_that_no_longer_fits_is_kept_elsewhere(tmp_path: Path, monk
     assert path.read_text() == "before" and os.listdir(path.parent) == [path.name]
     kept = Path(str(caught.value).rpartition(" ")[2])
     assert Checkpoint.load(kept).digest() == checkpoint.digest()
-
-
-def test_a_journal_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    with Journal.open(path, HARDWARE) as journal:
-        journal.append(SETS[0], torch.ones(2, 2))
-        whole = path.read_bytes()
-        for room in (0, 50):
-            with files_up_to(len(whole) + room), pytest.raises(DatasetError, match="could not write a whole record"):
-                journal.append(SETS[1], torch.ones(2, 2))
-            assert path.read_bytes() == whole
-        journal.append(SETS[1], torch.ones(2, 2))
-        assert journal.sets == SETS[:2]
-    with Journal.open(path, HARDWARE) as journal:
-        assert journal.sets == SETS[:2]
-    with files_up_to(10), pytest.raises(DatasetError, match="new: could not write"):
-        Journal.open(tmp_path / "new", HARDWARE)
-    Journal.open(tmp_path / "new", HARDWARE).close()
 
 
 def test_json_of_any_form_is_read_in_bounds(tmp_path: Path) -> None:
