@@ -383,6 +383,20 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> 
     assert varied["sweeps"]["ranks"][0]["ranks"] == 4
 
 
+def test_commands_keep_the_effort_of_a_plan_unless_they_are_told_another(tmp_path: Path) -> None:
+    tables = [{"name": name, "num_embeddings": 1000, "embedding_dim": 16} for name in "abc"]
+    (tmp_path / "tables.json").write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": tables}))
+    job = ("--tables", str(tmp_path / "tables.json"), "--gpus", "2", "--gpu", "h100", "--batch-size", "64")
+    first, again = str(tmp_path / "first.json"), str(tmp_path / "again.json")
+    run("plan", *job, "--out", first)
+    assert "effort" not in SavedPlan.load(first).inputs.settings
+    for plan, given in ((first, ("--effort", "quick")), (again, ())):
+        run("replan", plan, "--steps", "9", *given, "--out", again)
+        assert SavedPlan.load(again).inputs.settings["effort"] == "quick"
+    run("what-if", again, "--effort", "quick", "--vary", "gpus=1", "--no-worst", "--no-smallest")
+    assert "fast" in run("plan", *job, "--effort", "fast", status=2).stderr
+
+
 def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Path, tmp_path: Path) -> None:
     counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
     statistics, plan = str(tmp_path / "counted.json"), str(tmp_path / "plan.json")

@@ -73,6 +73,7 @@ CHANGES: dict[str, Callable[[], dict]] = {
     "recipe": lambda: {"recipe": "paper"},
     "seed": lambda: {"seed": 1},
     "cost source": lambda: {"cost_source": "torchrec"},
+    "effort": lambda: {"effort": "quick"},
     "search time": lambda: {"search_seconds": 5.0},
     "time": lambda: {"timeout_seconds": 100},
     "refinement": lambda: {"refine": "measure", "refine_seconds": 0.2},
