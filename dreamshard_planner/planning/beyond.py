@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,8 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search_space.alike_shards import is_torchrecs
+from dreamshard_planner.search_space.enumeration import sharding_only
+from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
@@ -29,13 +31,14 @@ NOTHING = 1e-3
 
 def opened_types(
     exact: Mapping[str, ParameterConstraints], all_types: Mapping[str, ParameterConstraints]
-) -> tuple[tuple[str, int], ...]:
-    """Sharding types that only the second constraints allow, and for how many tables."""
-    counts: Counter[str] = Counter()
+) -> dict[str, set[str]]:
+    """Return the sharding types that only the second constraints allow, by table; only of tables that have some."""
+    opened = {}
     for name, constraint in all_types.items():
         allowed = exact[name].sharding_types or () if name in exact else ()
-        counts.update(set(constraint.sharding_types or ()) - set(allowed))
-    return tuple(sorted(counts.items()))
+        if types := set(constraint.sharding_types or ()) - set(allowed):
+            opened[name] = types
+    return opened
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,11 @@ class BeyondExactTraining:
 
     def __str__(self) -> str:
         if not self.total_ms < self.exact_ms * (1 - NOTHING):
-            return f"{self.opened_by} would allow {_counted(self.opened)}, and gain nothing that a search found"
+            return f"{self.opened_by} would allow {counted_types(self.opened)}, and gain nothing that a search found"
         types = ", ".join(f"{count} {kind}" for kind, count in self.types)
         theirs = "finds none" if self.torchrec_ms is None else f"{self.torchrec_ms:.3f} ms"
         return (
-            f"{self.opened_by} would allow {_counted(self.opened)}: {self.total_ms:.3f} ms instead of "
+            f"{self.opened_by} would allow {counted_types(self.opened)}: {self.total_ms:.3f} ms instead of "
             f"{self.exact_ms:.3f} ({types}); TorchRec's own plan over these types: {theirs}"
         )
 
@@ -85,18 +88,20 @@ class WiderSpace:
     stays exact; else ``exact_training=False``."""
     opened: tuple[tuple[str, int], ...]
     """Sharding types that only this space has, and for how many tables."""
+    opened_tables: frozenset[str]
+    """Names of the tables that have them."""
 
     @cached_property
     def search_space(self) -> Sequence[ShardingOption]:
         """All options; enumerated when they are first asked for."""
         return self.context.enumerator(self.batch_size, self.estimator).enumerate(self.module, list(self.sharders))
 
-    def note(self) -> str:
-        """For the report, where nothing has been searched."""
-        return (
-            f"exact training leaves out {_counted(self.opened)}; planner.beyond_exact_training() tells what "
-            f"{self.opened_by} would gain"
-        )
+    def enumerated(self, names: Collection[str]) -> list[ShardingOption]:
+        """Return the options of the tables with these names."""
+        found = shardable_tables(self.module, self.sharders)
+        tables = frozenset((id(table.module), table.name) for table in found if table.name in names)
+        sharders = [sharding_only(tables, sharder) for sharder in self.sharders]
+        return self.context.enumerator(self.batch_size, self.estimator).enumerate(self.module, sharders)
 
     @neutral()
     @torch.no_grad()
@@ -116,7 +121,7 @@ class WiderSpace:
             options = context.usable_options(self.search_space)
             if not any(map(context.is_guess, exact)):
                 options = context.certain_options(options)
-            read = context.read([*options, *_others(exact, options)], topology)
+            read = context.read([*options, *others(exact, options)], topology)
             cost, start = context.cost(read), read.sharding(exact)
             offered = [option for option in options if is_torchrecs(option)]
             theirs = torchrec_plan(offered, topology, context.estimate_as_torchrec, effort)
@@ -134,11 +139,11 @@ class WiderSpace:
         return BeyondExactTraining(*opened, exact_ms, best_ms, tuple(types.most_common()), theirs_ms)
 
 
-def _others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:
+def others(plan: Sequence[ShardingOption], options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Options of a plan that are not among those given: proposers of others use what ours has no use for."""
     given = by_table(options)
     return [option for option in plan if not any(same_option(option, other) for other in given.get(fqn_of(option), ()))]
 
 
-def _counted(opened: Iterable[tuple[str, int]]) -> str:
+def counted_types(opened: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{kind} for {count} table(s)" for kind, count in opened)

@@ -13,6 +13,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.planning.baseline import BASELINE, WHOLE_BASELINE
+from dreamshard_planner.planning.exact_notes import forced_out_note, left_out_note
 from dreamshard_planner.planning.given_plans import Rated
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
@@ -23,6 +24,7 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.search_space.usable_options import never_run
 from dreamshard_planner.support.formatting import nearest
@@ -138,13 +140,12 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         notes=(*(() if found is None else found.notes()), *noted("search", left_out)),
     )
     ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
-    beyond = noted("beyond_exact_training", () if session.wider is None else (session.wider.note(),))
     named = {report.chosen.name, *(rival.name for rival in report.rivals)}
     compared = named & {BASELINE, WHOLE_BASELINE}
     alone = [] if compared else ["no plan of TorchRec's that fits was found to compare with"]
-    further = (*session.context.notes(plan), *ruled, *beyond, *noted("search", alone))
+    further = (*session.context.notes(plan), *ruled, *noted("search", alone))
     if not changed:
-        return report.noting(further)
+        return report.noting((*further, *_exact_training(session, plan)))
     try:
         rated = session.rated(plan)
     except PlannerError as error:
@@ -156,7 +157,21 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         verb = "moved tables" if outcome.has_options_of(plan) else "changed options"
         note = f"callbacks {verb} after they were placed; dreamshard is the plan that they made"
         how_found += noted("callbacks", [note])
-    return rated.report((*how_found, *further), report)
+    return rated.report((*how_found, *further, *_exact_training(session, plan)), report)
+
+
+def _exact_training(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+    """Return what exact training excludes, and what that costs."""
+    space, request = session.unrestricted, session.request
+    if space is None:
+        return ()
+    attached = None if session.wider is space else session.wider
+    searched = session.context.searched_options(session.search_space)
+    search = request.settings.search or DEFAULT_SEARCH
+    return (
+        *forced_out_note(space, plan, search, request.settings.seed, request.seconds),
+        left_out_note(space, attached, searched, plan),
+    )
 
 
 def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: SavedPlan) -> Report:

@@ -4,9 +4,11 @@ of it becomes one immutable result, by which any plan of the module is rated, sa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -85,6 +87,8 @@ class PlanningSession:
     """What constraints and statistics name that the module does not have, in words."""
     wider: WiderSpace | None
     """What exact training leaves out; None where that is nothing, or nobody could ask for it."""
+    unrestricted: WiderSpace | None = None
+    """All options without exact training; None as for :attr:`wider`."""
     search_space: Sequence[ShardingOption] = ()
     """All options of the module; none before they are enumerated."""
     in_rows: frozenset[str] = frozenset()
@@ -143,7 +147,13 @@ class PlanningSession:
         )
         skeleton = without_weights(module, sharders)
         session = cls(request, skeleton, context, left, legal, reservation, doubtful, unused, None, in_rows=in_rows)
-        return session if beyond is None else replace(session, wider=session._wider(module, sharders, beyond))
+        if beyond is None:
+            return session
+        attached, unrestricted = (
+            session._wider(module, sharders, beyond, argument, value)
+            for argument, value in (("optimizers_attached", True), ("exact_training", False))
+        )
+        return replace(session, wider=attached or unrestricted, unrestricted=unrestricted)
 
     @property
     def constraints(self) -> dict[str, ParameterConstraints]:
@@ -271,18 +281,15 @@ class PlanningSession:
         except PlannerError:  # callbacks changed the plan to one whose cost is not known
             return ()
 
-    def _wider(self, module: nn.Module, sharders: Sharders, estimator: MakeEstimator) -> WiderSpace | None:
-        for argument, value in (("optimizers_attached", True), ("exact_training", False)):
-            if getattr(self.request.settings, argument) == value:
-                continue
-            change: dict[str, Any] = {argument: value}
-            wider = replace(self.request, settings=replace(self.request.settings, **change))
-            all_types = _constraints(wider, module, sharders, self.legal, self.in_rows)
-            if opened := opened_types(self.constraints, all_types):
-                break
-        else:
-            return None
-        if any(table.in_tower for table in shardable_tables(module, sharders)):
+    def _wider(
+        self, module: nn.Module, sharders: Sharders, estimator: MakeEstimator, argument: str, value: bool
+    ) -> WiderSpace | None:
+        """Return the options with another value of a planner's argument; None if these are no more."""
+        change: dict[str, Any] = {argument: value}
+        wider = replace(self.request, settings=replace(self.request.settings, **change))
+        all_types = _constraints(wider, module, sharders, self.legal, self.in_rows)
+        opened = opened_types(self.constraints, all_types)
+        if not opened or any(table.in_tower for table in shardable_tables(module, sharders)):
             return None  # which hosts towers are pinned to is settled while planning
         context = replace(self.context, constraints=all_types)
         return WiderSpace(
@@ -293,7 +300,8 @@ class PlanningSession:
             estimator(context),
             self.left,
             f"{argument}={value}",
-            opened,
+            tuple(sorted(Counter(chain.from_iterable(opened.values())).items())),
+            frozenset(opened),
         )
 
 

@@ -20,6 +20,7 @@ CODES = {
     "table": "of which rows nobody knows how they are read",
     "placement_rule": "where it put tables",
     "beyond_exact_training": "what exact training leaves out",
+    "forced_out": "exact training keeps tables out of device memory",
     "training": "trains differently",
     "unused": "named, and not in the model",
     "callbacks": "changed the plan",

@@ -284,6 +284,7 @@ class Report(Predicted):
     def __str__(self) -> str:
         per_rank = "compute and collectives per rank" if self._estimate_ms else "compute per rank"
         lines = [
+            *(f"{note}." for note in self.notes if note.code == "forced_out"),
             f"{self.verdict}.",
             *(f"Note: {note}." for note in self.notes if note.code == "assumption"),
             f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
@@ -302,7 +303,7 @@ class Report(Predicted):
         if len(self.collectives) > 1:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
-        lines += [f"Note: {note}." for note in self.notes if note.code not in ("assumption", "search")]
+        lines += [f"Note: {note}." for note in self.notes if note.code not in ("forced_out", "assumption", "search")]
         return short_words("\n".join(lines))
 
 

@@ -175,7 +175,7 @@ def estimate_all(
         estimator.estimate(sharding_options, **arguments)
 
 
-def _sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
+def sharding_only(tables: Collection[TableKey], sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
     """A sharder that offers some of its tables alone."""
 
     def shardable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -242,7 +242,7 @@ class FastEnumerator(EmbeddingEnumerator):
         stored: list[ShardingOption] = []
         for first in range(0, len(tables), at_once):
             some = frozenset(tables[first : first + at_once])
-            options += super().enumerate(module, [_sharding_only(some, sharder) for sharder in sharders])
+            options += super().enumerate(module, [sharding_only(some, sharder) for sharder in sharders])
             stored += self.last_stored_search_space or []
         self._last_stored_search_space, self._last_stored_sharders = stored, sharders
         return options

@@ -207,8 +207,8 @@ class SearchLoop:
         back."""
         left_out = (*self._session.context.left_out, *more) if more else ()
         self._session.context.left_out = left_out
-        if self._session.wider is not None:
-            self._session.wider.context.left_out = left_out
+        for space in filter(None, (self._session.wider, self._session.unrestricted)):
+            space.context.left_out = left_out
 
     def _searched_on(self, plan: list[ShardingOption], partitioner: DreamShardPartitioner) -> list[ShardingOption]:
         """The best of many proposals, which were placed quickly, with ranks by all of the search; as it was, where the

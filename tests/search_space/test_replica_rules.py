@@ -171,7 +171,8 @@ def test_attached_optimizers_open_data_parallel(optimizer: type) -> None:
     beyond = closed.beyond_exact_training()
     assert beyond.opened_by == "optimizers_attached=True" and beyond.opened == (("data_parallel", 30),)
     assert "optimizers_attached=True would allow" in str(beyond) and any(
-        "optimizers_attached=True would gain" in str(note) for note in closed.report().notes
+        "optimizers_attached=True allows data_parallel for 30 table(s) and trains exactly" in str(note)
+        for note in closed.report().notes
     )
     attached, kinds = replicated(optimizer, optimizers_attached=True)
     assert "data_parallel" in kinds and not any("trains differently" in str(note) for note in attached.report().notes)
