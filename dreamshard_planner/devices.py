@@ -8,8 +8,9 @@ it receives, at the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.support.formatting import nearest
@@ -174,6 +175,13 @@ class Machine:
     """Between ranks of one host."""
     inter_bytes_per_s: float | None = None
     """Between hosts."""
+    ssd_bytes: int | None = None
+    """The rank's part of the host's SSDs."""
+    rank_memory_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Memory of each rank by ``HBM``, ``DDR`` or ``SSD``. It holds for this number of ranks and while ``memory_bytes``
+    is the least of them."""
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """More arguments of TorchRec's ``Topology``, such as ``pod_size``; the fields above take precedence."""
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.gpu not in GPUS:
@@ -218,7 +226,7 @@ class Machine:
 
     def topology(self) -> Topology:
         """As TorchRec's planner takes it, with its own defaults for what is not known."""
-        from torchrec.distributed.planner.types import Topology
+        from torchrec.distributed.planner.types import CustomTopologyData, Topology
 
         gpu = GPUS[self.gpu] if self.gpu else None
         memory = self.memory_bytes or (gpu.memory_bytes if gpu else None)
@@ -228,15 +236,26 @@ class Machine:
             "hbm_cap": None if on_cpu else memory,
             "ddr_cap": memory if on_cpu else self.host_memory_bytes,
             "ddr_mem_bw" if on_cpu else "hbm_mem_bw": speed,
+            "ssd_cap": self.ssd_bytes,
             "hbm_to_ddr_mem_bw": _per_ms(self.host_bytes_per_s or (gpu.host_bytes_per_s if gpu else None)),
             "intra_host_bw": _per_ms(self.intra_bytes_per_s or (gpu.link_bytes_per_s if gpu else None)),
             "inter_host_bw": _per_ms(self.inter_bytes_per_s or (gpu.network_bytes_per_s if gpu else None)),
         }
+        arguments = {**self.more, **{name: value for name, value in given.items() if value is not None}}
+        if "pod_size" in arguments:
+            arguments["pod_size"] = min(arguments["pod_size"], self.ranks)  # there may be fewer now
+        if self.intra_bytes_per_s or self.inter_bytes_per_s:
+            arguments.pop("generalized_comms_bandwidths", None)  # which would take precedence over them
+        sizes = self.rank_memory_bytes
+        own = sizes.get("DDR" if on_cpu else "HBM")
+        if sizes and {*map(len, sizes.values())} == {self.ranks} and (own is None or min(own) == memory):
+            caps = {f"{kind.lower()}_cap": list(each) for kind, each in sizes.items()}
+            arguments["custom_topology_data"] = CustomTopologyData(caps, self.ranks)
         return Topology(
             world_size=self.ranks,
             compute_device=self.device,
             local_world_size=self.ranks_per_host,
-            **{name: value for name, value in given.items() if value is not None},
+            **arguments,
         )
 
 

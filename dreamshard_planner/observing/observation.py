@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.cost.dataset import hardware_key
 from dreamshard_planner.errors import ObservationError, StatisticsError
-from dreamshard_planner.planning.plan_inputs import bandwidth_arguments
+from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import (
@@ -46,7 +46,9 @@ from dreamshard_planner.workload.tables import (
 )
 
 FORMAT = "dreamshard_planner observation"
-VERSION = 2
+VERSION = 3
+OLDEST_VERSION = 2
+"""Read as well; the plans in these files lack pods and TorchRec's own figures."""
 WARM_UP = 3
 """First steps of a run, in which memory is asked for and caches are empty; left out where others follow."""
 OUTPUTS = "outputs"
@@ -316,12 +318,12 @@ class Observation:
 
     @property
     def topology(self) -> Topology:
-        """The ranks of the first run, with the bandwidths of the first plan that was kept, else TorchRec's."""
+        """The ranks of the first run, with bandwidths and pods of the first plan that was kept, else TorchRec's."""
         first = self.runs[0]
         plans = (run.plan for run in self.runs if run.plan is not None)
-        known = next((plan.inputs.topology.bandwidths for plan in plans), {})
+        known = next((topology_arguments(plan.inputs.topology) for plan in plans), {})
         ranks, device = first.world_size, str(self.hardware["device"])
-        return Topology(ranks, device, local_world_size=ranks // first.hosts, **bandwidth_arguments(known))
+        return Topology(ranks, device, local_world_size=ranks // first.hosts, **known)
 
     def save(self, path: str | Path) -> None:
         """Write a file that :meth:`load` reads back; FileError says why not."""
@@ -330,7 +332,8 @@ class Observation:
     @classmethod
     def load(cls, path: str | Path) -> Observation:
         """Read a file; ObservationError names the file and what is wrong with it."""
-        document = entries_of(path, FORMAT, VERSION, "observe again", ObservationError)
+        known = range(OLDEST_VERSION, VERSION + 1)
+        document = entries_of(path, FORMAT, known, "observe again", ObservationError)
         return parsed(cls, document, path, ObservationError)
 
     @classmethod

@@ -18,6 +18,7 @@ from dreamshard_planner.devices import GPUS, Machine
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
+from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan, TableInputs, TopologyInputs
 from dreamshard_planner.plans.replan import OnRequest, Replan
@@ -111,8 +112,8 @@ def other_inputs(saved: SavedPlan, now: PlanInputs) -> list[str]:
 
 
 def as_its_file_tells(found: Replan, saved: SavedPlan, same_machine: bool, same_tables: bool) -> Replan:
-    """What was found for the job of a plan's file, with what such a job lacks of it: ranks' own memory, SSDs, and
-    :data:`IN_WORDS`.
+    """What was found for the job of a plan's file, with what such a job lacks of it: :data:`IN_WORDS`, and the
+    last bits of bandwidths.
 
     Args:
         found: from :func:`job_of` the plan.
@@ -167,9 +168,13 @@ def _machine(saved: SavedPlan) -> Machine:
     rate = {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
     speed, to_host = rate[topology.own_memory], rate["HBM to DDR"]
     known = (memory, speed, to_host)
-    gpu = next((name for name, one in GPUS.items()
-                if (one.memory_bytes, one.memory_bytes_per_s, one.host_bytes_per_s) == known), None)  # fmt: skip
+    gpu = next((name for name, one in GPUS.items() if not topology.collective_bandwidths
+                and (one.memory_bytes, one.memory_bytes_per_s, one.host_bytes_per_s) == known), None)  # fmt: skip
     own = GPUS.get(gpu or "")
+    # Bandwidths of single collectives replace these two.
+    links = {} if topology.collective_bandwidths else rate
+    within, between = links.get("within hosts"), links.get("between hosts")
+    ranks = sorted((rank, place) for place in range(topology.world_size) for rank in topology.replicas(place))
     return Machine(
         ranks_per_host=topology.on_host,
         hosts=topology.all_ranks // topology.on_host,
@@ -179,8 +184,15 @@ def _machine(saved: SavedPlan) -> Machine:
         memory_bytes_per_s=None if own else speed,
         host_memory_bytes=None if topology.own_memory == "DDR" else min(topology.memory_bytes["DDR"]),
         host_bytes_per_s=None if own else to_host,
-        intra_bytes_per_s=None if own and own.link_bytes_per_s == rate["within hosts"] else rate["within hosts"],
-        inter_bytes_per_s=None if own and own.network_bytes_per_s == rate["between hosts"] else rate["between hosts"],
+        intra_bytes_per_s=None if own and own.link_bytes_per_s == within else within,
+        inter_bytes_per_s=None if own and own.network_bytes_per_s == between else between,
+        rank_memory_bytes={
+            kind: tuple(sizes[place] for _, place in ranks)
+            for kind, sizes in topology.memory_bytes.items()
+            if kind in topology.custom_memory or len(set(sizes)) > 1  # older files tell no custom memory
+        },
+        ssd_bytes=min(topology.memory_bytes["SSD"]),
+        more=topology_arguments(topology),
     )
 
 

@@ -5,16 +5,26 @@ digest."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from numbers import Integral
 from operator import attrgetter
 from typing import Any
 
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, StorageReservation, Topology
+from torchrec.distributed.planner.constants import BWD_COMPUTE_MULTIPLIER, WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER
+from torchrec.distributed.planner.types import (
+    BasicCommsBandwidths,
+    CollectiveType,
+    GeneralizedCommsBandwidth,
+    ParameterConstraints,
+    ShardingOption,
+    StorageReservation,
+    Topology,
+)
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.errors import PlanError
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
 from dreamshard_planner.problem.reader import OptionReader
@@ -66,6 +76,10 @@ class PlanRequest:
         host_ranks = min(self.all_ranks.local_world_size, self.all_ranks.world_size)
         return GroupsInputs(count, host_ranks, groups.use_inter_host_allreduce)
 
+    @property
+    def _topology_inputs(self) -> TopologyInputs:
+        return topology_inputs(self.topology, self.all_ranks, self._groups)
+
     def inputs(
         self, search_space: Sequence[ShardingOption], reader: OptionReader, reservation: StorageReservation
     ) -> PlanInputs:
@@ -79,7 +93,7 @@ class PlanRequest:
         settings, tables = self.settings, {fqn_of(option): option for option in search_space}
         return PlanInputs(
             batch_size=self.batch_size,
-            topology=replace(topology_inputs(self.topology), groups=self._groups),
+            topology=self._topology_inputs,
             tables={fqn: reader.declared(tables[fqn]) for fqn in sorted(tables)},
             constraints={name: _changed(one) for name, one in sorted((self.constraints or {}).items())},
             placement_rules={} if settings.placement_rules is None else settings.placement_rules.to_dict(),
@@ -129,7 +143,7 @@ class PlanRequest:
         ]
         return digest(
             {
-                "topology": self.topology,
+                "topology": self._topology_inputs,
                 "reserved": [device.storage for device in reserved.devices],
                 "batch_size": self.batch_size,
                 "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
@@ -154,8 +168,26 @@ def _effort(settings: PlannerSettings) -> dict[str, str]:
     return {} if settings.effort == DEFAULT_EFFORT else {"effort": str(settings.effort)}
 
 
-def topology_inputs(topology: Topology) -> TopologyInputs:
-    """The ranks of a topology."""
+MULTIPLIERS = {
+    "bwd_compute_multiplier": BWD_COMPUTE_MULTIPLIER,
+    "weighted_feature_bwd_compute_multiplier": WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
+    "uneven_sharding_perf_multiplier": 1.0,
+}
+"""Factors of TorchRec's estimates and their defaults, by argument of its ``Topology``."""
+
+
+def topology_inputs(
+    topology: Topology, all_ranks: Topology | None = None, groups: GroupsInputs | None = None
+) -> TopologyInputs:
+    """Return all of a topology that a plan or its cost depends on. Plan files, the check for stale plans, and digests
+    read topologies here alone; :func:`topology_arguments` is the way back.
+
+    Args:
+        topology: of one sharding group.
+        all_ranks: the topology of all sharding groups, if there are several.
+        groups: the sharding groups, if there are several.
+    """
+    world, links, given = all_ranks or topology, topology.comms_bandwidths, topology._custom_topology_data
     return TopologyInputs(
         compute_device=topology.compute_device,
         world_size=topology.world_size,
@@ -165,12 +197,68 @@ def topology_inputs(topology: Topology) -> TopologyInputs:
             for kind in MEMORY_KINDS
         },
         bandwidths={name: float(attrgetter(place)(topology)) for name, place in BANDWIDTHS.items()},
+        groups=groups,
+        pod_size=max(1, world.intra_group_size // world.local_world_size),
+        custom_memory=tuple(
+            kind for kind in MEMORY_KINDS if given is not None and given.has_data(f"{kind.lower()}_cap")
+        ),
+        multipliers={
+            name: value for name, default in MULTIPLIERS.items() if (value := float(getattr(topology, name))) != default
+        },
+        collective_bandwidths={} if type(links) is BasicCommsBandwidths else _collective_bandwidths(topology),
     )
 
 
-def bandwidth_arguments(bandwidths: Mapping[str, float]) -> dict[str, float]:
-    """Of a plan's file, as TorchRec's ``Topology`` is given them."""
-    return {BANDWIDTHS[name].rpartition(".")[2]: value for name, value in bandwidths.items()}
+def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
+    """Return arguments of TorchRec's ``Topology``: all but the ranks and their memory."""
+    arguments: dict[str, Any] = {BANDWIDTHS[name].rpartition(".")[2]: rate for name, rate in inputs.bandwidths.items()}
+    if inputs.pod_size > 1:
+        arguments["pod_size"] = inputs.pod_size
+    if inputs.collective_bandwidths:
+        arguments["generalized_comms_bandwidths"] = SavedBandwidths(inputs)
+    return arguments | inputs.multipliers
+
+
+class SavedBandwidths(GeneralizedCommsBandwidth):
+    """The bandwidths of collectives that a plan's file tells."""
+
+    def __init__(self, inputs: TopologyInputs) -> None:
+        self._known = inputs
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """Return bytes per millisecond; PlanError if the file has none of this collective."""
+        name = _collective(collective_type, world_size, local_world_size)
+        if name not in self._known.collective_bandwidths:
+            raise PlanError(
+                f"the plan's file has no bandwidth of {name}: its own are of {self._known}. Plan in Python, with the "
+                "GeneralizedCommsBandwidth of these ranks in the topology"
+            )
+        return self._known.collective_bandwidths[name]
+
+    @property
+    def intra_host_bw(self) -> float:
+        """Bytes per millisecond within hosts."""
+        return self._known.bandwidths["within hosts"]
+
+    @property
+    def inter_host_bw(self) -> float:
+        """Bytes per millisecond between hosts."""
+        return self._known.bandwidths["between hosts"]
+
+
+def _collective_bandwidths(topology: Topology) -> dict[str, float]:
+    """Return the bandwidths that TorchRec's estimator asks for: over all ranks, within and between pods."""
+    world, host, pod = topology.world_size, topology.local_world_size, topology.intra_group_size
+    groups = {(world, host), (world, pod), (pod, min(pod, host)), (pod, pod), (max(1, world // pod), 1)}
+    return {
+        _collective(kind, ranks, on_host): float(topology.comms_bandwidths.get_bw(on_host, ranks, kind))
+        for kind in CollectiveType
+        for ranks, on_host in sorted(groups)
+    }
+
+
+def _collective(kind: CollectiveType, ranks: int, on_host: int) -> str:
+    return f"{kind.value} of {ranks} ranks, {on_host} on a host"
 
 
 def plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -138,7 +139,8 @@ class Held:
         if not isinstance(current, SavedPlan):
             return cls("the plan", model.inputs.tables, shards, whole, not gone, tuple(forced))
         was, now = current.inputs.topology, model.inputs.topology
-        same = (was.world_size, was.local_world_size) == (now.world_size, now.local_world_size)
+        shape = attrgetter("world_size", "local_world_size", "pod_size")
+        same = shape(was) == shape(now)
         if not same and not gone:
             more_or_less = f"{was.all_ranks} -> {now.all_ranks} ranks"
             forced.append(f"{was} -> {now}" if was.all_ranks == now.all_ranks else more_or_less)

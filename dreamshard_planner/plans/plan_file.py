@@ -4,7 +4,7 @@
 A file holds how every table is sharded, what the plan was made from, and what it was predicted to cost::
 
     {
-      "format": "dreamshard_planner plan", "version": 6,
+      "format": "dreamshard_planner plan", "version": 7,
       "libraries":  {name: version},
       "predicted":  {"chosen" and "rivals" with their "name", "total_ms", "collectives_ms", "forward_ms" and
                      "backward_ms" per rank; sources, memory per rank, "collectives", "notes", ...},
@@ -60,7 +60,9 @@ from dreamshard_planner.workload.tables import (
 )
 
 FORMAT = "dreamshard_planner plan"
-VERSION = 6
+VERSION = 7
+OLDEST_VERSION = 6
+"""Read as well; these files have neither pods nor TorchRec's own figures of a topology."""
 BANDWIDTHS = {
     "HBM": "hbm_mem_bw",
     "DDR": "ddr_mem_bw",
@@ -192,6 +194,14 @@ class TopologyInputs:
     """Bytes per millisecond, by :data:`BANDWIDTHS`."""
     groups: GroupsInputs | None = None
     """None for one group."""
+    pod_size: Several = 1
+    """Hosts whose ranks reach each other at the bandwidth within hosts."""
+    custom_memory: tuple[str, ...] = ()
+    """Kinds of memory that a ``CustomTopologyData`` gave: TorchRec cuts rows in proportion to such memory."""
+    multipliers: dict[str, Unbounded] = field(default_factory=dict)
+    """Factors of TorchRec's estimates that are not at TorchRec's default, by argument of its ``Topology``."""
+    collective_bandwidths: dict[str, Unbounded] = field(default_factory=dict)
+    """Bytes per millisecond of TorchRec's ``GeneralizedCommsBandwidth``, by collective; empty for its basic one."""
 
     @property
     def own_memory(self) -> str:
@@ -212,6 +222,14 @@ class TopologyInputs:
         """Of all sharding groups."""
         return self.world_size * self.num_groups
 
+    @property
+    def pod_ranks(self) -> int:
+        """Ranks of the plan in a pod: table_row_wise shards lie in one pod."""
+        ranks = self.pod_size * self.on_host
+        if self.groups is not None and not self.groups.consecutive:
+            ranks //= self.groups.count
+        return min(self.world_size, max(1, ranks))
+
     def replicas(self, rank: int) -> range:
         """Out of :attr:`all_ranks`, those that hold what ``rank`` of the plan holds, one of each group."""
         if self.groups is not None and self.groups.consecutive:
@@ -220,7 +238,8 @@ class TopologyInputs:
 
     def __str__(self) -> str:
         in_groups = f" in {self.groups.count:,} sharding groups of {self.world_size:,}" if self.groups else ""
-        return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {self.on_host:,} on a host"
+        in_pods = f", {self.pod_size:,} hosts in a pod" if self.pod_size > 1 else ""
+        return f"{self.all_ranks:,} {self.compute_device} ranks{in_groups}, {self.on_host:,} on a host{in_pods}"
 
     def __post_init__(self) -> None:
         sizes = {kind: len(of_D) for kind, of_D in self.memory_bytes.items()}
@@ -346,7 +365,8 @@ class SavedPlan:
             PlanError: missing, truncated, foreign, of another version, or damaged; names the file, the entry and what
                 is wrong with it.
         """
-        document = entries_of(path, FORMAT, VERSION, "plan and save again", PlanError)
+        known = range(OLDEST_VERSION, VERSION + 1)
+        document = entries_of(path, FORMAT, known, "plan and save again", PlanError)
         saved = parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
         if saved.inputs.tables and not saved.alone_ms:
             raise PlanError(f"{path}: alone_ms has no table: plan and save again")

@@ -24,11 +24,14 @@ FORBIDDEN = -1e18
 
 def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]:
     """The name that each rank of ``after`` is to have, for most bytes of weights and optimizer states to stay where
-    they are. Ranks of one host remain on one host; those of other memory, and those that placement rules name, keep
-    theirs. All do where blocks of rows may be read unevenly, which lie in the order of ranks: costs would be others.
+    they are. Ranks of one pod (by default of one host) remain in one pod; those of other memory, and those
+    that placement rules name, keep theirs. All do where blocks of rows may be read unevenly, which lie in the order of ranks: costs would be others.
     """
     one, other = before.inputs.topology, after.inputs.topology
-    shape = [(each.compute_device, each.world_size, each.local_world_size, each.groups) for each in (one, other)]
+    shape = [
+        (each.compute_device, each.world_size, each.local_world_size, each.pod_size, each.groups)
+        for each in (one, other)
+    ]
     if shape[0] != shape[1] or _reads_blocks_unevenly(after):
         return tuple(range(other.world_size))
     held = {
@@ -40,17 +43,17 @@ def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]
 def names_that_keep_most_of(held: Mapping[str, Sequence[ShardPlace]], after: SavedPlan) -> tuple[int, ...]:
     """The same, where ranks hold these shards of tables by fully qualified name."""
     other = after.inputs.topology
-    ranks, per_host = other.world_size, min(other.local_world_size, other.world_size)
-    if ranks % per_host or after.inputs.placement_rules.get("on_ranks"):
+    ranks, per_pod = other.world_size, other.pod_ranks
+    if ranks % per_pod or after.inputs.placement_rules.get("on_ranks"):
         return tuple(range(ranks))
-    rank_DD, host_HH = _bytes_that_stay(held, after, per_host)
+    rank_DD, host_HH = _bytes_that_stay(held, after, per_pod)
     memory_D = list(zip(*(sizes for _, sizes in sorted(other.memory_bytes.items())), strict=True))
     rank_DD[np.array([[mine != its for its in memory_D] for mine in memory_D])] = FORBIDDEN
-    blocks_HHLL = rank_DD.reshape(len(host_HH), per_host, len(host_HH), per_host).swapaxes(1, 2)
+    blocks_HHLL = rank_DD.reshape(len(host_HH), per_pod, len(host_HH), per_pod).swapaxes(1, 2)
     pairs = [[_assigned(block_LL) for block_LL in row_HLL] for row_HLL in blocks_HHLL]
     host_HH += [[kept for _, kept in row] for row in pairs]
     host_names, _ = _assigned(host_HH)
-    return tuple(name * per_host + place for host, name in enumerate(host_names) for place in pairs[host][name][0])
+    return tuple(name * per_pod + place for host, name in enumerate(host_names) for place in pairs[host][name][0])
 
 
 def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
@@ -62,7 +65,7 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
         return plan
     topology, predicted = plan.inputs.topology, plan.predicted
     sharding = {
-        path: {name: _table(table, names, topology.local_world_size) for name, table in module.items()}
+        path: {name: _table(table, names, topology.pod_ranks) for name, table in module.items()}
         for path, module in plan.sharding.items()
     }
     memory = tuple(

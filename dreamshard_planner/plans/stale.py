@@ -47,9 +47,13 @@ def _ranks(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
         ("compute_device", "device"),
         ("world_size", "number of ranks"),
         ("local_world_size", "ranks of a host"),
+        ("pod_size", "hosts of a pod"),
+        ("custom_memory", "memory given by rank"),
     ):
         if getattr(one, what) != getattr(other, what):
-            yield f"{name} {getattr(one, what)} -> {getattr(other, what)}"
+            was, has = (", ".join(value) or "none" if isinstance(value, tuple) else value
+                        for value in (getattr(one, what), getattr(other, what)))  # fmt: skip
+            yield f"{name} {was} -> {has}"
     if one.world_size == other.world_size:
         yield from _memory(one, other)
 
@@ -76,6 +80,8 @@ def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
         was, has = one.bandwidths[name] / 1e6, other.bandwidths[name] / 1e6
         if was != has:
             yield f"bandwidth of {name} {was:,.6g} -> {has:,.6g} GB/s"
+    for name in ("multipliers", "collective_bandwidths"):
+        yield from _entries("", {name: getattr(one, name)}, {name: getattr(other, name)})
 
 
 def _tables(one: Mapping[str, TableInputs], other: Mapping[str, TableInputs]) -> Iterator[str]:

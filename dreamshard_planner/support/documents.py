@@ -68,20 +68,20 @@ def document_of(value: Any) -> Any:
     return deepcopy(value)
 
 
-def entries_of(path: str | Path, form: str, version: int, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:
+def entries_of(path: str | Path, form: str, known: range, remedy: str, error: type[DreamShardError]) -> dict[str, Any]:
     """The entries of a JSON file of our own, without its format and version.
 
     Args:
         path: the file.
         form: its format.
-        version: of that, the one that this package reads.
+        known: versions that this package reads.
         remedy: what to do about a file of an earlier one.
         error: raised where it is another file; names it.
     """
     document = read_json(path, error)
     if not isinstance(document, dict) or document.pop("format", None) != form:
         raise error(f"{path}: no {form}: its 'format' is not {form!r} (dreamshard info tells more)")
-    check_version(path, document.pop("version", None), range(version, version + 1), remedy, error)
+    check_version(path, document.pop("version", None), known, remedy, error)
     return document
 
 

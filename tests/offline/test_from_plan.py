@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import (
+    CollectiveType,
+    CustomTopologyData,
+    GeneralizedCommsBandwidth,
+    ParameterConstraints,
+    Topology,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -31,7 +38,9 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.offline.from_plan import check_statistics, job_of, other_inputs
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
+from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.stale import machine_differences, stale_differences
 from dreamshard_planner.workload.sketch import IdSketch
 from tests.cli.test_commands import run
 
@@ -72,10 +81,95 @@ STATISTICS = TableStatistics(
 CUDA = Machine(ranks_per_host=2, hosts=2, gpu="h100").topology()
 
 
+class SlowRings(GeneralizedCommsBandwidth):
+    """Bandwidths that differ between collectives."""
+
+    intra_host_bw = 400e6
+    inter_host_bw = 20e6
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        fast = self.intra_host_bw if world_size <= local_world_size else self.inter_host_bw
+        return fast if collective_type is CollectiveType.ALL_TO_ALL else fast / world_size
+
+
+POD = Topology(8, "cuda", local_world_size=2, pod_size=4, hbm_cap=10**9)
+OTHER = {
+    "hbm_cap": 2 * 10**9,
+    "ddr_cap": 2 * 10**9,
+    "ssd_cap": 2 * 10**9,
+    "local_world_size": 2,
+    "pod_size": 2,
+    "hbm_mem_bw": 2e9,
+    "ddr_mem_bw": 2e6,
+    "ssd_mem_bw": 2e6,
+    "hbm_to_ddr_mem_bw": 2e6,
+    "intra_host_bw": 2e6,
+    "inter_host_bw": 2e6,
+    "bwd_compute_multiplier": 3.5,
+    "custom_topology_data": CustomTopologyData(
+        {"hbm_cap": [10**9] * 7 + [2 * 10**9], "ssd_cap": [10**12] * 7 + [10**9]}, 8
+    ),
+    "weighted_feature_bwd_compute_multiplier": 2.5,
+    "uneven_sharding_perf_multiplier": 1.5,
+    "generalized_comms_bandwidths": SlowRings(),
+}
+"""Another value of each argument of TorchRec's topology that a plan or its cost depends on."""
+BASE = {"world_size": 8, "compute_device": "cuda", "local_world_size": 4, "hbm_cap": 10**9}
+
+
+def test_no_argument_of_a_topology_is_forgotten() -> None:
+    arguments = inspect.signature(Topology.__init__).parameters.keys()
+    assert arguments - OTHER.keys() - {"created_by_factory"} == {"self", "world_size", "compute_device"}
+
+
+@pytest.mark.parametrize("argument", OTHER)
+def test_each_argument_of_a_topology_comes_back_from_a_plan(argument: str) -> None:
+    topology = Topology(**(BASE | {argument: OTHER[argument]}))
+    base = saved_of(model(), None, Topology(**BASE), cost_source="torchrec", sharding_types=["table_wise"])
+    made = DreamShardPlanner(topology=topology, batch_size=64, cost_source="torchrec", search_seconds=0.1)
+    made.plan(model(), get_default_sharders())
+    saved = made.saved_plan()
+    assert machine_differences(base.inputs.topology, saved.inputs.topology)
+    again = job_of(saved).machine.topology()
+    assert topology_inputs(again) == saved.inputs.topology
+    read = job_of(saved).read()
+    assert read.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
+    given = DreamShardPlanner(topology=again, batch_size=64, cost_source="torchrec", search_seconds=0.1)
+    given.plan(model(), get_default_sharders())
+    assert given.hash_planner_context_inputs_str() == made.hash_planner_context_inputs_str()
+
+
+def test_collectives_of_other_ranks_than_the_file_tells_are_refused() -> None:
+    topology = Topology(**BASE, generalized_comms_bandwidths=SlowRings())
+    job = job_of(saved_of(model(), None, topology))
+    with pytest.raises(PlanError, match="no bandwidth of .* of . ranks, 1 on a host: its own are of 8 cuda"):
+        replace(job, machine=replace(job.machine, ranks_per_host=1, hosts=3)).plan()
+    assert (
+        replace(job, machine=replace(job.machine, ranks_per_host=1, hosts=3, inter_bytes_per_s=3e11))
+        .plan()
+        .report.chosen.total_ms
+        > 0
+    )
+
+
+def test_pods_count_in_what_a_plan_costs_and_in_what_it_fits() -> None:
+    saved = saved_of(model(), STATISTICS, POD)
+    read = job_of(saved, STATISTICS).read()
+    assert read.predict(saved).total_ms == pytest.approx(saved.predicted.chosen.total_ms, rel=1e-4)
+    hosts = Topology(8, "cuda", local_world_size=2, hbm_cap=10**9)
+    other = replace(saved.inputs, topology=topology_inputs(hosts))
+    assert list(stale_differences(saved.inputs, other)) == ["hosts of a pod 4 -> 1"]
+    groups = {"sharding_groups": ShardingGroups(size=4)}
+    in_groups = saved_of(model(), STATISTICS, POD, **groups)
+    assert in_groups.inputs.topology.pod_size == 4 and in_groups.inputs.topology.pod_ranks == 4
+    read = job_of(in_groups, STATISTICS).read()
+    assert read.predict(in_groups).total_ms == pytest.approx(in_groups.predicted.chosen.total_ms, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "topology",
-    [CUDA, Topology(4, "cuda", local_world_size=2, hbm_cap=10**9), Topology(2, "cpu")],
-    ids=["named", "cuda", "cpu"],
+    [CUDA, Topology(4, "cuda", local_world_size=2, hbm_cap=10**9), POD, Topology(2, "cpu")],
+    ids=["named", "cuda", "pod", "cpu"],
 )
 def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     constraints = {

@@ -221,8 +221,8 @@ SHARD = ("sharding", "", "t1", "shards", 0)
 DAMAGES: dict[str, tuple[Callable[[dict], None], str]] = {
     "format": (_with("other", "format"), "no dreamshard_planner plan: its 'format' is not"),
     "no version": (_without("version"), "unreadable version None"),
-    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(6\): upgrade the package"),
-    "older": (_with(5, "version"), r"version 5 is older than this package reads \(6\): plan and save again"),
+    "newer": (_with(99, "version"), r"version 99 is newer than this package reads \(7\): upgrade the package"),
+    "older": (_with(5, "version"), r"version 5 is older than this package reads \(7\): plan and save again"),
     "no sharding": (_without("sharding"), "lacks 'sharding'"),
     "unknown entry": (_with(1, "surprise"), "unknown key 'surprise'"),
     "text for a number": (_with("0", *SHARD, "rank"), "sharding..t1.shards.0.rank: .*integer, got '0'"),
@@ -491,3 +491,12 @@ def test_a_module_in_a_path_and_tables_of_one_name(tmp_path: Path) -> None:
     assert sorted(dict(SavedPlan.load(tmp_path / "plan.json").tables())) == ["a.t", "b.t"]
     again = planner(statistics=None, plan_loader=JsonPlanLoader(tmp_path / "plan.json"))
     assert again.plan(outer, SHARDERS).plan == plan.plan
+
+
+def test_files_of_the_last_version_load_with_the_defaults_of_what_they_lack(file: Path) -> None:
+    document = json.loads(file.read_text())
+    for name in ("pod_size", "custom_memory", "multipliers", "collective_bandwidths"):
+        del document["inputs"]["topology"][name]
+    now = SavedPlan.load(file)
+    file.write_text(json.dumps({**document, "version": 6}))
+    assert SavedPlan.load(file) == now
