@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Named GPUs and machines made of them, as TorchRec topologies; and which of a topology's figures nobody gave.
+"""Named GPUs, machines made of them as TorchRec topologies, and the cards and default figures of any topology.
 
 Figures are the vendor's, in decimal units (1 GB is 10^9 bytes; what driver and context take is about the difference to
 binary ones). Links count one direction, half of what is advertised for both together: an all-to-all sends as much as
@@ -8,12 +8,14 @@ it receives, at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from dreamshard_planner import driver
+from dreamshard_planner.driver import Card
 from dreamshard_planner.errors import TaskError
-from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.formatting import gb_per_s, nearest
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
@@ -32,6 +34,8 @@ class Gpu:
     """One model of GPU, and the network of the vendor's own machine with eight of them."""
 
     title: str
+    capability: tuple[int, int]
+    """Compute capability, major and minor."""
     memory_bytes: int
     memory_bytes_per_s: float
     l2_bytes: int
@@ -49,6 +53,7 @@ class Gpu:
 
 _A100 = Gpu(
     title="NVIDIA A100 40GB SXM",
+    capability=(8, 0),
     memory_bytes=40 * GB,
     memory_bytes_per_s=1555 * GB,
     l2_bytes=40 * 10**6,
@@ -60,6 +65,7 @@ _A100 = Gpu(
 )
 _H100 = Gpu(
     title="NVIDIA H100 SXM",
+    capability=(9, 0),
     memory_bytes=80 * GB,
     memory_bytes_per_s=3350 * GB,
     l2_bytes=50 * 10**6,
@@ -71,6 +77,7 @@ _H100 = Gpu(
 )
 _L4 = Gpu(
     title="NVIDIA L4",
+    capability=(8, 9),
     memory_bytes=24 * GB,
     memory_bytes_per_s=300 * GB,
     l2_bytes=48 * 10**6,
@@ -94,6 +101,7 @@ GPUS = {
     "b200": replace(
         _H100,
         title="NVIDIA B200 SXM",
+        capability=(10, 0),
         memory_bytes=180 * GB,
         memory_bytes_per_s=8000 * GB,
         l2_bytes=126 * 10**6,
@@ -114,6 +122,7 @@ GPUS = {
     "a10": replace(
         _L4,
         title="NVIDIA A10",
+        capability=(8, 6),
         memory_bytes_per_s=600 * GB,
         l2_bytes=6 * 10**6,
         multiprocessor_hz=72 * 1.695e9,
@@ -134,24 +143,99 @@ _CARDS = {
     "NVIDIA A10": "a10",
     "NVIDIA A10G": "a10",
 }
-UNKNOWN_CARD = "a GPU of another bandwidth"
+"""Driver's name of a card, and its name in :data:`GPUS`."""
+UNKNOWN_CARD = "a GPU without a name"
+"""Name for GPUs that a user describes by bandwidth alone."""
+_NAMES = "dreamshard_cards"
+"""Attribute of a topology that holds the names of its cards; copies of the topology keep it."""
 
 
-def gpu_of(card: str) -> str | None:
-    """Name in :data:`GPUS` of what the driver calls a card; None where it is none of these."""
-    return _CARDS.get(card)
+def gpu_of(card: str | None) -> str | None:
+    """Return the name in :data:`GPUS` of a card by its driver's name, or None if it is not listed."""
+    return _CARDS.get(card or "")
+
+
+def cards_of(topology: Topology) -> tuple[str, ...]:
+    """Return the driver's names of a topology's different cards, slowest first; none on CPUs.
+
+    A topology of the user's own carries no names: its card is the one that this process sees.
+    """
+    if topology.compute_device != "cuda":
+        return ()
+    if named := getattr(topology, _NAMES, ()):
+        return tuple(named)
+    card = driver.read_card()
+    return () if card is None else (card.name,)
 
 
 def card_of(topology: Topology) -> str | None:
-    """What the driver calls the GPUs of a topology, by their memory bandwidth: :data:`UNKNOWN_CARD` where that is of
-    none of :data:`GPUS`, None where it is TorchRec's default, which tells nothing, and on CPUs."""
-    from torchrec.distributed.planner.constants import HBM_MEM_BW
+    """Return the driver's name of a topology's slowest card, or None if no card is known."""
+    return next(iter(cards_of(topology)), None)
 
-    if topology.compute_device != "cuda" or topology.hbm_mem_bw == HBM_MEM_BW:
-        return None
-    bandwidths = {card: GPUS[name].memory_bytes_per_s for card, name in _CARDS.items()}
-    named = (card for card, bandwidth in bandwidths.items() if bandwidth == topology.hbm_mem_bw * 1e3)
-    return next(named, UNKNOWN_CARD)
+
+def driver_name(gpu: str) -> str:
+    """Return the first driver's name of a GPU of :data:`GPUS`."""
+    return next(card for card, name in _CARDS.items() if name == gpu)
+
+
+def listed_like(card: Card) -> Gpu:
+    """Return the listed GPU for a card: by its name, else the closest in compute capability, then in memory."""
+    if name := gpu_of(card.name):
+        return GPUS[name]
+
+    def distance(gpu: Gpu) -> tuple[int, int]:
+        (major, minor), (own_major, own_minor) = gpu.capability, card.capability
+        return abs(10 * (major - own_major) + minor - own_minor), abs(gpu.memory_bytes - card.memory_bytes)
+
+    return min(GPUS.values(), key=distance)
+
+
+def speed_of(card: Card) -> float:
+    """Return bytes per second of a card's memory: listed, else told by its driver, else of the closest listed card."""
+    if gpu_of(card.name) is None and card.memory_bytes_per_s is not None:
+        return card.memory_bytes_per_s
+    return listed_like(card).memory_bytes_per_s
+
+
+def make_topology(
+    world_size: int,
+    compute_device: str,
+    local_world_size: int,
+    *,
+    cards: Iterable[str] = (),
+    rank_memory_bytes: Mapping[str, Sequence[int]] | None = None,
+    **arguments: Any,
+) -> Topology:
+    """Make a topology by TorchRec's ``TopologyFactory``; TorchRec warns about those that are constructed directly.
+
+    Args:
+        world_size: ranks of all hosts.
+        compute_device: ``cuda``, ``cpu`` or ``mtia``.
+        local_world_size: ranks of a host.
+        cards: driver's names of the different cards, slowest first.
+        rank_memory_bytes: memory of each rank by ``HBM``, ``DDR`` or ``SSD``, where ranks differ.
+        arguments: fields of TorchRec's ``TrainerConfig``, ``HardwareConfig`` and ``KernelConfig``; TorchRec's defaults
+            for None and for those left out.
+    """
+    from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
+
+    given = {name: value for name, value in arguments.items() if value is not None}
+
+    def taken(config: type) -> dict[str, Any]:
+        """Arguments that a config has; the first config that has one takes it."""
+        return {name: given.pop(name) for name in [*given] if name in config.__dataclass_fields__}  # type: ignore[attr-defined]
+
+    hardware = HardwareConfig(**taken(HardwareConfig))
+    trainer = TrainerConfig(world_size=world_size, local_world_size=local_world_size, **taken(TrainerConfig))
+    kernel = KernelConfig(compute_device=compute_device, use_hardware_based_bandwidth=True, **taken(KernelConfig))
+    if given:
+        raise TypeError(f"TorchRec's topology has no {', '.join(given)}")
+    topology = TopologyFactory.create_topology(trainer, hardware, kernel)
+    for kind, sizes in (rank_memory_bytes or {}).items():
+        for device, size in zip(topology.devices, sizes, strict=True):
+            setattr(device.storage, kind.lower(), size)
+    setattr(topology, _NAMES, tuple(cards))
+    return topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +266,8 @@ class Machine:
     is the least of them."""
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """More arguments of TorchRec's ``Topology``, such as ``pod_size``; the fields above take precedence."""
+    cards: tuple[str, ...] = ()
+    """Driver's names of the cards, slowest first, if they are known better than by ``gpu``."""
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.gpu not in GPUS:
@@ -226,17 +312,15 @@ class Machine:
 
     def topology(self) -> Topology:
         """As TorchRec's planner takes it, with its own defaults for what is not known."""
-        from torchrec.distributed.planner.types import CustomTopologyData, Topology
-
         gpu = GPUS[self.gpu] if self.gpu else None
         memory = self.memory_bytes or (gpu.memory_bytes if gpu else None)
         speed = _per_ms(self.memory_bytes_per_s or (gpu.memory_bytes_per_s if gpu else None))
         on_cpu = self.device == "cpu"
         given = {
-            "hbm_cap": None if on_cpu else memory,
-            "ddr_cap": memory if on_cpu else self.host_memory_bytes,
+            "hbm_cap_bytes": None if on_cpu else memory,
+            "ddr_cap_bytes": memory if on_cpu else self.host_memory_bytes,
+            "ssd_cap_bytes": self.ssd_bytes,
             "ddr_mem_bw" if on_cpu else "hbm_mem_bw": speed,
-            "ssd_cap": self.ssd_bytes,
             "hbm_to_ddr_mem_bw": _per_ms(self.host_bytes_per_s or (gpu.host_bytes_per_s if gpu else None)),
             "intra_host_bw": _per_ms(self.intra_bytes_per_s or (gpu.link_bytes_per_s if gpu else None)),
             "inter_host_bw": _per_ms(self.inter_bytes_per_s or (gpu.network_bytes_per_s if gpu else None)),
@@ -248,19 +332,26 @@ class Machine:
             arguments.pop("generalized_comms_bandwidths", None)  # which would take precedence over them
         sizes = self.rank_memory_bytes
         own = sizes.get("DDR" if on_cpu else "HBM")
-        if sizes and {*map(len, sizes.values())} == {self.ranks} and (own is None or min(own) == memory):
-            caps = {f"{kind.lower()}_cap": list(each) for kind, each in sizes.items()}
-            arguments["custom_topology_data"] = CustomTopologyData(caps, self.ranks)
-        return Topology(
-            world_size=self.ranks,
-            compute_device=self.device,
-            local_world_size=self.ranks_per_host,
+        fits = {*map(len, sizes.values())} == {self.ranks} and (own is None or min(own) == memory)
+        return make_topology(
+            self.ranks,
+            self.device,
+            self.ranks_per_host,
+            cards=self._names(),
+            rank_memory_bytes=sizes if fits else {},
             **arguments,
         )
 
+    def _names(self) -> tuple[str, ...]:
+        if self.cards or self.device == "cpu":
+            return self.cards
+        if self.gpu is not None:
+            return (driver_name(self.gpu),)
+        return () if self.memory_bytes_per_s is None else (UNKNOWN_CARD,)
+
 
 def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str, ...]:
-    """What of a topology is as TorchRec has it where nobody says otherwise, and so perhaps not this machine's.
+    """Name the figures of a topology that are TorchRec's defaults, and the card here if its driver tells others.
 
     Args:
         topology: before any reservation.
@@ -274,18 +365,26 @@ def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str
         if all(device.storage.hbm == constants.HBM_CAP for device in topology.devices):
             defaults.append(f"{constants.HBM_CAP / GB:.1f} GB of memory (hbm_cap)")
         if topology.hbm_mem_bw == constants.HBM_MEM_BW:
-            defaults.append(f"{_gb_per_s(topology.hbm_mem_bw)} to it (hbm_mem_bw)")
+            defaults.append(f"{gb_per_s(topology.hbm_mem_bw)} to it (hbm_mem_bw)")
     if not links_measured:
         inside, between = topology.comms_bandwidths.intra_host_bw, topology.comms_bandwidths.inter_host_bw
         if min(ranks, per_host) > 1 and inside == constants.INTRA_NODE_BANDWIDTH:
-            defaults.append(f"{_gb_per_s(inside)} between ranks of a host (intra_host_bw)")
+            defaults.append(f"{gb_per_s(inside)} between ranks of a host (intra_host_bw)")
         if topology.compute_device == "cpu" and ranks > 1 and topology.ddr_mem_bw == constants.DDR_MEM_BW:
-            defaults.append(f"{_gb_per_s(topology.ddr_mem_bw)} to memory, which ranks of a host share (ddr_mem_bw)")
+            defaults.append(f"{gb_per_s(topology.ddr_mem_bw)} to memory, which ranks of a host share (ddr_mem_bw)")
         if ranks > per_host and between == constants.CROSS_NODE_BANDWIDTH:
-            defaults.append(f"{_gb_per_s(between)} between hosts (inter_host_bw)")
+            defaults.append(f"{gb_per_s(between)} between hosts (inter_host_bw)")
     notes = []
     if defaults:
-        notes.append(f"the topology has TorchRec's defaults, perhaps not this hardware's: {', '.join(defaults)}")
+        card = driver.read_card() if topology.compute_device == "cuda" and "hbm_" in defaults[0] else None
+        if card is None or hasattr(topology, _NAMES):
+            notes.append(f"the topology has TorchRec's defaults, perhaps not this hardware's: {', '.join(defaults)}")
+        else:
+            told = f"{card.name} with {card.memory_bytes / GB:.1f} GB at {gb_per_s(speed_of(card) / 1e3)}"
+            notes.append(
+                f"the topology has TorchRec's defaults: {', '.join(defaults)}; the driver names {told}: leave topology "
+                "out to plan for that"
+            )
     if per_host >= ranks > MAX_RANKS_OF_A_HOST:
         notes.append(
             f"all {ranks} ranks are taken to be on one host, as TorchRec does where local_world_size is not given"
@@ -295,7 +394,3 @@ def default_notes(topology: Topology, links_measured: bool = False) -> tuple[str
 
 def _per_ms(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else bytes_per_s / 1e3
-
-
-def _gb_per_s(bytes_per_ms: float) -> str:
-    return f"{bytes_per_ms * 1e3 / GB:,.0f} GB/s"

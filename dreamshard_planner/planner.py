@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,7 +15,6 @@ import torch.distributed as dist
 # there is by now, even past destroy_process_group, and gloo's threads may abort Python's exit. Early, there is none.
 import torch.distributed.optim  # noqa: F401
 from torch import nn
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -34,6 +33,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
@@ -44,10 +44,12 @@ from dreamshard_planner.planning.collective import (
     group_timeout_seconds,
     plan_on_rank_0,
 )
+from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Countdown
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
+from dreamshard_planner.planning.reservation import DefaultReservation
 from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.session import AnyPlan, PlanningSession
 from dreamshard_planner.planning.settings import PlannerSettings
@@ -76,7 +78,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     is given (enumerator, proposer, partitioner, performance model) is used instead of ours.
 
     Args:
-        topology: the devices; by default those of the initialised process group, CPUs where its backend is gloo.
+        topology: the devices. By default the ranks of the process group, with the cards, memory and links that the
+            driver of each rank tells; CPUs if its backend is gloo. :meth:`plan` takes all ranks for alike.
         batch_size: local batch size; TorchRec's default is 512.
         checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), ``"roofline"``
             (bandwidths, whatever was measured), a path, or a loaded checkpoint.
@@ -177,18 +180,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "compute_device=...), or call torch.distributed.init_process_group() first"
             )
         constraints = given_constraints(constraints)
-        topology = topology or _cpu_topology()
-        sync_ms_per_byte, all_ranks = 0.0, None
-        if sharding_groups is not None:
-            if topology is None:
-                raise DreamShardError("give the topology of all ranks beside sharding_groups: topology=Topology(...)")
-            sync_ms_per_byte = sharding_groups.sync_ms_per_byte(topology)
-            all_ranks, topology = topology, sharding_groups.topology(topology)
+        self._reads_topology, self._checkpoint, hardware = topology is None, checkpoint, ""
+        if topology is None:
+            device = driver.compute_device()
+            alike = [RankHardware.here(device)] * dist.get_world_size()
+            topology = read_topology(device, alike)
+            hardware = told(topology, alike, "the driver of this rank")
+        ranks = _Ranks.of(topology, sharding_groups)
         super().__init__(
-            topology=topology,
+            topology=ranks.topology,
             batch_size=batch_size,
             enumerator=enumerator,
-            storage_reservation=storage_reservation,
+            storage_reservation=DefaultReservation() if storage_reservation is None else storage_reservation,
             proposer=proposer,
             partitioner=partitioner,
             performance_model=performance_model,
@@ -202,15 +205,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         proposers = proposer if isinstance(proposer, list) or proposer is None else [proposer]
         self._given = GivenComponents(enumerator, proposers or None, partitioner, performance_model)
         self._request = PlanRequest(
-            topology=self._topology,
             batch_size=self._batch_size,
             given_batch_size=batch_size,
             constraints=constraints,
             checkpoint=resolve_for(self._topology, checkpoint, recipe),
             settings=settings,
             timeout_seconds=timeout_seconds,
-            sync_ms_per_byte=sync_ms_per_byte,
-            all_ranks=all_ranks,
+            hardware=hardware,
+            **vars(ranks),
         )
         self._loop: SearchLoop | None = None
         self._keeps = True  # TorchRec's plan, where ours gains too little
@@ -345,6 +347,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
         in_groups: bool = True,
+        device: str | None = None,
     ) -> ShardingPlan:
         """Plan on rank 0 and broadcast; with ``refine`` all ranks measure. As in TorchRec, what the other ranks were
         given does not matter. An error on rank 0 is raised on every rank, so that none waits for ever, as
@@ -355,6 +358,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             sharders: as TorchRec's.
             pg: as TorchRec's.
             in_groups: whether the ranks may be several sharding groups of as many ranks as the topology has.
+            device: kind of device to read the topology of, if the planner was given none: ``cuda`` or ``cpu``. By
+                default the kind that ranks of the default process group compute on.
 
         Raises:
             DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
@@ -373,6 +378,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
         def make(together: Together) -> ShardingPlan:
             refines = bool(self._request.settings.measuring_seconds)
+            if self._reads_topology:
+                self._read_topology(together, ranks, device or driver.compute_device())
             check_ranks(self._topology.world_size, self._request.all_ranks, ranks, in_groups)
             check_patience(ranks, patience_seconds, self._request.settings.search_seconds, refines)
             self._together = together
@@ -383,6 +390,18 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         finally:
             self._together = None
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
+
+    def _read_topology(self, together: Together, size: int, device: str) -> None:
+        """Plan for the hardware of all ranks; of a single sharding group's ranks nothing new is read."""
+        groups, all_ranks = self._request.settings.sharding_groups, self._request.all_ranks
+        if all_ranks is not None and size != all_ranks.world_size:
+            return
+        hardware = together.do(gathered, device)
+        topology = read_topology(device, hardware)
+        ranks = _Ranks.of(topology, groups)
+        self._topology: Topology = ranks.topology
+        checkpoint = resolve_for(ranks.topology, self._checkpoint, self._request.checkpoint.recipe)
+        self._request = replace(self._request, checkpoint=checkpoint, hardware=told(topology, hardware), **vars(ranks))
 
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
@@ -608,8 +627,17 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return plan if self._loop is None else self._loop.settled(plan)
 
 
-def _cpu_topology() -> Topology | None:
-    """Of gloo ranks, which compute on CPUs; TorchRec takes every process that sees a GPU to compute there."""
-    if dist.get_backend() != "gloo":
-        return None
-    return Topology(world_size=dist.get_world_size(), compute_device="cpu", local_world_size=get_local_size())
+@dataclass(frozen=True)
+class _Ranks:
+    """Fields of a :class:`PlanRequest`: the ranks that a plan is for, and those of other sharding groups."""
+
+    topology: Topology
+    sync_ms_per_byte: float = 0.0
+    all_ranks: Topology | None = None
+
+    @classmethod
+    def of(cls, topology: Topology, groups: ShardingGroups | None) -> _Ranks:
+        """Divide all ranks into sharding groups, if there are any."""
+        if groups is None:
+            return cls(topology)
+        return cls(groups.topology(topology), groups.sync_ms_per_byte(topology), topology)

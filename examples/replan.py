@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchrec.datasets.random import RandomRecDataset
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -25,7 +25,7 @@ class Sharder(EmbeddingBagCollectionSharder):
         return ["table_wise", "row_wise"]  # on CPUs TorchRec's own splits no rows
 
 
-def job(planner: EmbeddingShardingPlanner) -> tuple[torch.nn.Module, dict]:
+def job(planner: ds.DreamShardPlanner) -> tuple[torch.nn.Module, dict]:
     tables = [EmbeddingBagConfig(rows, 32, name=f"t{i}", feature_names=[f"f{i}"]) for i, rows in enumerate(ROWS)]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, embeddings.parameters(), {"lr": 0.02})
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     data = iter(RandomRecDataset(["f0", "f1", "f2"], 128, hash_sizes=ROWS, ids_per_features=[20, 5, 50], num_dense=13))
     dist.broadcast_object_list(folder := [mkdtemp()])
-    before, state = job(EmbeddingShardingPlanner(Topology(dist.get_world_size(), "cpu"), batch_size=128))
+    before, state = job(ds.DreamShardPlanner(batch_size=128, sharding_types=["table_wise"]))
     for _ in range(5):
         before(next(data))[0].backward()  # and with it the tables' optimizer; no other weights learn here
     ds.save_across_plans(state, f"{folder[0]}/state")

@@ -7,12 +7,14 @@ TorchRec's enumerator, proposers and estimates decide how tables are split; rank
 from __future__ import annotations
 
 import torch
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dreamshard_planner import DreamShardPlanner
+from dreamshard_planner.devices import Machine
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 
 ROWS, LOOKUPS = [100_000, 50_000, 20_000, 5_000, 1_000, 100], [20.0, 1.0, 5.0, 50.0, 10.0, 1.0]
@@ -22,12 +24,13 @@ def main() -> None:
     tables = [EmbeddingBagConfig(num_embeddings=rows, embedding_dim=64, name=f"t{i}", feature_names=[f"f{i}"])
               for i, rows in enumerate(ROWS)]  # fmt: skip
     model = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    sharders, topology = get_default_sharders(), Topology(world_size=2, compute_device="cpu")
+    sharders, topology = get_default_sharders(), Machine(ranks_per_host=2, device="cpu").topology()
     constraints = {
         f"t{i}": ParameterConstraints(sharding_types=["table_wise"], pooling_factors=[lookups])
         for i, lookups in enumerate(LOOKUPS)
     }
-    common = {"topology": topology, "batch_size": 512, "constraints": constraints}
+    reservation = FixedPercentageStorageReservation(percentage=0.15)
+    common = {"topology": topology, "batch_size": 512, "constraints": constraints, "storage_reservation": reservation}
     plans = {
         "TorchRec": EmbeddingShardingPlanner(**common).plan(model, sharders),
         "TorchRec with our partitioner": EmbeddingShardingPlanner(

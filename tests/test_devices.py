@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner import Checkpoint, TaskError
+from dreamshard_planner import Checkpoint, TaskError, driver
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
-from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.cost.roofline import L2_BYTES, RooflineCost
 from dreamshard_planner.devices import GB, GPUS, UNKNOWN_CARD, Machine, card_of, default_notes, gpu_of
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.offline.jobs import Job, read_model
+from tests.pretended import A100, H100
 
 
 def test_a_named_gpu_gives_memory_and_bandwidths() -> None:
@@ -51,9 +53,7 @@ def test_machines_that_cannot_be_are_refused(arguments: dict, reason: str) -> No
         Machine(ranks_per_host=2, **arguments)
 
 
-def test_gpus_are_known_by_bandwidth_and_by_what_the_driver_calls_them() -> None:
-    bandwidths = [gpu.memory_bytes_per_s for gpu in GPUS.values()]
-    assert len({*bandwidths}) == len(bandwidths)
+def test_gpus_are_known_by_the_name_that_the_driver_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in GPUS:
         card = card_of(Machine(ranks_per_host=2, gpu=name).topology())
         assert card is not None and gpu_of(card) == name
@@ -64,6 +64,14 @@ def test_gpus_are_known_by_bandwidth_and_by_what_the_driver_calls_them() -> None
     untold, cpu = Machine(ranks_per_host=2).topology(), Machine(ranks_per_host=2, device="cpu").topology()
     assert card_of(told) == UNKNOWN_CARD and card_of(untold) is None and card_of(cpu) is None
     assert gpu_of("NVIDIA H100 80GB HBM3") == "h100" and gpu_of("abacus") is None
+    # An equal bandwidth names no card, and another bandwidth takes no name away.
+    alike = Topology(world_size=2, compute_device="cuda", hbm_mem_bw=3350e6)
+    assert card_of(alike) is None and RooflineCost.of_topology(alike).cache_bytes == L2_BYTES
+    slow = copy.deepcopy(Machine(ranks_per_host=2, gpu="h100", memory_bytes_per_s=2000 * GB).topology())
+    assert card_of(slow) == H100.name and RooflineCost.of_topology(slow).cache_bytes == GPUS["h100"].l2_bytes
+    monkeypatch.setattr(driver, "read_card", lambda: A100)
+    assert card_of(alike) == A100.name and card_of(slow) == H100.name and card_of(told) == UNKNOWN_CARD
+    assert RooflineCost.of_topology(alike).cache_bytes == GPUS["a100-40"].l2_bytes
 
 
 def test_figures_that_nobody_gave_are_pointed_out() -> None:
@@ -76,6 +84,14 @@ def test_figures_that_nobody_gave_are_pointed_out() -> None:
     # Where ranks were measured, or there is one, no bandwidth between them is read.
     assert default_notes(Topology(world_size=2, compute_device="cpu"), links_measured=True) == ()
     assert default_notes(Topology(world_size=1, compute_device="cpu")) == ()
+
+
+def test_default_figures_are_compared_with_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "read_card", lambda: H100)
+    (note,) = default_notes(Topology(world_size=1, compute_device="cuda"))
+    assert "34.4 GB of memory (hbm_cap)" in note
+    assert "the driver names NVIDIA H100 80GB HBM3 with 85.0 GB at 3,350 GB/s: leave topology out" in note
+    assert default_notes(Topology(world_size=1, compute_device="cuda", hbm_cap=GB, hbm_mem_bw=1e6)) == ()
 
 
 def test_more_gpus_than_a_host_has_are_doubtful() -> None:

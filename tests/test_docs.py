@@ -82,7 +82,7 @@ def _given() -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation:FutureWarning")
+@pytest.mark.filterwarnings("error:HeuristicalStorageReservation:FutureWarning")
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
 def test_snippets_of_a_page_run_one_after_the_other(
     page: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,8 @@ ALONE = {
     "train_policy": (),
 }
 """Arguments of those that one process runs."""
+TORCHREC_WARNS = "TopologyFactory|HeuristicalStorageReservation|dense tensor size"
+"""Words of TorchRec's warnings about topologies and reservations."""
 
 
 def test_each_is_short_says_how_it_is_run_and_is_run_here() -> None:
@@ -44,6 +46,7 @@ def test_example_runs_on_two_ranks(name: str) -> None:
     example = FOLDER / f"{name}.py"
     done = (torchrun if name == "train_dlrm" else forked)(example)
     assert done.returncode == 0, done.stderr
+    assert not re.search(TORCHREC_WARNS, done.stderr), done.stderr
     # The report names its source: examples use GPUs where there is one for each rank.
     gpus = torch.cuda.device_count() >= 2 and "cuda" in example.read_text()
     source = "roofline (" if gpus else "network (cpu.safetensors"
@@ -64,7 +67,7 @@ def test_example_says_what_has_to_start_it(name: str, monkeypatch: pytest.Monkey
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-@pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation:FutureWarning")
+@pytest.mark.filterwarnings("error:HeuristicalStorageReservation:FutureWarning")
 @pytest.mark.parametrize("name", ALONE)
 def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     if name == "parquet_statistics":

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
+from dreamshard_planner import driver
 from dreamshard_planner.checkpoints import user_folder
 from dreamshard_planner.checkpoints.file import (
     FORMAT,
@@ -65,7 +65,8 @@ class Checkpoint:
         compute: ComputeCost = self.cost or RooflineCost.of_topology(topology)
         # Whatever the topology says now, these bandwidths are what was corrected.
         if self.cost is None and learned and corrections:
-            compute = RooflineCost.of_bandwidths(self.metadata["hardware"]["device"], *learned["bytes_per_ms"])
+            hardware, (memory, link) = self.metadata["hardware"], learned["bytes_per_ms"]
+            compute = RooflineCost.of_bandwidths(hardware["device"], memory, link, hardware.get("name"))
         return CorrectedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
 
     @property
@@ -170,7 +171,7 @@ def resolve(
 
 
 def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint, recipe: str = "default") -> Checkpoint:
-    """:func:`resolve` for what a topology describes: of GPUs, the card of that bandwidth."""
+    """:func:`resolve` for the devices of a topology, GPUs by their name."""
     return resolve(checkpoint, topology.compute_device, recipe, card=card_of(topology))
 
 
@@ -215,8 +216,8 @@ def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
 
 def _shipped(compute_device: str, recipe: str, card: str | None) -> Checkpoint:
     """What ships for this card, or for the device that this process sees."""
-    if card is None and compute_device == "cuda" and torch.cuda.device_count():
-        card = torch.cuda.get_device_name()
+    if card is None and compute_device == "cuda" and (found := driver.read_card()) is not None:
+        card = found.name
     return shipped(SHIPPED, compute_device, recipe, card)
 
 

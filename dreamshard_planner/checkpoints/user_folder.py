@@ -19,6 +19,7 @@ from typing import Any
 import platformdirs
 import torch
 
+from dreamshard_planner import driver
 from dreamshard_planner.errors import FileError
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.support.files import brief
@@ -95,7 +96,8 @@ class Here:
         if card is not None:
             name: str | None = card
         elif device == "cuda":
-            name = torch.cuda.get_device_name() if torch.cuda.device_count() else None
+            found = driver.read_card()
+            name = None if found is None else found.name
         else:
             name = str(describe_hardware(device, 1)["name"])
         return cls(device, name, threads or torch.get_num_threads())

@@ -31,7 +31,7 @@ def diagnose(measure: bool = False) -> list[Finding]:
     findings = [*own, *map(_library, LIBRARIES)]
     if any(finding.verdict == "missing" for finding in findings):
         return findings
-    findings += [_cpu(), *_cuda(), _own_checkpoints()]
+    findings += [_cpu(), *_cuda(), *_topologies(), _own_checkpoints()]
     findings += [_checkpoint(device) for device in ("cpu", "cuda")]
     return findings + _measured() if measure else findings
 
@@ -100,6 +100,21 @@ def _cuda() -> list[Finding]:
         found.append(Finding("CUDA kernels", "none: fbgemm-gpu-cpu", "note", "training on GPUs needs fbgemm-gpu"))
     if not dist.is_nccl_available():
         found.append(Finding("NCCL", "none", "note", "ranks on GPUs exchange with NCCL; CUDA builds of torch have it"))
+    return found
+
+
+def _topologies() -> list[Finding]:
+    """Describe the default topologies of ranks on this host: a rank per GPU, and one rank on CPUs."""
+    import torch
+
+    from dreamshard_planner import driver
+    from dreamshard_planner.planning.hardware import RankHardware, read_topology, told
+
+    sizes = {"cpu": 1} if driver.read_card() is None else {"cpu": 1, "cuda": max(1, torch.cuda.device_count())}
+    found = []
+    for device, size in sizes.items():
+        ranks = [RankHardware.here(device)] * size
+        found.append(Finding(f"topology on {device}", told(read_topology(device, ranks, size), ranks)))
     return found
 
 

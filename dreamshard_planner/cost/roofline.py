@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
-from dreamshard_planner.devices import GPUS, gpu_of
+from dreamshard_planner.devices import GPUS, card_of, driver_name, gpu_of
 from dreamshard_planner.workload.features import FEATURE_INDEX, REUSE_FEATURES, columns
 from dreamshard_planner.workload.reuse import bin_mean_reuse
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES
@@ -217,20 +217,29 @@ class RooflineCost(ComputeCost):
         """From the bandwidths of a ``torchrec.distributed.planner.Topology``."""
         if topology.compute_device == "cpu":
             return cls.of_bandwidths("cpu", topology.ddr_mem_bw, topology.ddr_mem_bw)
-        return cls.of_bandwidths(topology.compute_device, topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw)
+        bandwidths = topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw
+        return cls.of_bandwidths(topology.compute_device, *bandwidths, card_of(topology))
 
     @classmethod
-    def of_bandwidths(cls, compute_device: str, memory_bytes_per_ms: float, uvm_bytes_per_ms: float) -> RooflineCost:
-        """Of a kind of device; one with the memory bandwidth of a known GPU has its L2 and multiprocessors, of another
-        they are what is usual."""
+    def of_bandwidths(
+        cls, compute_device: str, memory_bytes_per_ms: float, uvm_bytes_per_ms: float, card: str | None = None
+    ) -> RooflineCost:
+        """Make the cost of a kind of device. A listed card brings its L2 and multiprocessors; those of others are
+        scaled by bandwidth.
+
+        Args:
+            compute_device: ``cpu``, ``cuda`` or ``mtia``.
+            memory_bytes_per_ms: of the device's memory.
+            uvm_bytes_per_ms: of the link to the host's memory.
+            card: the driver's name.
+        """
         if compute_device == "cpu":
             return cls(memory_bytes_per_ms, uvm_bytes_per_ms)
-        named = (gpu for gpu in GPUS.values() if gpu.memory_bytes_per_s == memory_bytes_per_ms * 1e3)
-        gpu, h100 = next(named, None), GPUS["h100"]
-        if gpu is None:
+        h100 = GPUS["h100"]
+        if (name := gpu_of(card)) is None:
             cache_bytes, fewer = L2_BYTES, (h100.memory_bytes_per_s / (memory_bytes_per_ms * 1e3)) ** USUAL_CORES
         else:
-            cache_bytes, fewer = gpu.l2_bytes, h100.multiprocessor_hz / gpu.multiprocessor_hz
+            cache_bytes, fewer = GPUS[name].l2_bytes, h100.multiprocessor_hz / GPUS[name].multiprocessor_hz
         kernels = AMD_KERNELS if torch.version.hip else GPU_KERNELS
         slowness = fewer**GENERATIONS if fewer > 1 else fewer
         return cls(memory_bytes_per_ms, uvm_bytes_per_ms, kernels, cache_bytes, slowness)
@@ -244,7 +253,8 @@ class RooflineCost(ComputeCost):
     def of_gpu(cls, name: str) -> RooflineCost:
         """Of one of :data:`~dreamshard_planner.devices.GPUS`."""
         gpu = GPUS[name]
-        return cls.of_bandwidths("cuda", gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3)
+        bandwidths = gpu.memory_bytes_per_s / 1e3, gpu.host_bytes_per_s / 1e3
+        return cls.of_bandwidths("cuda", *bandwidths, driver_name(name))
 
     @property
     def channels(self) -> int:

@@ -98,10 +98,11 @@ def _asked(run: ObservedRun, rank: RankSteps, index: int, kernel: ObservedKernel
 
 def prior_of(checkpoint: Checkpoint, observation: Observation) -> tuple[ComputeCost, tuple[float, float]]:
     """Uncorrected costs, and the bandwidths of memory and of the link to the host's, in bytes per millisecond."""
-    device, prior = str(observation.hardware["device"]), RooflineCost.of_topology(observation.topology)
+    device, name = str(observation.hardware["device"]), str(observation.hardware.get("name"))
+    prior = RooflineCost.of_topology(observation.topology)
     in_use = prior.memory_bytes_per_ms, prior.uvm_bytes_per_ms
-    used = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or in_use
-    return checkpoint.cost or RooflineCost.of_bandwidths(device, *used), tuple(used)
+    memory, link = checkpoint.metadata.get("learned", {}).get("bytes_per_ms") or in_use
+    return checkpoint.cost or RooflineCost.of_bandwidths(device, memory, link, name), (memory, link)
 
 
 @neutral()

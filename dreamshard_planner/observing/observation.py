@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field
 from torchrec.distributed.planner.types import Topology
 
 from dreamshard_planner.cost.dataset import hardware_key
+from dreamshard_planner.devices import make_topology
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
 from dreamshard_planner.plans.plan_file import SavedPlan
@@ -323,7 +324,8 @@ class Observation:
         plans = (run.plan for run in self.runs if run.plan is not None)
         known = next((topology_arguments(plan.inputs.topology) for plan in plans), {})
         ranks, device = first.world_size, str(self.hardware["device"])
-        return Topology(ranks, device, local_world_size=ranks // first.hosts, **known)
+        cards = (str(self.hardware["name"]),) if device == "cuda" and "name" in self.hardware else ()
+        return make_topology(ranks, device, ranks // first.hosts, cards=cards, **known)
 
     def save(self, path: str | Path) -> None:
         """Write a file that :meth:`load` reads back; FileError says why not."""

@@ -14,7 +14,7 @@ import torch
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import dtype_to_data_type
 
-from dreamshard_planner.devices import GPUS, Machine
+from dreamshard_planner.devices import GPUS, Machine, gpu_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.offline.jobs import Job, OfflineModel
 from dreamshard_planner.offline.table_list import TableSpec
@@ -167,10 +167,8 @@ def _machine(saved: SavedPlan) -> Machine:
     memory = min(topology.memory_bytes[topology.own_memory])
     rate = {name: per_ms * 1e3 for name, per_ms in topology.bandwidths.items()}
     speed, to_host = rate[topology.own_memory], rate["HBM to DDR"]
-    known = (memory, speed, to_host)
-    gpu = next((name for name, one in GPUS.items() if not topology.collective_bandwidths
-                and (one.memory_bytes, one.memory_bytes_per_s, one.host_bytes_per_s) == known), None)  # fmt: skip
-    own = GPUS.get(gpu or "")
+    gpu = next(map(gpu_of, topology.cards), None)
+    own = None if gpu is None else GPUS[gpu]
     # Bandwidths of single collectives replace these two.
     links = {} if topology.collective_bandwidths else rate
     within, between = links.get("within hosts"), links.get("between hosts")
@@ -180,19 +178,20 @@ def _machine(saved: SavedPlan) -> Machine:
         hosts=topology.all_ranks // topology.on_host,
         device=topology.compute_device,
         gpu=gpu,
-        memory_bytes=None if own else memory,
-        memory_bytes_per_s=None if own else speed,
+        memory_bytes=memory,
+        memory_bytes_per_s=speed,
         host_memory_bytes=None if topology.own_memory == "DDR" else min(topology.memory_bytes["DDR"]),
-        host_bytes_per_s=None if own else to_host,
-        intra_bytes_per_s=None if own and own.link_bytes_per_s == within else within,
+        host_bytes_per_s=to_host,
+        intra_bytes_per_s=within,
         inter_bytes_per_s=None if own and own.network_bytes_per_s == between else between,
         rank_memory_bytes={
             kind: tuple(sizes[place] for _, place in ranks)
             for kind, sizes in topology.memory_bytes.items()
-            if kind in topology.custom_memory or len(set(sizes)) > 1  # older files tell no custom memory
+            if len(set(sizes)) > 1
         },
         ssd_bytes=min(topology.memory_bytes["SSD"]),
         more=topology_arguments(topology),
+        cards=topology.cards,
     )
 
 

@@ -205,7 +205,6 @@ class PlannedJob:
 def _known_warnings() -> Iterator[None]:
     """Without those that tell users of a job nothing."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TorchRec's, of its own default reservation
         warnings.simplefilter("ignore", InputWarning)  # told once, by :attr:`Job.doubtful`
         yield
 

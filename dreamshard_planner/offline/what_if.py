@@ -303,7 +303,8 @@ def _grouped(job: Job, size: int) -> Job:
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
     """As many of another model, with its own memory and links; a network between hosts that was given stays."""
-    return replace(machine, gpu=gpu.lower(), memory_bytes=None, memory_bytes_per_s=None, intra_bytes_per_s=None)
+    alike = replace(machine, memory_bytes=None, memory_bytes_per_s=None, host_bytes_per_s=None, intra_bytes_per_s=None)
+    return replace(alike, gpu=gpu.lower(), cards=())
 
 
 def smallest_that_fits(job: Job, plans: Plans | None = None) -> tuple[Point | None, Point | None]:

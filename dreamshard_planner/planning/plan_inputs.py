@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.devices import UNKNOWN_CARD, cards_of
 from dreamshard_planner.errors import PlanError
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.plans.plan_file import BANDWIDTHS, GroupsInputs, PlanInputs, TopologyInputs
@@ -51,6 +52,8 @@ class PlanRequest:
     """Of averaging the replicas of other sharding groups."""
     all_ranks: Topology | None = None
     """Of all sharding groups; None where there is one."""
+    hardware: str = ""
+    """Description of the hardware that the topology was read from; empty if the topology was given."""
 
     def __post_init__(self) -> None:
         given = self.given_batch_size
@@ -187,7 +190,7 @@ def topology_inputs(
         all_ranks: the topology of all sharding groups, if there are several.
         groups: the sharding groups, if there are several.
     """
-    world, links, given = all_ranks or topology, topology.comms_bandwidths, topology._custom_topology_data
+    world, links = all_ranks or topology, topology.comms_bandwidths
     return TopologyInputs(
         compute_device=topology.compute_device,
         world_size=topology.world_size,
@@ -199,18 +202,16 @@ def topology_inputs(
         bandwidths={name: float(attrgetter(place)(topology)) for name, place in BANDWIDTHS.items()},
         groups=groups,
         pod_size=max(1, world.intra_group_size // world.local_world_size),
-        custom_memory=tuple(
-            kind for kind in MEMORY_KINDS if given is not None and given.has_data(f"{kind.lower()}_cap")
-        ),
         multipliers={
             name: value for name, default in MULTIPLIERS.items() if (value := float(getattr(topology, name))) != default
         },
         collective_bandwidths={} if type(links) is BasicCommsBandwidths else _collective_bandwidths(topology),
+        cards=tuple(card for card in cards_of(topology) if card != UNKNOWN_CARD),
     )
 
 
 def topology_arguments(inputs: TopologyInputs) -> dict[str, Any]:
-    """Return arguments of TorchRec's ``Topology``: all but the ranks and their memory."""
+    """Return arguments of :func:`~dreamshard_planner.devices.make_topology`: all but ranks, cards and memory."""
     arguments: dict[str, Any] = {BANDWIDTHS[name].rpartition(".")[2]: rate for name, rate in inputs.bandwidths.items()}
     if inputs.pod_size > 1:
         arguments["pod_size"] = inputs.pod_size

@@ -197,6 +197,7 @@ def _notes(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[No
     """Of any plan, however it was made: what it takes for granted, and what is odd about the module and its inputs."""
     device = session.request.topology.compute_device
     return (
+        *noted("hardware", filter(None, [session.request.hardware])),
         *session.assumptions(plan),
         *noted("table", session.doubtful),
         *noted("unused", session.unused),

@@ -10,6 +10,7 @@ from typing import ClassVar
 from dreamshard_planner.support.documents import STRICT, Finite
 
 CODES = {
+    "hardware": "the devices that were read from the driver",
     "assumption": "taken for granted since nobody said, and moves the figures",
     "cost": "the tables are beyond what the costs were learned from",
     "skew": "a block of rows is read more than the others",

@@ -196,12 +196,12 @@ class TopologyInputs:
     """None for one group."""
     pod_size: Several = 1
     """Hosts whose ranks reach each other at the bandwidth within hosts."""
-    custom_memory: tuple[str, ...] = ()
-    """Kinds of memory that a ``CustomTopologyData`` gave: TorchRec cuts rows in proportion to such memory."""
     multipliers: dict[str, Unbounded] = field(default_factory=dict)
     """Factors of TorchRec's estimates that are not at TorchRec's default, by argument of its ``Topology``."""
     collective_bandwidths: dict[str, Unbounded] = field(default_factory=dict)
     """Bytes per millisecond of TorchRec's ``GeneralizedCommsBandwidth``, by collective; empty for its basic one."""
+    cards: tuple[str, ...] = ()
+    """Driver's names of the different cards, slowest first; none if no driver names any."""
 
     @property
     def own_memory(self) -> str:

@@ -23,9 +23,10 @@ FORBIDDEN = -1e18
 
 
 def names_that_keep_most(before: SavedPlan, after: SavedPlan) -> tuple[int, ...]:
-    """The name that each rank of ``after`` is to have, for most bytes of weights and optimizer states to stay where
-    they are. Ranks of one pod (by default of one host) remain in one pod; those of other memory, and those
-    that placement rules name, keep theirs. All do where blocks of rows may be read unevenly, which lie in the order of ranks: costs would be others.
+    """Name each rank of ``after`` so that most bytes of weights and optimizer states stay where they are.
+
+    Ranks of one pod (by default of one host) remain in one pod. Ranks of other memory, and ranks that placement rules
+    name, keep their names. All ranks do if blocks of rows may be read unevenly: blocks lie in the order of ranks.
     """
     one, other = before.inputs.topology, after.inputs.topology
     shape = [

@@ -286,6 +286,7 @@ class Report(Predicted):
         lines = [
             *(f"{note}." for note in self.notes if note.code == "forced_out"),
             f"{self.verdict}.",
+            *(f"Planned for {note}." for note in self.notes if note.code == "hardware"),
             *(f"Note: {note}." for note in self.notes if note.code == "assumption"),
             f"Predicted milliseconds of embedding work per training step. Compute: {self.cost_source}.",
             f"Collectives: {self.collectives_source}.",
@@ -303,7 +304,8 @@ class Report(Predicted):
         if len(self.collectives) > 1:
             each = ", ".join(f"{name} {ms:.3f}" for name, ms in self.collectives)
             lines.append(f"Milliseconds of collectives, forward and backward: {each}.")
-        lines += [f"Note: {note}." for note in self.notes if note.code not in ("forced_out", "assumption", "search")]
+        shown = ("forced_out", "hardware", "assumption", "search")
+        lines += [f"Note: {note}." for note in self.notes if note.code not in shown]
         return short_words("\n".join(lines))
 
 

@@ -48,12 +48,9 @@ def _ranks(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
         ("world_size", "number of ranks"),
         ("local_world_size", "ranks of a host"),
         ("pod_size", "hosts of a pod"),
-        ("custom_memory", "memory given by rank"),
     ):
         if getattr(one, what) != getattr(other, what):
-            was, has = (", ".join(value) or "none" if isinstance(value, tuple) else value
-                        for value in (getattr(one, what), getattr(other, what)))  # fmt: skip
-            yield f"{name} {was} -> {has}"
+            yield f"{name} {getattr(one, what)} -> {getattr(other, what)}"
     if one.world_size == other.world_size:
         yield from _memory(one, other)
 
@@ -76,6 +73,8 @@ def _surroundings(one: TopologyInputs, other: TopologyInputs) -> Iterator[str]:
     """What is around the ranks of a plan: others that follow it, and bandwidths."""
     if one.num_groups != other.num_groups:
         yield f"sharding groups of so many ranks {one.num_groups} -> {other.num_groups}"
+    if one.cards != other.cards:
+        yield f"cards {' and '.join(one.cards) or 'unnamed'} -> {' and '.join(other.cards) or 'unnamed'}"
     for name in sorted(one.bandwidths):
         was, has = one.bandwidths[name] / 1e6, other.bandwidths[name] / 1e6
         if was != has:

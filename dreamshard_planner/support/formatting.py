@@ -103,3 +103,8 @@ def layout(value: Any, indent: int = 0) -> str:
         lines = [f"{pad}{json.dumps(key)}: {layout(part, indent + 2)}" for key, part in value.items()]
         return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
     return "[\n" + ",\n".join(f"{pad}{layout(part, indent + 2)}" for part in value) + "\n" + " " * indent + "]"
+
+
+def gb_per_s(bytes_per_ms: float) -> str:
+    """Return a bandwidth as ``3,350 GB/s``."""
+    return f"{bytes_per_ms / 1e6:,.0f} GB/s"

@@ -12,6 +12,8 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+import dreamshard_planner
+from dreamshard_planner.planning.hardware import RankHardware, read_topology
 from dreamshard_planner.torchrec_components.replica_optimizers import attach_optimizers
 
 
@@ -21,7 +23,8 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
     :func:`~dreamshard_planner.torchrec_components.replica_optimizers.attach_optimizers`.
 
     Args:
-        planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``.
+        planner: makes the plan on rank 0 of the environment's process group; give either this or ``plan``. Without
+            both, a :class:`~dreamshard_planner.planner.DreamShardPlanner` plans for the hardware that is here.
 
     All other arguments are TorchRec's.
 
@@ -42,21 +45,27 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
         planner: EmbeddingShardingPlanner | None = None,
         **kwargs: Any,
     ) -> None:
-        if planner is not None:
-            if plan is not None:
-                raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
-            plan = self._plan_with(planner, module, env, sharders)
+        if planner is not None and plan is not None:
+            raise ValueError("give DistributedModelParallel either plan= or planner=, not both")
+        if plan is None:
+            plan = self._plan_with(planner, module, env, sharders, "cpu" if device is None else device.type)
         super().__init__(module, env, device, plan, sharders, *args, **kwargs)
         attach_optimizers(self)
 
     @staticmethod
     def _plan_with(
-        planner: EmbeddingShardingPlanner,
+        planner: EmbeddingShardingPlanner | None,
         module: nn.Module,
         env: ShardingEnv | None,
         sharders: list[ModuleSharder[nn.Module]] | None,
+        device: str,
     ) -> ShardingPlan:
         sharders = get_default_sharders() if sharders is None else sharders
+        if planner is None:
+            topology = None
+            if env is not None and env.process_group is None:
+                topology = read_topology(device, [RankHardware.here(device)] * env.world_size)
+            planner = dreamshard_planner.DreamShardPlanner(topology)
         attached = getattr(planner, "optimizers_attached", None)
         if attached is not None:
             planner.optimizers_attached = True
@@ -67,7 +76,7 @@ class DistributedModelParallel(TorchRecDistributedModelParallel):
             if attached is None:
                 return planner.collective_plan(module, sharders, pg)
             # A plan of fewer ranks would leave the others without tables, or end in an IndexError of TorchRec's.
-            return planner.collective_plan(module, sharders, pg, in_groups=False)
+            return planner.collective_plan(module, sharders, pg, in_groups=False, device=device)
         finally:
             if attached is not None:
                 planner.optimizers_attached = attached  # the next plan may be for TorchRec's own class

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError
+from dreamshard_planner import Checkpoint, CheckpointError, DreamShardPlanner, FileError, driver
 from dreamshard_planner.checkpoints import user_folder
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.checkpoints.user_folder import Here
@@ -21,6 +21,7 @@ from dreamshard_planner.devices import UNKNOWN_CARD
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from tests.planning.test_context import model
+from tests.pretended import H100
 from tests.torchrec_components.test_plugin import SHARDERS, topology
 
 
@@ -67,8 +68,7 @@ def test_auto_goes_by_the_card_that_is_planned_for(folder: Path, monkeypatch: py
     assert resolve("auto", "cuda", card=h100).name == "mine.safetensors"
     assert resolve("auto", "cuda", card=UNKNOWN_CARD).name == "roofline.safetensors"
     # Where the topology does not tell, the card that is here counts.
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: h100)
+    monkeypatch.setattr(driver, "read_card", lambda: H100)
     assert resolve("auto", "cuda").name == "mine.safetensors"
     assert resolve("auto", "cuda", card="NVIDIA H200").name == "roofline.safetensors"
     (folder / "mine.safetensors").unlink()

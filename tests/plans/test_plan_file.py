@@ -478,7 +478,9 @@ def test_compare_tells_a_machine_from_a_better_one() -> None:
     more = planner(topology=Machine(ranks_per_host=4, gpu="a100-40").topology())
     more.plan(model(), SHARDERS)
     assert ", for 256 samples instead of 128 (" in str(compare(plans[0], more.saved_plan())).splitlines()[0]
-    assert machine == "Machine: HBM of rank 0 and 1 more 37.25 GiB -> 74.51 GiB; bandwidth of HBM 1,555 -> 2,039 GB/s."
+    cards = "cards NVIDIA A100-SXM4-40GB -> NVIDIA A100-SXM4-80GB"
+    memory, bandwidth = "HBM of rank 0 and 1 more 37.25 GiB -> 74.51 GiB", "bandwidth of HBM 1,555 -> 2,039 GB/s"
+    assert machine == f"Machine: {memory}; {cards}; {bandwidth}."
     assert found.inputs == ()
 
 
@@ -495,7 +497,7 @@ def test_a_module_in_a_path_and_tables_of_one_name(tmp_path: Path) -> None:
 
 def test_files_of_the_last_version_load_with_the_defaults_of_what_they_lack(file: Path) -> None:
     document = json.loads(file.read_text())
-    for name in ("pod_size", "custom_memory", "multipliers", "collective_bandwidths"):
+    for name in ("pod_size", "multipliers", "collective_bandwidths"):
         del document["inputs"]["topology"][name]
     now = SavedPlan.load(file)
     file.write_text(json.dumps({**document, "version": 6}))

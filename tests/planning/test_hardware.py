@@ -1,0 +1,141 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The topology that is read from drivers, with cards in the place of a driver's."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.planner.types import Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dreamshard_planner import DreamShardPlanner, SavedPlan, ShardingGroups, driver
+from dreamshard_planner.cost.roofline import RooflineCost
+from dreamshard_planner.devices import GB, GPUS, card_of
+from dreamshard_planner.driver import Card
+from dreamshard_planner.measure.hardware import total_bytes
+from dreamshard_planner.offline.from_plan import job_of
+from dreamshard_planner.planning.hardware import RankHardware, read_topology, told
+from tests.pretended import A100, ADA, H100, L40
+from tests.small_models import SHARDERS
+
+HOST_BYTES = 1000 * GB
+
+
+def read(monkeypatch: pytest.MonkeyPatch, on_host: int, *cards: Card | None) -> tuple[Topology, str]:
+    """The topology of ranks with these cards, and its description."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_host))
+    ranks = [RankHardware(card, HOST_BYTES) for card in cards]
+    topology = read_topology("cpu" if cards[0] is None else "cuda", ranks)
+    return topology, told(topology, ranks)
+
+
+def test_two_hosts_of_a_listed_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, text = read(monkeypatch, 8, *[H100] * 16)
+    assert (topology.world_size, topology.local_world_size, topology.hbm_mem_bw) == (16, 8, 3350e6)
+    assert {device.storage.hbm for device in topology.devices} == {H100.memory_bytes}
+    assert {device.storage.ddr for device in topology.devices} == {HOST_BYTES // 8}
+    links = topology.comms_bandwidths
+    assert (topology.hbm_to_ddr_mem_bw, links.intra_host_bw, links.inter_host_bw) == (64e6, 450e6, 50e6)
+    assert text == (
+        "16 x NVIDIA H100 80GB HBM3 on 2 hosts, read from the driver: 85.0 GB each at 3,350 GB/s, 64 GB/s to 125.0 GB "
+        "of host memory, 450 GB/s within a host, 50 GB/s between hosts"
+    )
+
+
+def test_a_card_that_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, text = read(monkeypatch, 2, ADA, ADA)
+    assert topology.devices[1].storage.hbm == ADA.memory_bytes and topology.hbm_mem_bw == 960e6
+    assert topology.comms_bandwidths.intra_host_bw == GPUS["l40s"].link_bytes_per_s / 1e3
+    assert text.endswith(f"{ADA.name} is not listed, and its links are those of NVIDIA L40S, the closest listed card")
+    assert RooflineCost.of_topology(topology).cache_bytes == 40e6
+    # Without a memory clock, bandwidth comes from the closest card as well.
+    topology, text = read(monkeypatch, 1, L40)
+    assert topology.hbm_mem_bw == GPUS["l40s"].memory_bytes_per_s / 1e3
+    assert "its bandwidth and links are those of NVIDIA L40S" in text
+    assert read(monkeypatch, 1, Card("old", GB, (7, 0)))[0].hbm_mem_bw == GPUS["a100-40"].memory_bytes_per_s / 1e3
+
+
+def test_ranks_with_different_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, text = read(monkeypatch, 2, H100, A100)
+    assert [device.storage.hbm for device in topology.devices] == [H100.memory_bytes, A100.memory_bytes]
+    assert topology.hbm_mem_bw == 1555e6 and topology.comms_bandwidths.intra_host_bw == 300e6
+    assert card_of(topology) == A100.name
+    assert text.startswith(f"1 x {H100.name} and 1 x {A100.name}, read from the driver: 42.4 to 85.0 GB each at 1,555")
+
+
+def test_cpu_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, text = read(monkeypatch, 2, None, None)
+    assert {device.storage.ddr for device in topology.devices} == {HOST_BYTES // 2} and card_of(topology) is None
+    assert text == "2 x CPU rank, read from the system: 500.0 GB of host memory each"
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tables() -> EmbeddingBagCollection:
+    """Two tables."""
+    made = [EmbeddingBagConfig(1000, 16, name=f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    return EmbeddingBagCollection(tables=made, device=torch.device("meta"))
+
+
+@pytest.mark.usefixtures("group")
+def test_the_default_planner_reads_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(driver, "read_card", lambda: A100)
+    monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
+    planner = DreamShardPlanner(stats=[])
+    planner.plan(tables(), list(SHARDERS))
+    described = f"Planned for 1 x {A100.name}, read from the driver of this rank: 42.4 GB each at 1,555 GB/s"
+    assert str(planner.report()).splitlines()[1].startswith(described)
+    planner.collective_plan(tables())
+    second = str(planner.report()).splitlines()[1]
+    assert second.startswith(f"Planned for 1 x {A100.name}, read from the driver: 42.4")
+    assert "TorchRec's defaults" not in str(planner.report())
+    # The file of the plan keeps the card's name, so that its costs stay the same without that card.
+    planner.save_plan(tmp_path / "plan.json")
+    saved = SavedPlan.load(tmp_path / "plan.json")
+    monkeypatch.setattr(driver, "read_card", lambda: None)
+    again = job_of(saved).machine.topology()
+    assert saved.inputs.topology.cards == (A100.name,) and card_of(again) == A100.name
+    assert RooflineCost.of_topology(again) == RooflineCost.of_topology(planner._request.topology)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_given_topology_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "read_card", lambda: A100)
+    monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
+    planner = DreamShardPlanner(topology=Topology(world_size=1, compute_device="cuda"), stats=[])
+    planner.collective_plan(tables())
+    assert planner._request.topology.devices[0].storage.hbm == 32 * 1024**3
+    text = str(planner.report())
+    assert "Planned for" not in text and text.count(f"the driver names {A100.name} with 42.4 GB at 1,555 GB/s") == 1
+
+
+@pytest.mark.usefixtures("group")
+def test_sharding_groups_need_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "read_card", lambda: H100)
+    monkeypatch.setattr(driver, "compute_device", lambda: "cuda")
+    planner = DreamShardPlanner(stats=[], sharding_groups=ShardingGroups(size=1))
+    planner.collective_plan(tables())
+    assert planner._request.all_ranks is not None and card_of(planner._request.topology) == H100.name
+
+
+@pytest.mark.usefixtures("group")
+def test_torchrec_warns_neither_of_the_topology_nor_of_the_reservation(capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        planner = DreamShardPlanner(stats=[])
+        planner.collective_plan(tables())
+    assert planner._request.topology.devices[0].storage.ddr == total_bytes()
+    assert not re.search("TopologyFactory|dense tensor size", capfd.readouterr().err)
