@@ -4,7 +4,8 @@
 # make test-conditions  the same as other machines would run them, each in turn or CONDITIONS="C-locale one-core"; TESTS=tests
 # make coverage     lines and branches of the package that the tests run, half as long again
 # make fuzz         CASES=1000 random models, states, numbers and files, others each time
-# make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec
+# make test-matrix  the smoke test, TorchRec's seams and plan files with other releases of TorchRec, then these and
+#                   doctor with the newest torch and FBGEMM, in .matrix/newest from requirements/newest.txt
 # make gpu          all that the GPUs at hand can tell, in MINUTES=25, and a checkpoint for them; DEVICE=cpu MINUTES=3 tries
 #                   it on two CPU ranks
 # make docs         the pages of docs/ as a site, in site/; in .venv-docs, from requirements/docs.txt
@@ -18,9 +19,16 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ELSE_TORCH_INDEX = $(if $(findstring cpu,$(LOCK)),|| $(PIP) --no-build-isolation --extra-index-url $(TORCH_CPU_INDEX) -r $(LOCK))
 PROCESSES ?= 2
 MATRIX := 1.6.1 1.7.0 1.9.2
+SEAMS := tests/distributed/test_smoke.py tests/torchrec_components/test_plugin.py tests/problem/test_table_reader.py \
+    tests/planning/test_refusals.py tests/plans/test_report.py tests/problem/test_links.py tests/problem/test_fused_groups.py \
+    tests/search_space/test_estimates.py tests/plans/test_plan_file.py
+# These depend on torch and FBGEMM, which only the newest set changes.
+NEWEST_TESTS := tests/measure/test_instruction_set.py tests/measure/test_kernels.py \
+    tests/cli/test_commands.py::test_doctor_names_the_checkpoint_and_what_cuda_lacks
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+NEWEST_PIP := .matrix/newest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 STAMP := .venv/installed-$(notdir $(LOCK:.txt=))
 
 # The page theme else prints an advertisement for its successor.
@@ -88,13 +96,23 @@ gpu: $(STAMP)
 	@$(PIP) --target $(@D) torchrec==$*
 	@touch $@
 
-test-matrix: $(MATRIX:%=.matrix/%/installed)
+# What requirements/newest.txt does not pin is installed as in cpu.txt.
+.matrix/newest/installed: requirements/newest.txt requirements/cpu.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@grep -vE '^(torch|fbgemm-gpu-cpu|torchrec)==' requirements/cpu.txt > $(@D)/rest.txt
+	@$(NEWEST_PIP) $$(grep -E '^(setuptools|wheel)==' $(@D)/rest.txt)
+	@$(NEWEST_PIP) --no-build-isolation -r $(@D)/rest.txt -r $<
+	@touch $@
+
+test-matrix: $(MATRIX:%=.matrix/%/installed) .matrix/newest/installed
 	@set -e; for release in $(MATRIX); do \
 	    echo "== torchrec $$release"; \
-	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q \
-	        tests/distributed/test_smoke.py tests/torchrec_components/test_plugin.py tests/problem/test_table_reader.py tests/planning/test_refusals.py \
-	        tests/plans/test_report.py tests/problem/test_links.py tests/problem/test_fused_groups.py tests/search_space/test_estimates.py tests/plans/test_plan_file.py; \
+	    PYTHONPATH=.matrix/$$release $(BIN)/python -m pytest -q $(SEAMS); \
 	done
+	@echo "== $$(grep -E '^(torch|fbgemm|torchrec)' requirements/newest.txt | tr '\n' ' ')"
+	PYTHONPATH=$(CURDIR) .matrix/newest/bin/python -m dreamshard_planner doctor
+	PYTHONPATH=$(CURDIR) .matrix/newest/bin/python -m pytest -q $(SEAMS) $(NEWEST_TESTS)
 
 .venv-%/installed: requirements/%.txt
 	@rm -rf $(@D)

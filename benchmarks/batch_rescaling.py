@@ -15,6 +15,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 from torch import Tensor
 

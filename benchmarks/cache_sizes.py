@@ -21,6 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology

@@ -20,6 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 from torch import Tensor
 

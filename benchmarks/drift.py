@@ -29,6 +29,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import Topology

@@ -25,6 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 
 from common.output import table_of, wide_console, write_result

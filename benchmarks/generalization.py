@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import numpy as np
 import torch
 from rich.console import Console

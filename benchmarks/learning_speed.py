@@ -17,6 +17,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 from rich.console import Console
 from rich.progress import track

@@ -19,6 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -12,6 +12,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 
 from common.output import table_of, wide_console

@@ -40,6 +40,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 import torch.distributed as dist
 

@@ -33,6 +33,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 from rich.console import Console
 from torch import Tensor
 

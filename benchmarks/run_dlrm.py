@@ -39,6 +39,9 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -22,6 +22,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import common.fast_kernels  # noqa: F401 (before torch)
+
+# isort: split
 import torch
 
 from common.output import table_of, wide_console, write_result

@@ -7,18 +7,22 @@ CUDA: naming either would put it over the CPU build of an environment that works
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from dreamshard_planner.errors import MissingLibraryError
 
-FBGEMM_OF_TORCH = {(2, 13): (1, 8)}
-"""Releases that were tried together; FBGEMM is built for one release of torch, which its metadata does not say."""
+FBGEMM_OF_TORCH = {(2, minor): (1, minor - 5) for minor in range(11, 15)}
+"""Releases that fit; FBGEMM is built for one release of torch, which its metadata does not say."""
 TORCHREC_RELEASES = ((1, 6), (1, 9))
-"""The oldest and the newest that were tried."""
+"""The oldest and the newest that are accepted."""
 
 
 class EnvironmentWarning(UserWarning):
@@ -63,11 +67,13 @@ def installed(*packages: str) -> str | None:
 def how_to_install(library: Library) -> str:
     """Commands for an environment that lacks it, and may have the others."""
     if library is TORCH:
-        return f"pip install 'torch>={_text(min(FBGEMM_OF_TORCH))}'"
+        return f"pip install 'torch{_range(*_accepted(TORCH))}'"
     if library is FBGEMM:
         torch = _release(installed(*TORCH.packages))
-        pin = f"=={_text(FBGEMM_OF_TORCH[torch])}.0" if torch in FBGEMM_OF_TORCH else ""
-        return f"pip install fbgemm-gpu{pin}, or without a GPU pip install fbgemm-gpu-cpu{pin}"
+        fitting = torch if torch in FBGEMM_OF_TORCH else max(FBGEMM_OF_TORCH)
+        also = "" if fitting == torch else f"torch=={_text(fitting)}.* "
+        pin = f"=={_text(FBGEMM_OF_TORCH[fitting])}.0"
+        return f"pip install {also}fbgemm-gpu{pin}, or without a GPU pip install {also}fbgemm-gpu-cpu{pin}"
     return (
         f"pip install --no-deps 'torchrec{torchrec_bounds()}' && "
         "pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
@@ -76,22 +82,35 @@ def how_to_install(library: Library) -> str:
 
 def torchrec_bounds() -> str:
     """As requirements write them."""
-    low, (major, minor) = TORCHREC_RELEASES
-    return f">={_text(low)},<{major}.{minor + 1}"
+    return _range(*TORCHREC_RELEASES)
+
+
+def mended(library: Library) -> str:
+    """Say which release fits if the installed one does not load, and how to install it."""
+    release = library.releases() and untried(library)
+    torch = installed(*TORCH.packages)
+    if library is FBGEMM and library.releases() and _release(torch) not in FBGEMM_OF_TORCH:
+        release = f"no accepted release fits torch {torch}"
+    return f"{release}: {how_to_install(library)}" if release else how_to_install(library)
+
+
+def _accepted(library: Library) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The oldest and the newest release."""
+    if library is TORCHREC:
+        return TORCHREC_RELEASES
+    releases = FBGEMM_OF_TORCH if library is TORCH else FBGEMM_OF_TORCH.values()
+    return min(releases), max(releases)
 
 
 def untried(library: Library) -> str:
-    """What was tried instead of what is installed; empty if that is it."""
+    """Name the releases that are accepted; empty if the installed one is among them."""
     release = _release(installed(*library.packages))
     torch = _release(installed(*TORCH.packages))
-    if library is TORCHREC:
-        low, high = TORCHREC_RELEASES
-        return "" if release and low <= release <= high else f"tried are {_text(low)} to {_text(high)}"
-    if library is TORCH or torch not in FBGEMM_OF_TORCH:  # one remark on the pair is enough
-        tried = FBGEMM_OF_TORCH if library is TORCH else FBGEMM_OF_TORCH.values()
-        return "" if release in tried else f"tried are {', '.join(map(_text, tried))}"
-    matching = FBGEMM_OF_TORCH[torch]
-    return "" if release == matching else f"torch {_text(torch)} was tried with {_text(matching)}"
+    if library is FBGEMM and torch in FBGEMM_OF_TORCH:
+        matching = FBGEMM_OF_TORCH[torch]
+        return "" if release == matching else f"torch {_text(torch)} goes with {_text(matching)}"
+    low, high = _accepted(library)
+    return "" if release and low <= release <= high else f"accepted are {_text(low)} to {_text(high)}"
 
 
 def problems() -> list[str]:
@@ -115,13 +134,33 @@ def warn_of_problems(stacklevel: int) -> None:
 
 
 def explained(error: Exception) -> MissingLibraryError | None:
-    """What a failed import means if it was of one of the libraries."""
+    """Explain an ImportError of a required library."""
     if isinstance(error, ModuleNotFoundError):
         for library in LIBRARIES:
             if (error.name or "").partition(".")[0] == library.module:
                 text = f"dreamshard_planner needs {library.name}, which is not installed: {how_to_install(library)}"
+                if error.name != library.module and library.releases():
+                    text = f"{library.described()} has no {error.name}; {mended(library)}"
                 return MissingLibraryError(text, name=error.name)
     return None
+
+
+def torch_library(name: str) -> Path | None:
+    """Return the path of one of torch's shared libraries, without importing torch."""
+    spec = find_spec("torch") if _is_there("torch") else None
+    path = Path(spec.origin).parent / "lib" / name if spec and spec.origin else None
+    return path if path and path.exists() else None
+
+
+def load_libc10_first() -> None:
+    """Load torch's libc10 for all libraries of this process, if torch is not imported yet.
+
+    libtorch of torch 2.14 exports a second copy of cpuinfo that is never filled. FBGEMM's CPU library finds that copy
+    first, sees a CPU without any instruction set, and runs its reference kernels.
+    """
+    if "torch" not in sys.modules and (libc10 := torch_library("libc10.so")):
+        with suppress(OSError):  # importing torch explains it
+            ctypes.CDLL(str(libc10), ctypes.RTLD_GLOBAL)
 
 
 def _is_there(module: str) -> bool:
@@ -139,3 +178,8 @@ def _release(text: str | None) -> tuple[int, int] | None:
 
 def _text(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
+
+
+def _range(low: tuple[int, int], high: tuple[int, int]) -> str:
+    """As requirements write it."""
+    return f">={_text(low)},<{high[0]}.{high[1] + 1}"

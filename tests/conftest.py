@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+from dreamshard_planner.environment import load_libc10_first
+
+load_libc10_first()  # tests time kernels: before anything imports torch
+import torch  # noqa: E402
+import torch.distributed.optim  # noqa: E402, F401 (dreamshard_planner imports it early if torch is there already)
 
 # Scripts that tests start find this checkout too, installed or not (for the tests themselves: pythonpath in setup.cfg).
 _PATHS = (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import configparser
 import email
+import importlib
 import json
 import os
 import re
@@ -18,10 +19,12 @@ import zipfile
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from dreamshard_planner import EnvironmentWarning, MissingLibraryError, __version__, environment
+from dreamshard_planner.cli import diagnosis
 from dreamshard_planner.cli.diagnosis import diagnose
 
 ROOT = Path(__file__).parent.parent
@@ -189,12 +192,15 @@ def releases(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
-        ({"torchrec": "2.0.0"}, "torchrec 2.0.0 has not been tried: tried are 1.6 to 1.9"),
+        ({"torchrec": "2.0.0"}, "torchrec 2.0.0 has not been tried: accepted are 1.6 to 1.9"),
         ({"torchrec": "1.5.1"}, "torchrec 1.5.1 has not been tried"),
         ({"torchrec": "1.6.1rc3"}, None),
         ({"torch": "2.13.1+cu130"}, None),
-        ({"torch": "2.12.0"}, "torch 2.12.0 has not been tried"),
-        ({"fbgemm_gpu": "1.7.0"}, "fbgemm-gpu 1.7.0 has not been tried: torch 2.13 was tried with 1.8"),
+        ({"torch": "2.11.0", "fbgemm_gpu": "1.6.0"}, None),
+        ({"torch": "2.14.1", "fbgemm_gpu": "1.9.0"}, None),
+        ({"torch": "2.15.0", "fbgemm_gpu": "1.9.0"}, "torch 2.15.0 has not been tried: accepted are 2.11 to 2.14"),
+        ({"torch": "2.12.0"}, "fbgemm-gpu 1.8.0 has not been tried: torch 2.12 goes with 1.7"),
+        ({"fbgemm_gpu": "1.7.0"}, "fbgemm-gpu 1.7.0 has not been tried: torch 2.13 goes with 1.8"),
         ({"torchrec": "nightly"}, "torchrec nightly has not been tried"),
     ],
 )
@@ -215,7 +221,41 @@ def test_doctor_and_import_agree_on_how_fbgemm_is_installed(monkeypatch: pytest.
     assert finding.verdict == "note" and "uninstall the other" in finding.advice
     assert "fbgemm-gpu-cpu==1.8.0" in environment.how_to_install(environment.FBGEMM)
     releases(monkeypatch, torch="2.99.0")
-    assert "==" not in environment.how_to_install(environment.FBGEMM)
+    assert "pip install torch==2.14.* fbgemm-gpu==1.9.0" in environment.how_to_install(environment.FBGEMM)
+
+
+@pytest.mark.parametrize(
+    ("versions", "module", "advice"),
+    [
+        (
+            {"torch": "2.15.0", "fbgemm_gpu": "1.9.0"},
+            "fbgemm_gpu",
+            "no accepted release fits torch 2.15.0: pip install torch==2.14.* fbgemm-gpu==1.9.0",
+        ),
+        ({"torch": "2.12.1"}, "fbgemm_gpu", "torch 2.12 goes with 1.7: pip install fbgemm-gpu==1.7.0"),
+        ({"torchrec": "1.5.1"}, "torchrec", "accepted are 1.6 to 1.9: pip install --no-deps 'torchrec>=1.6,<1.10'"),
+        ({"torch": "2.9.0"}, "torch", "accepted are 2.11 to 2.14: pip install 'torch>=2.11,<2.15'"),
+    ],
+)
+def test_libraries_that_do_not_load_are_told_with_their_release_and_the_one_that_fits(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], module: str, advice: str
+) -> None:
+    def broken(name: str) -> ModuleType:
+        if name.partition(".")[0] == module:
+            raise OSError("undefined symbol")
+        return importlib.import_module(name)
+
+    releases(monkeypatch, **versions)
+    monkeypatch.setattr(diagnosis, "import_module", broken)
+    (finding,) = [finding for finding in diagnose() if finding.verdict in diagnosis.PREVENTS_PLANNING]
+    assert finding.verdict == "broken" and finding.advice.startswith(advice)
+    assert finding.found.endswith(": OSError: undefined symbol") and "none" not in finding.found
+
+
+def test_an_old_torchrec_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases(monkeypatch, torchrec="1.5.1")
+    error = environment.explained(ModuleNotFoundError("x", name="torchrec.distributed.new"))
+    assert str(error).startswith("torchrec 1.5.1 has no torchrec.distributed.new; accepted are 1.6 to 1.9: pip install")
 
 
 def test_foreign_import_errors_stay_as_they_are() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware, reference_kernels
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.types import Topology
@@ -32,6 +32,8 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
     tasks = metadata.get("validation", {}).get("tasks")
     if tasks is not None and tasks < FEW_TASKS:
         notes.append(f"{checkpoint.name} was made with --quick, to try the flow: its policy is of no use for planning")
+    if topology.compute_device == "cpu" and (slow := reference_kernels()):
+        notes.append(slow)
     if uses_network and (checkpoint.cost is not None or "learned" in metadata):
         sets = metadata.get("dataset", {}).get("sets")
         if sets is not None and sets < FEW_SETS and not metadata.get("started_from"):
@@ -40,6 +42,7 @@ def checkpoint_notes(checkpoint: Checkpoint, topology: Topology, uses_network: b
                 f"(fewer than {FEW_SETS:,})"
             )
         notes.append(_from_where(checkpoint, topology.compute_device))
+        notes += _other_libraries(metadata, topology.compute_device)
         notes += _exchanged_elsewhere(metadata) if topology.world_size > 1 else []
     return tuple(notes)
 
@@ -63,6 +66,31 @@ def _from_where(checkpoint: Checkpoint, compute_device: str) -> str:
     if "checked" in calibration:
         return f"costs were checked on {name} with {calibration['checked']}"
     return "costs were not yet checked on the machine that trains; dreamshard doctor --measure does so there in seconds"
+
+
+def _other_libraries(metadata: Mapping[str, Any], compute_device: str) -> list[str]:
+    """A sentence if kernels were measured with other releases or instructions than this process has."""
+    measured = metadata.get("hardware", {})
+    if measured.get("device") != compute_device:
+        return []
+    here = describe_hardware("cpu", 1)
+    fields = ["torch", "fbgemm"]
+    if compute_device == "cpu" and here.get("instruction_set") != REFERENCE:  # which has a note of its own
+        fields.append("instruction_set")
+    differing = [
+        name
+        for name in fields
+        if {name} <= measured.keys() & here.keys() and _release(measured[name]) != _release(here[name])
+    ]
+    if not differing:
+        return []
+    there, this = (", ".join(f"{name.replace('_', ' ')} {of[name]}" for name in differing) for of in (measured, here))
+    return [f"costs were measured with {there}; this environment has {this}"]
+
+
+def _release(version: object) -> str:
+    """Major and minor of a version; other text as it is."""
+    return ".".join(str(version).split(".")[:2])
 
 
 def _exchanged_elsewhere(metadata: Mapping[str, Any]) -> list[str]:

@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 
 from dreamshard_planner import __version__
-from dreamshard_planner.environment import LIBRARIES, TORCHREC, Library, how_to_install, installed, untried
+from dreamshard_planner.environment import (
+    LIBRARIES,
+    TORCHREC,
+    Library,
+    installed,
+    mended,
+    torch_library,
+    untried,
+)
 
 _IMPORTED = {TORCHREC: "torchrec.distributed.planner"}
 """Where more than the module itself has to load."""
+PREVENTS_PLANNING = ("missing", "broken")
+"""Verdicts on libraries and checkpoints that are not there, or do not load."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Finding:
     subject: str
     found: str
     verdict: str = "ok"
-    """``ok``; ``note`` where something is to be known; ``missing`` where nothing can be planned without it."""
+    """``ok``, ``note``, or one of ``PREVENTS_PLANNING``."""
     advice: str = ""
 
 
@@ -29,9 +40,9 @@ def diagnose(measure: bool = False) -> list[Finding]:
     """All findings; never raises for what is missing. Where asked to, measures what can be run here."""
     own = [Finding("Python", sys.version.split()[0]), Finding("dreamshard_planner", __version__)]
     findings = [*own, *map(_library, LIBRARIES)]
-    if any(finding.verdict == "missing" for finding in findings):
+    if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
         return findings
-    findings += [_cpu(), *_cuda(), *_topologies(), _own_checkpoints()]
+    findings += [_cpu(), _cpu_kernels(), *_cuda(), *_topologies(), _own_checkpoints()]
     findings += [_checkpoint(device) for device in ("cpu", "cuda")]
     return findings + _measured() if measure else findings
 
@@ -65,7 +76,7 @@ def _library(library: Library) -> Finding:
         import_module(_IMPORTED.get(library, library.module))
     except Exception as error:  # whatever a half installed library does
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Finding(library.name, f"{found or 'none'}: {why}", "missing", how_to_install(library))
+        return Finding(library.name, f"{found or 'none'}: {why}", "broken" if found else "missing", mended(library))
     if len(releases) > 1:
         share = f"these share the module {library.module}, and the one installed last is used: uninstall the other"
         return Finding(library.name, found, "note", share)
@@ -79,6 +90,27 @@ def _cpu() -> Finding:
     hardware = describe_hardware("cpu", 1)
     memory = f"{int(hardware['memory_bytes']) / 1e9:.0f} GB"
     return Finding("CPU", f"{hardware['name']}, {hardware['cores']} cores, {memory}")
+
+
+_INSTRUCTION_SET = """
+from dreamshard_planner.measure import hardware
+print(hardware.instruction_set(), hardware.reference_kernels())
+"""
+
+
+def _cpu_kernels() -> Finding:
+    """The instruction set of FBGEMM in a Python that imports torch as users do; this process loaded libc10 first."""
+    from dreamshard_planner.measure.hardware import instruction_set, reference_kernels
+
+    found, slow = instruction_set(), reference_kernels()
+    if (libtorch := torch_library("libtorch.so")) and b"cpuinfo_initialize" in libtorch.read_bytes():
+        command = [sys.executable, "-W", "ignore", "-c", _INSTRUCTION_SET]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found, _, slow = said.strip().partition(" ")
+    if slow:
+        also = "dreamshard's own commands use the fast kernels"
+        return Finding("FBGEMM on CPU", "reference kernels", "note", f"in training: {slow}. {also}")
+    return Finding("FBGEMM on CPU", f"instruction set {found or 'unknown'}")
 
 
 def _cuda() -> list[Finding]:

@@ -33,14 +33,14 @@ def doctor(
 
     Exit status 1 where planning is not possible.
     """
-    from dreamshard_planner.cli.diagnosis import diagnose
+    from dreamshard_planner.cli.diagnosis import PREVENTS_PLANNING, diagnose
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of half installed libraries; their findings say it
         findings = diagnose(measure)
     rows = [(finding.subject, finding.found, finding.verdict, finding.advice) for finding in findings]
     show([asdict(finding) for finding in findings], format, grid(("", "found", "", "advice"), rows))
-    if any(finding.verdict == "missing" for finding in findings):
+    if any(finding.verdict in PREVENTS_PLANNING for finding in findings):
         raise typer.Exit(1)
 
 
@@ -104,8 +104,8 @@ def _dataset_in_words(dataset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made_with(hardware: dict[str, Any]) -> str:
-    libraries = ("torch", "fbgemm", "torchrec", "python")
-    return ", ".join(f"{name} {hardware[name]}" for name in libraries if name in hardware)
+    names = ("torch", "fbgemm", "torchrec", "python", "instruction_set")
+    return ", ".join(f"{name.replace('_', ' ')} {hardware[name]}" for name in names if name in hardware)
 
 
 def _plan_in_words(plan: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,14 @@ Hardware = Mapping[str, str | int]
 
 def hardware_key(hardware: Hardware) -> dict[str, str | int]:
     """The part of a hardware description that must agree inside one file."""
-    return {name: hardware.get(name, "unknown") for name in _KEY_FIELDS}
+    told = {name: hardware[name] for name in ("instruction_set",) if name in hardware}  # older files lack it
+    return {name: hardware.get(name, "unknown") for name in _KEY_FIELDS} | told
+
+
+def same_hardware(ours: Hardware, theirs: Hardware) -> bool:
+    """Compare two descriptions by the fields of :func:`hardware_key` that both have."""
+    first, second = hardware_key(ours), hardware_key(theirs)
+    return all(first[name] == second[name] for name in first.keys() & second.keys())
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,7 +356,7 @@ def _times(times_ms: ArrayLike | Tensor) -> np.ndarray:
 
 def require_same_hardware(where: object, ours: Hardware, theirs: Hardware) -> None:
     """Raise DatasetError where two descriptions are of machines whose times differ."""
-    if hardware_key(ours) != hardware_key(theirs):
+    if not same_hardware(ours, theirs):
         raise DatasetError(
             f"{where}: measured on {hardware_key(ours)}, asked to add {hardware_key(theirs)}; "
             "one file holds one kind of hardware, use another file"

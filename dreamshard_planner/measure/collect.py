@@ -24,7 +24,7 @@ import torch
 from dreamshard_planner.cost.dataset import CostDataset, as_measured
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure.blocks import MeasuredBlocks
-from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.hardware import check_kernels, describe_hardware
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.measure.timing import Samples, pinned, time_groups
@@ -247,8 +247,10 @@ def collect(
     Raises:
         DatasetError: a block is damaged, or of other sets, repeats, seed or hardware.
         TaskError: a set does not fit one kernel.
-        DreamShardError: another rank failed, or has ended.
+        DreamShardError: FBGEMM runs its reference kernels; another rank failed, or has ended.
     """
+    if seconds != 0:
+        check_kernels(device)
     if block < 1 or repeats < 1:
         raise TaskError(f"block and repeats must be at least 1, got {block} and {repeats}")
     deadline = math.inf if seconds is None else time.monotonic() + seconds

@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dreamshard_planner.environment import FBGEMM, TORCHREC, installed
+from dreamshard_planner.environment import FBGEMM, TORCHREC, installed, torch_library
+from dreamshard_planner.errors import DreamShardError
 
 CPU_NAME_VARIABLE = "DREAMSHARD_CPU_NAME"
 """Environment variable that names this machine's CPU: where the system hides or varies it, or to plan as on another."""
+
+REFERENCE = "reference"
+"""Instruction set of FBGEMM in a process that uses none, although the CPU has AVX2."""
+_INSTRUCTION_SETS = ("none", "avx2", "avx512", "avx512_ymm", "avx512_vnni", "avx512_vnni_ymm")
+"""FBGEMM's names, in the order of its numbers."""
 
 
 def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str | int]:
@@ -45,7 +53,42 @@ def describe_hardware(device: torch.device | str, threads: int) -> dict[str, str
             "cache_bytes": card.L2_cache_size,
             "driver": f"{_driver()} (CUDA {torch.version.cuda})",
         }
+    elif known := instruction_set():
+        description["instruction_set"] = known
     return description
+
+
+@lru_cache(maxsize=1)
+def instruction_set() -> str:
+    """Return the instruction set of FBGEMM's CPU kernels in this process; empty if FBGEMM does not tell."""
+    import fbgemm_gpu
+
+    for name in ("fbgemm.so", "fbgemm_gpu_py.so"):  # FBGEMM's own library, or the one that contains it
+        try:
+            number = ctypes.CDLL(str(Path(fbgemm_gpu.__path__[0]) / name))._ZN6fbgemm20fbgemmInstructionSetEv()
+        except (OSError, AttributeError):
+            continue
+        if number == 0 and _has_avx2():
+            return REFERENCE
+        return _INSTRUCTION_SETS[number] if number < len(_INSTRUCTION_SETS) else f"FBGEMM's number {number}"
+    return ""
+
+
+def reference_kernels() -> str:
+    """Explain how to get the fast CPU kernels if this process runs FBGEMM's reference kernels; else return ""."""
+    if instruction_set() != REFERENCE:
+        return ""
+    libc10 = torch_library("libc10.so") or "/path/to/torch/lib/libc10.so"
+    return (
+        f"FBGEMM runs its slow reference kernels, although the CPU has AVX2: libtorch of torch "
+        f"{torch.__version__} hides the CPU from it. Start Python with LD_PRELOAD={libc10}"
+    )
+
+
+def check_kernels(device: torch.device | str) -> None:
+    """Raise DreamShardError if kernels to be timed are FBGEMM's reference kernels."""
+    if torch.device(device).type == "cpu" and (slow := reference_kernels()):
+        raise DreamShardError(f"nothing was measured: {slow}")
 
 
 def library_versions() -> dict[str, str]:
@@ -105,6 +148,11 @@ def _last_level_cache_bytes() -> int:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+def _has_avx2() -> bool:
+    path = Path("/proc/cpuinfo")
+    return path.exists() and " avx2 " in path.read_text()
 
 
 def _driver() -> str:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from dreamshard_planner.errors import TaskError
+from dreamshard_planner.measure.hardware import check_kernels
 from dreamshard_planner.measure.kernels import FusedKernel
 
 _FLUSH_BYTES, _MAX_FLUSHES = 512 << 20, 16
@@ -150,9 +151,13 @@ def time_groups(
         warmup: untimed rounds before.
         generator: of the order. Default: seeded with 0.
         reference: a kernel to run right before each of the others, whose times tell how fast the machine was then.
+
+    Raises:
+        DreamShardError: FBGEMM runs its reference kernels in this process.
     """
     if repeats < 1 or not kernels:
         raise TaskError(f"nothing to time: {len(kernels)} kernels, {repeats} repeats")
+    check_kernels(kernels[0].device)
     generator = generator or torch.Generator().manual_seed(0)
     runs = _CudaRuns(kernels[0].device) if kernels[0].device.type == "cuda" else _CpuRuns()
     for kernel in [*kernels, *([reference] if reference else [])] * warmup:

@@ -17,7 +17,7 @@ from dreamshard_planner.cost.correction import OPTIMIZERS, StageCheck, learn_cor
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
-from dreamshard_planner.measure.hardware import hardware_name
+from dreamshard_planner.measure.hardware import REFERENCE, hardware_name
 from dreamshard_planner.observing.exchanges import learn_exchanges
 from dreamshard_planner.observing.observation import Observation, ObservedKernel, ObservedRun, RankSteps
 from dreamshard_planner.search_space.kernels import DENSE, FUSED
@@ -122,10 +122,16 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
         observed.
 
     Raises:
-        CalibrationRefused: no held-out kernel confirmed anything; nothing was written.
+        CalibrationRefused: no held-out kernel confirmed anything, or the kernels were FBGEMM's reference kernels;
+            nothing was written.
         ObservationError: there is no kernel to learn from, or the checkpoint's costs are of another kind of device.
         FileError: ``out`` cannot be written.
     """
+    if observation.hardware.get("instruction_set") == REFERENCE and not force:
+        raise CalibrationRefused(
+            f"{observation.title}: the training ran FBGEMM's slow reference kernels, although its CPU has AVX2; "
+            "observe it with the fast ones (dreamshard doctor says how)"
+        )
     observed = ObservedSets.of(observation)
     device, known = observation.hardware["device"], checkpoint.metadata.get("hardware", {}).get("device")
     if known != device and (checkpoint.cost is not None or "learned" in checkpoint.metadata):

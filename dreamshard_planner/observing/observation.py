@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from torchrec.distributed.planner.types import Topology
 
-from dreamshard_planner.cost.dataset import hardware_key
+from dreamshard_planner.cost.dataset import hardware_key, same_hardware
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
@@ -368,8 +368,9 @@ class Observation:
         """
         first, *others = named
         for name in others:
-            keys = [hardware_key(named[file].hardware) for file in (first, name)]
-            if keys[0] != keys[1]:
+            hardware = [named[file].hardware for file in (first, name)]
+            if not same_hardware(*hardware):
+                keys = [hardware_key(one) for one in hardware]
                 raise ObservationError(
                     f"{name}: observed on {keys[1]}, and {first} on {keys[0]}: learn from each kind of hardware apart"
                 )

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typer.testing import CliRunner
 
 from dreamshard_planner import Checkpoint, DreamShardPlanner, Observation, ObservationError, TableStatistics
-from dreamshard_planner.checkpoints.checkpoint import resolve
+from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve
 from dreamshard_planner.checkpoints.user_folder import new_file
 from dreamshard_planner.cli import app
 from dreamshard_planner.cli.diagnosis import diagnose
@@ -26,7 +26,7 @@ from dreamshard_planner.cost.collectives import CPU_BAG_BYTES, OPERATIONS, REVIS
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused
-from dreamshard_planner.measure.hardware import describe_hardware
+from dreamshard_planner.measure.hardware import REFERENCE, describe_hardware
 from dreamshard_planner.observing.comparison import compare
 from dreamshard_planner.observing.exchanges import ObservedExchange, _fit, _of_outputs, learn_exchanges
 from dreamshard_planner.observing.learning import ObservedSets, learn
@@ -386,6 +386,13 @@ def test_what_was_observed_in_earlier_runs_is_not_called_unseen(tmp_path: Path) 
             "observed in earlier runs: Adagrad, table_wise; never observed, and as before: row-wise Adagrad, "
         )
         assert " row_wise" not in later
+
+
+def test_nothing_is_learned_from_a_training_on_reference_kernels(tmp_path: Path) -> None:
+    slow = Observation({**describe_hardware("cpu", 1), "instruction_set": REFERENCE}, (planned_run(1.0, 1.0),))
+    with pytest.raises(CalibrationRefused, match="slow reference kernels"):
+        learn(Checkpoint.load(SHIPPED / "cpu.safetensors"), slow, tmp_path / "out.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_learning_refuses_what_held_out_kernels_do_not_confirm(tmp_path: Path) -> None:
