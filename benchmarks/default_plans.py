@@ -7,7 +7,7 @@ Six models of tables with row-wise Adagrad in the backward, on one and two hosts
 planners told the true pooling factors. TorchRec's planner replicates tables as it likes, and they lose that optimizer.
 Ours keeps training exact: through this package's ``DistributedModelParallel`` it may replicate tables, since their
 replicas keep the optimizer; for TorchRec's own class with nothing attached it may not. ``--full-search`` takes, instead
-of these models, the tasks of ``full_search.py`` on which TorchRec's search ended, with batches of their own.
+of these models, 17 tasks of ``common/tasks.py`` on which TorchRec's search ended, with batches of their own.
 
 Planners rate plans by TorchRec's estimates (``cost_source="torchrec"``) or by our own costs; every plan is then rated
 by both. ``--limit`` ends TorchRec's proposals after so many seconds of processor time: marked ``>`` then.
@@ -22,28 +22,37 @@ import math
 import random
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from all_types.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
-from common.output import table_of
+from common.output import append, table_of
 from common.provenance import provenance
+from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
+from dreamshard_planner.search_space.kernels import sharding_in_words
+from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
-from full_search import SHARDERS, Contest, Made, append
 
 LOCAL_BATCH = 2048
 HOSTS = (1, 2)
+SHARDERS = [EmbeddingBagCollectionSharder()]
 
 
 def drawn(
@@ -100,16 +109,65 @@ class DefaultTask(FullTask):
         return Machine(ranks_per_host=RANKS_PER_HOST, hosts=self.ranks // RANKS_PER_HOST, gpu="h100").topology()
 
 
-class DefaultContest(Contest):
+@dataclass(frozen=True)
+class Made:
+    """A plan, and whether its search came to an end."""
+
+    plan: list[ShardingOption]
+    finished: bool
+
+
+class Timed(Proposer):
+    """Another proposer, until there is no time left."""
+
+    def __init__(self, inner: Proposer, left: Callable[[], bool]) -> None:
+        self._inner, self._left, self.cut = inner, left, False
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """The other's."""
+        self._inner.load(search_space, enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The other's, or None where time is up."""
+        proposal = self._inner.propose()
+        self.cut = proposal is not None and not self._left()
+        return None if self.cut else proposal
+
+    def feedback(self, *args: Any, **kwargs: Any) -> None:
+        """The other's."""
+        self._inner.feedback(*args, **kwargs)
+
+
+class Contest:
     """One task; planners as a user makes them."""
 
     def __init__(self, task: DefaultTask, limit: float) -> None:
-        super().__init__(task, "all", limit)
-        self.planners = {"torchrec": lambda: self.torchrec(None)} | {
+        self.task, self.limit = task, limit
+        self._start = time.process_time()
+        self.model, self.constraints, self.topology = task.model(), task.constraints("all"), task.topology()
+        self.planners: dict[str, Callable[[], Made]] = {"torchrec": self.torchrec} | {
             f"{name}, {source}": lambda attached=attached, source=source: self.ours(attached, source)
             for name, attached in (("attached", True), ("nothing attached", False))
             for source in ("torchrec", "auto")
         }
+
+    def torchrec(self) -> Made:
+        """Plan by TorchRec's planner until the limit."""
+        planner = EmbeddingShardingPlanner(
+            topology=self.topology,
+            batch_size=self.task.batch_size,
+            constraints=self.constraints,
+            stats=[],
+            debug=False,
+        )
+        timed = [Timed(proposer, self.left) for proposer in planner._proposers]
+        planner._proposers = timed
+        planner.plan(self.model, SHARDERS)
+        return Made(planner._best_plan, not any(proposer.cut for proposer in timed))
+
+    def left(self) -> bool:
+        """Return whether the limit allows more proposals."""
+        return time.process_time() - self._start < self.limit
 
     def ours(self, attached: bool, cost_source: str) -> Made:
         """Exact training."""
@@ -124,6 +182,23 @@ class DefaultContest(Contest):
         )
         planner.plan(self.model, SHARDERS)
         return Made(planner.options, True)
+
+    def play(self, name: str) -> dict[str, Any]:
+        """Plan by one planner, and rate its plan by TorchRec's perf model and by our costs."""
+        self._start = time.process_time()
+        made = self.planners[name]()
+        seconds = time.process_time() - self._start
+        estimate_all(torchrec_estimators(self.topology, self.constraints), made.plan, SHARDERS)
+        context = PlanningContext.of(self.topology, self.constraints)
+        kinds = (sharding_in_words(option.sharding_type, option.compute_kernel) for option in made.plan)
+        return {
+            "seconds": round(seconds, 2),
+            "torchrec_ms": NoopPerfModel(self.topology).rate(made.plan),
+            "own_ms": float(DreamShardPerfModel(self.topology, context=context).costs(made.plan).overall_ms_B[0]),
+            "own_source": str(context.compute.source),
+            "types": dict(Counter(kinds).most_common()),
+            "finished": made.finished,
+        }
 
 
 COLUMNS = (
@@ -175,7 +250,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of TorchRec's search")
     parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS)
     parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
-    parser.add_argument("--full-search", action="store_true", help="the tasks of full_search.py instead of models")
+    parser.add_argument("--full-search", action="store_true", help="17 tasks of common/tasks.py instead of models")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -185,15 +260,12 @@ def main() -> None:
         append(args.record, provenance(torch.device("cpu")))
     lines = [json.loads(text) for text in args.record.read_text().splitlines()]
     for task in chosen_tasks(args):
-        contest = DefaultContest(task, args.limit)
+        contest = Contest(task, args.limit)
         for name in contest.planners:
             where = {"model": task.name, "hosts": task.ranks // RANKS_PER_HOST, "planner": name}
             if any(where.items() <= line.items() for line in lines):
                 continue
-            start = time.process_time()
-            played = contest.play(name)
-            kept = ("torchrec_ms", "own_ms", "own_source", "types", "finished")
-            line = where | {"seconds": round(time.process_time() - start, 2)} | {key: played[key] for key in kept}
+            line = where | contest.play(name)
             append(args.record, line)
             lines.append(line)
             console.print(*where.values(), f"{line['torchrec_ms']:.3f} {line['own_ms']:.3f} {line['seconds']} s")

@@ -38,12 +38,12 @@ from torchrec.distributed.planner.types import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from all_types.tasks import RANKS_PER_HOST
 from common.measured_plans import measured_costs
 from common.meta_model import feature_names, meta_collection
-from common.output import table_of, wide_console
+from common.output import append, table_of, wide_console
 from common.provenance import provenance
-from default_plans import drawn
+from common.tasks import RANKS_PER_HOST
+from default_plans import SHARDERS, drawn
 from dreamshard_planner import DreamShardPlanner, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.devices import Machine
@@ -55,7 +55,6 @@ from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.enumeration import torchrec_estimators
 from dreamshard_planner.workload.pools import meta_like
 from dreamshard_planner.workload.tables import Table
-from full_search import SHARDERS, append
 
 KINDS = ("popularity", "tables", "batch")
 SHARES = (0.0, 0.05, 0.2, 1.0)

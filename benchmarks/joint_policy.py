@@ -21,7 +21,7 @@ and searches with a share of the planner's candidates, from
     +trained
     in time     the same with so many fewer candidates that it should take no longer than ``today``
 
-Tasks are those of ``policy_with_splits.py``, which no training has seen. Seconds are of processor time on one thread,
+Tasks are drawn by seeds that no training has seen. Seconds are of processor time on one thread,
 roll-outs included.
 """
 
@@ -40,12 +40,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
 
 from common.bootstrap import mean_interval
+from common.meta_model import meta_collection
 from common.output import table_of, wide_console
 from common.provenance import provenance
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.joint_plan import fastest_whole
 from dreamshard_planner.planning.placing import wide_units_laid_down
 from dreamshard_planner.policy.joint_environment import JointTask
 from dreamshard_planner.policy.joint_network import (
@@ -56,14 +62,48 @@ from dreamshard_planner.policy.joint_network import (
     joint_starts,
     shipped_joint_policy,
 )
+from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import DEFAULT_JOINT, joint_search
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
 from dreamshard_planner.search.starts import JointOptions, level_starts
-from policy_with_splits import FIRST_SEED, SHARES, Task
+from dreamshard_planner.search_space.usable_options import usable_options
+from dreamshard_planner.workload.pools import meta_like
+from placements.placers import rule_starts
 
 LEAST_SHARE = 0.005
+SHARES = (0.1, 1 / 3, 1.0)
+BATCH_SIZE = 2048
+FIRST_SEED = 7_000
+GPU_BYTES, HOST_BYTES, RANKS_PER_HOST = 80 * 2**30, 128 * 2**30, 8
 Timed = tuple[list[Sharding], float]
 """Plans, the cheapest first, and the seconds that they took."""
+
+
+class Task:
+    """One model on some ranks, read once."""
+
+    def __init__(self, tables: int, ranks: int, seed: int) -> None:
+        drawn = meta_like(seed, tables)
+        topology = Topology(ranks, "cuda", hbm_cap=GPU_BYTES, ddr_cap=HOST_BYTES, local_world_size=RANKS_PER_HOST)
+        constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in drawn}
+        model, sharders = torch.nn.Module(), get_default_sharders()
+        model.sparse = meta_collection(drawn)
+        self.context = PlanningContext.of(topology, constraints)
+        self.context = replace(self.context, constraints=constraints, sharders=sharders)
+        reservation = EmbeddingShardingPlanner(topology, BATCH_SIZE, stats=[])._storage_reservation
+        left = reservation.reserve(topology, BATCH_SIZE, model, sharders, constraints)
+        estimator = self.context._torchrec[0]
+        options = self.context.enumerator(BATCH_SIZE, estimator).enumerate(model, sharders)
+        options = usable_options(options, "cuda")
+        self.read = self.context.read(options, left)
+        self.cost = self.context.cost(self.read)
+        self.whole: ReadProblem = self.context.read(fastest_whole(options), left)
+
+    def placed(self, cost: Cost, search: SearchConfig, given: torch.Tensor | None) -> torch.Tensor | None:
+        """Search ranks of units of span 1, from heuristics and a given placement."""
+        starts = [*rule_starts(cost), *([] if given is None else [given])]
+        starts.sort(key=lambda rank_S: float(cost.rate(rank_S[None]).overall_ms_B))
+        return local_search(cost, starts[: search.starts], search, torch.Generator().manual_seed(0)).assignment_S
 
 
 def timed(make: Callable[[], Sequence[Sharding]]) -> Timed:
@@ -99,7 +139,7 @@ def whole_tables(task: Task, search: SearchConfig) -> list[Sharding]:
         chosen = wide_units_laid_down(cost)
     except PlannerError:
         return []
-    rank_S = task.placed(chosen.cost, search, None, False)
+    rank_S = task.placed(chosen.cost, search, None)
     return [task.read.sharding(task.whole.assign(chosen.placed(rank_S)))]
 
 
@@ -116,7 +156,7 @@ def searched(task: Task, whole: Timed, share: float, beside: Timed = ([], 0.0)) 
     found = joint_search(task.cost, whole[0], joint, search, further=lambda *_: beside[0]).sharding
     chosen = task.cost.chosen(found)
     if len(chosen.assignment_S):
-        found = chosen.placed(task.placed(chosen.cost, search, chosen.assignment_S, False))
+        found = chosen.placed(task.placed(chosen.cost, search, chosen.assignment_S))
     seconds = time.process_time() - start + whole[1] + beside[1]
     return {"ms": task.cost.overall_ms(found), "seconds": seconds, "share": share}
 

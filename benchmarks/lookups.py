@@ -39,10 +39,10 @@ from torchrec.optim import SGD
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from all_types.tasks import random_tables
 from common.meta_model import meta_collection
 from common.output import table_of, wide_console, write_result
 from common.provenance import provenance
+from common.tasks import random_tables
 from dlrm.model import EveryTypeSharder
 from dlrm.node import Node
 from dreamshard_planner import Checkpoint, DistributedModelParallel, DreamShardPlanner

@@ -30,7 +30,7 @@ from pathlib import Path
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 
-from all_types.tasks import SETTINGS, tasks
+from common.tasks import SETTINGS, tasks
 from dreamshard_planner import DreamShardPlanner, PlacementRules
 from tests.mixed_models import mixed_case
 

@@ -4,7 +4,7 @@
     python benchmarks/planning_scale.py --json benchmarks/results/2026-11-24-planning-scale.json
     python benchmarks/planning_scale.py --against ../before          # another checkout's code as well
 
-Random tables (``all_types/tasks.py``) on hosts of eight GPUs of 80 GB, ``exact_training=False``. Each plan is made in a
+Random tables (``common/tasks.py``) on hosts of eight GPUs of 80 GB, ``exact_training=False``. Each plan is made in a
 process of its own, from nothing but the model, its report included. Memory is the peak of the process, libraries and
 model included.
 """
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torchrec.distributed.sharding_plan import get_default_sharders
 
-from all_types.tasks import FullTask, random_tables
 from common.output import table_of, wide_console, write_result
 from common.provenance import provenance
+from common.tasks import FullTask, random_tables
 from dreamshard_planner import DreamShardPlanner
 
 ROOT = Path(__file__).parent.parent

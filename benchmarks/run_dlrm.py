@@ -19,8 +19,6 @@ merit. Planners:
     only_data_parallel, without_data_parallel, ...
                        this package's, when it may use this sharding type alone, or all of --sharding-types but this
     lookup_greedy      a greedy rule for whole tables; any other of this package works too
-    skewed_0, ...      arbitrary placements of whole tables from balanced to badly skewed, as many as --skewed says:
-                       what step_formula.py needs
 
 Planners may use the sharding types that --sharding-types names, whole tables by default, in fused kernels; on CPUs,
 row-wise, table-row-wise and grid sharding through a sharder of this benchmark's own, since TorchRec's offers them on

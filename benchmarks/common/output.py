@@ -39,3 +39,9 @@ def write_result(path: Path | None, *parts: dict[str, Any]) -> None:
 def named(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
     return tuple(name for name in text.split(",") if name)
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Add a JSON line to a record."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")

@@ -14,7 +14,6 @@ from dlrm.model import SIZES
 from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
-SKEWED = "skewed_"
 ONLY, WITHOUT = "only_", "without_"
 """Before a sharding type: our planner, when it may use that one alone, or each type but that."""
 OURS = {
@@ -39,7 +38,6 @@ class Config:
     max_rows: int = _option(100_000, "scale larger tables down to this many rows")
     dim: int = _option(0, "embedding dim of all tables; 0: the collection's, which must be the same for all")
     planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
-    skewed: int = _option(0, "placements more, from balanced to badly skewed")
     refine_seconds: float = _option(60.0, "of measuring, for the planners that refine")
     copies: int = _option(3, "models per planner")
     steps: int = _option(0, "timed steps of each planner, over all its models; 0: 120 on CPU, 1200 on GPUs")
@@ -64,7 +62,7 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.max_rows, self.copies) < 1:
             raise ValueError(f"rows and copies must be at least 1: {self}")
-        counts = ("dim", "batch_size", "skewed", "steps", "block", "train_seconds", "count", "profile")
+        counts = ("dim", "batch_size", "steps", "block", "train_seconds", "count", "profile")
         if min(getattr(self, name) for name in counts) < 0:
             raise ValueError(f"{', '.join(counts)} must be at least 0: {self}")
         if not self.refine_seconds > 0:
@@ -80,15 +78,14 @@ class Config:
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
         known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *HEURISTICS)
         known += tuple(before + kind for before in (ONLY, WITHOUT) for kind in self.kinds)
-        chosen = self.names[: len(self.names) - self.skewed]
+        chosen = self.names
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):
             raise ValueError(f"planners must be some of {', '.join(known)}, each once; got {self.planners!r}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The planners, skewed ones last."""
-        chosen = [name.strip() for name in self.planners.split(",") if name.strip()]
-        return (*chosen, *(f"{SKEWED}{index}" for index in range(self.skewed)))
+        """The planners."""
+        return tuple(name.strip() for name in self.planners.split(",") if name.strip())
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import Partitioner, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm.node import Node
-from dlrm.options import ONLY, OURS, REFINED, SKEWED, WITHOUT, Config
+from dlrm.options import ONLY, OURS, REFINED, WITHOUT, Config
 from dreamshard_planner import Checkpoint, DreamShardPlanner, TableStatistics
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.search_space.sharding_types import DP
@@ -111,9 +111,6 @@ def make_planners(
             planner = DreamShardPlanner(**common, **ours)
         elif name.startswith("torchrec"):
             planner = EmbeddingShardingPlanner(**common)
-        elif name.startswith(SKEWED):
-            partitioner = SkewedPartitioner(tables, int(name.removeprefix(SKEWED)))
-            planner = EmbeddingShardingPlanner(**common | {"constraints": whole}, partitioner=partitioner)
         else:
             rule = RulePartitioner(name, whole)
             planner = EmbeddingShardingPlanner(**common | {"constraints": whole}, partitioner=rule)

@@ -23,7 +23,6 @@ RANDOM = ((50, 8), (200, 8), (200, 64), (800, 64))
 MERLIN = ("tiny", "small", "medium", "large")
 EMBARK_RANKS = {"t180": (8, 32, 128), "t200": (16, 32, 128), "t510": (16, 32, 128), "t7": (64, 128)}
 """From as many as hold their weights."""
-QUICK = ("mlperf x 8", "random 50 x 8")
 
 
 def random_tables(count: int) -> list[Table]:
