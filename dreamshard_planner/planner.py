@@ -420,8 +420,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
                 "there is no context to hash: plan first, on this rank, with an enumerator that keeps its search space"
             )
         components = (self._partitioner, self._perf_model, self._storage_reservation, *self._proposers)
-        reader = None if self._loop is None else self._loop.session.context.reader
-        return self._request.digest(space, reader, reserved, components)
+        session = None if self._loop is None else self._loop.session
+        request, reader = (self._request, None) if session is None else (session.request, session.context.reader)
+        return request.digest(space, reader, reserved, components)
 
     def hash_planner_context_inputs(self) -> int:
         """:meth:`hash_planner_context_inputs_str` as a number."""

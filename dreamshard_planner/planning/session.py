@@ -47,6 +47,7 @@ from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import (
     PlanningConstraints,
+    constraints_by_name,
     doubtful_inputs,
     planning_constraints,
     unused_names,
@@ -118,6 +119,7 @@ class PlanningSession:
             PlannerError, StatisticsError: constraints, rules or statistics do not go with the module or topology.
         """
         check_topology(request.topology)
+        request = replace(request, constraints=constraints_by_name(module, sharders, request.constraints))
         doubtful = doubtful_inputs(
             module, sharders, request.settings.statistics, request.topology.compute_device, request.constraints
         )

@@ -30,6 +30,7 @@ from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
 from dreamshard_planner.problem.parts import Parts, group_key, set_fused_params
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
+from dreamshard_planner.search_space.constraints import constraint_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature
 from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, known_kernels, optimizer_name
@@ -70,7 +71,7 @@ class OptionReader:
     """Reads sharding options with the user's constraints and statistics beside them.
 
     Args:
-        constraints: TorchRec's constraints by table name.
+        constraints: TorchRec's constraints by key, see ``constraint_of``.
         statistics: workload statistics by feature name; they take precedence over pooling factors.
         sharders: consulted for a fused optimizer that is set through ``fused_params``, and for quantized communication.
         legal: where tables may lie; anywhere by default.
@@ -201,7 +202,7 @@ class OptionReader:
         return asks is not None and (asks or get_ec_index_dedup())
 
     def _constraint(self, option: ShardingOption) -> ParameterConstraints:
-        return self._constraints.get(option.name) or ParameterConstraints()
+        return constraint_of(self._constraints, option.name, fqn_of(option)) or ParameterConstraints()
 
     def _config(self, option: ShardingOption) -> Any:
         module = option.module[1]

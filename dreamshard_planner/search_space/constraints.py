@@ -45,6 +45,10 @@ MAX_MEANT_DIM = 8192
 """More columns than embeddings have; rows and dim are taken to have changed places."""
 
 
+DEFAULT = "*"
+"""Key of the constraint of every table that has none of its own."""
+
+
 class PlanningConstraints(dict[str, ParameterConstraints]):
     """TorchRec's constraints by table name, as :func:`planning_constraints` makes them."""
 
@@ -73,6 +77,40 @@ def given_constraints(
         if not isinstance(one, ParameterConstraints):
             raise TypeError(f"constraints[{name!r}] must be ParameterConstraints, got {type(one).__name__}")
     return given
+
+
+def constraint_of(constraints: Mapping[str, ParameterConstraints], name: str, fqn: str) -> ParameterConstraints | None:
+    """Return a table's constraint: by its fully qualified name, else by its own name, else :data:`DEFAULT`."""
+    return next((constraints[key] for key in (fqn, name, DEFAULT) if key in constraints), None)
+
+
+def constraints_by_name(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> dict[str, ParameterConstraints] | None:
+    """Return the constraints by the tables' own names, as TorchRec looks them up. Keys of no table stay as they are.
+
+    Raises:
+        PlannerError: tables of one name have different constraints.
+    """
+    if not constraints:
+        return None if constraints is None else {}
+    tables = shardable_tables(module, sharders)
+    used = {DEFAULT} | {table.fqn for table in tables}
+    found = {key: one for key, one in constraints.items() if key not in used}
+    first: dict[str, ShardableTable] = {}
+    for table in tables:
+        one = constraint_of(constraints, table.name, table.fqn)
+        other = first.setdefault(table.name, table)
+        if one != constraint_of(constraints, other.name, other.fqn):
+            raise refused(
+                f"tables {other.fqn!r} and {table.fqn!r} have one name and different constraints, and TorchRec looks "
+                "constraints up by that name. Give both the same ParameterConstraints, or rename one of the tables."
+            )
+        if one is not None:
+            found[table.name] = one
+    return found
 
 
 def planning_constraints(
@@ -204,12 +242,13 @@ def _constraints_of_others(
     """Which constraints no table of the model has, sharded or not, in words, where that is true of every constraint, or
     of some but not all; None elsewhere, and for a model without tables."""
     known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
+    known |= {f"{path}.{name}" for path, child in module.named_modules() for name in table_configs(child, deep=False)}
     unknown = [name for name in constraints or {} if name not in known]
     if not unknown or not known or every != (len(unknown) == len(constraints or {})):
         return None
     return (
-        f"constraints for tables that the model does not have: {some_of(unknown, known)}; TorchRec looks them up "
-        "by the table's own name"
+        f"constraints for tables that the model does not have: {some_of(unknown, known)}; a key is the table's own "
+        f"name, its fully qualified name, or {DEFAULT!r} for all tables without a key"
     )
 
 

@@ -20,6 +20,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner import DreamShardPlanner, TableStatistics
+from dreamshard_planner.errors import InputWarning
+from dreamshard_planner.plans.stale import stale_differences
+from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.constraints import doubtful_inputs
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW
 
@@ -260,3 +263,44 @@ def test_modules_are_walked_once_for_all_of_their_tables(monkeypatch) -> None:
     model = bags(*[(100, 16)] * 5)
     assert doubtful_inputs(model, SHARDERS, TableStatistics({}), "cuda") == ()
     assert walked == [model.sparse]
+
+
+def test_the_qualified_name_beats_the_own_name_and_that_beats_the_default() -> None:
+    def only(kind: str) -> ParameterConstraints:
+        return ParameterConstraints(sharding_types=[kind])
+
+    model = bags((1000, 16), (1000, 16), (1000, 16))
+    keyed = {"*": only(RW), "t0": only(RW), "t1": only(CW), "sparse.t0": only(TW)}
+    by_key, by_name = planned(model, keyed), planned(model, {"t0": only(TW), "t1": only(CW), "t2": only(RW)})
+    assert {option.name: option.sharding_type for option in by_key.options} == {"t0": TW, "t1": CW, "t2": RW}
+    assert not [note for note in by_key.report().notes if note.code == "unused"]
+    # Plan file, stale check, digest and replan see the same constraints.
+    assert by_key.saved_plan().inputs.constraints == by_name.saved_plan().inputs.constraints
+    assert not list(stale_differences(by_name.saved_plan().inputs, by_key.saved_plan().inputs))
+    assert by_key.hash_planner_context_inputs_str() == by_name.hash_planner_context_inputs_str()
+    moves = by_key.replan(by_name.saved_plan(), steps=1000)
+    assert not moves.stale
+
+
+def test_a_component_alone_finds_constraints_by_all_keys() -> None:
+    options = planned(bags((1000, 16), (1000, 16)), {}).options
+    topology = Topology(4, "cuda")
+    weighted = {"sparse.t0": ParameterConstraints(num_poolings=[3.0]), "*": ParameterConstraints(num_poolings=[2.0])}
+    reader = OptionReader(weighted)
+    bags_of = {option.name: reader.workloads([option], topology)[0].pooled_vectors for option in options}
+    unconstrained = {option.name: OptionReader().workloads([option], topology)[0].pooled_vectors for option in options}
+    assert bags_of == {"t0": 3 * unconstrained["t0"], "t1": 2 * unconstrained["t1"]}
+
+
+def test_tables_of_one_name_cannot_differ_in_their_constraints() -> None:
+    model = nn.Module()
+    model.a, model.b = bags((1000, 16)).sparse, bags((1000, 16)).sparse
+    with pytest.raises(PlannerError, match=r"'[ab].t0' and '[ab].t0' have one name and different constraints"):
+        planned(model, {"a.t0": ParameterConstraints(sharding_types=[TW])})
+    same = {fqn: ParameterConstraints(sharding_types=[TW]) for fqn in ("a.t0", "b.t0")}
+    assert {option.sharding_type for option in planned(model, same).options} == {TW}
+
+
+def test_a_qualified_name_that_the_model_lacks_is_told() -> None:
+    with pytest.warns(InputWarning, match="'sparse.zzz' .*; a key is the table's own name, its fully"):
+        planned(bags((1000, 16)), {"sparse.zzz": ParameterConstraints()})

@@ -224,7 +224,7 @@ def test_a_table_of_another_device_than_its_module_is_warned_of() -> None:
 
 def test_of_constraints_for_no_table_is_warned_with_the_nearest_name() -> None:
     """As for another module, which is planned as by TorchRec's planner."""
-    for name, hint in (("t11", r" \(did you mean 't1'\?\)"), ("sparse.t1", ""), ("zzz", "")):
+    for name, hint in (("t11", r" \(did you mean 't1'\?\)"), ("sparse.t11", ""), ("zzz", "")):
         one = planner(None, constraints={name: ParameterConstraints()})
         told = rf"constraints for tables that the model does not have: '{name}'{hint}"
         with pytest.warns(InputWarning, match=told):
