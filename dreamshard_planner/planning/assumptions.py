@@ -87,8 +87,11 @@ def _lookups(
     features: int,
     statistics: TableStatistics | None,
 ) -> tuple[Note, ...]:
+    # Features of an nn.EmbeddingBag have no names.
+    unnamed = {f"of table {fqn_of(one)!r}" for one in plan if "" in context.reader.declared(one).features}
+    shown = [*filter(None, unknown), *(sorted(unnamed) if "" in unknown else ())]
     text = (
-        f"one lookup per sample is assumed for {len(unknown)} of {features} features ({first_of(unknown, NAMED)}), "
+        f"one lookup per sample is assumed for {len(unknown)} of {features} features ({first_of(shown, NAMED)}), "
         "since neither statistics nor pooling_factors tell"
     )
     figures = {"features": float(len(unknown)), "of_features": float(features)}

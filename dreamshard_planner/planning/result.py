@@ -27,7 +27,7 @@ from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.options import fqn_of, refused
 from dreamshard_planner.search_space.usable_options import never_run
-from dreamshard_planner.support.formatting import nearest
+from dreamshard_planner.support.formatting import first_of, nearest
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,10 @@ def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
         notes=(*(() if found is None else found.notes()), *noted("search", left_out)),
     )
     ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
-    named = {report.chosen.name, *(rival.name for rival in report.rivals)}
-    compared = named & {BASELINE, WHOLE_BASELINE}
-    alone = [] if compared else ["no plan of TorchRec's that fits was found to compare with"]
+    compared = {report.chosen.name, *(rival.name for rival in report.rivals if rival.feasible)}
+    alone = [] if BASELINE in compared else ["no plan of TorchRec's that fits was found to compare with"]
+    if alone and WHOLE_BASELINE in compared:
+        alone = ["of TorchRec's plans, only the one of whole tables was found to fit: the others are not compared with"]
     further = (*session.context.notes(plan), *ruled, *noted("search", alone))
     if not changed:
         return report.noting((*further, *_exact_training(session, plan)))
@@ -193,6 +194,13 @@ def _of_loaded(session: PlanningSession, plan: Sequence[ShardingOption], saved: 
     return rated.report(notes, saved.report() if alike else None)
 
 
+def _unsharded(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    named = [repr(path) if path else "the model itself" for path in paths]
+    return [f"{len(paths)} embedding module(s) have no sharder and are not in the plan: {first_of(named, 5)}"]
+
+
 def _notes(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
     """Of any plan, however it was made: what it takes for granted, and what is odd about the module and its inputs."""
     device = session.request.topology.compute_device
@@ -201,6 +209,7 @@ def _notes(session: PlanningSession, plan: Sequence[ShardingOption]) -> tuple[No
         *session.assumptions(plan),
         *noted("table", session.doubtful),
         *noted("unused", session.unused),
+        *noted("unused", _unsharded(session.unsharded)),
         *noted("training", training_notes(plan, session.context.reader, device)),
         *noted("table", never_run(session.search_space, device)),
     )

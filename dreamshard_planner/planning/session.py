@@ -53,7 +53,7 @@ from dreamshard_planner.search_space.constraints import (
     unused_names,
 )
 from dreamshard_planner.search_space.input_checks import available_bytes, check_topology, needed_bytes
-from dreamshard_planner.search_space.modules import shardable_tables, without_weights
+from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
 from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
@@ -86,6 +86,8 @@ class PlanningSession:
     """Tables whose shape or ids are hardly meant, in words."""
     unused: tuple[str, ...]
     """What constraints and statistics name that the module does not have, in words."""
+    unsharded: tuple[str, ...]
+    """Paths of embedding modules that have no sharder."""
     wider: WiderSpace | None
     """What exact training leaves out; None where that is nothing, or nobody could ask for it."""
     unrestricted: WiderSpace | None = None
@@ -124,6 +126,7 @@ class PlanningSession:
             module, sharders, request.settings.statistics, request.topology.compute_device, request.constraints
         )
         unused = unused_names(module, sharders, request.constraints, request.settings.statistics)
+        unsharded = tuple(unsharded_modules(module, sharders))
         legal = _legal_ranks(request, module, sharders)
         constraints = _constraints(request, module, sharders, legal, in_rows)
         settings = request.settings
@@ -148,7 +151,9 @@ class PlanningSession:
             constraints=constraints,
         )
         skeleton = without_weights(module, sharders)
-        session = cls(request, skeleton, context, left, legal, reservation, doubtful, unused, None, in_rows=in_rows)
+        session = cls(
+            request, skeleton, context, left, legal, reservation, doubtful, unused, unsharded, None, in_rows=in_rows
+        )
         if beyond is None:
             return session
         attached, unrestricted = (

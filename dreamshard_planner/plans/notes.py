@@ -23,7 +23,7 @@ CODES = {
     "beyond_exact_training": "what exact training leaves out",
     "forced_out": "exact training keeps tables out of device memory",
     "training": "trains differently",
-    "unused": "named, and not in the model",
+    "unused": "named, and not in the model; or in the model, and not in the plan",
     "callbacks": "changed the plan",
     "loaded": "of a plan from a file",
     "stale": "what has changed since that was made",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from torch import nn
@@ -12,19 +12,29 @@ from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTypes, reasons_in_words
 from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.kernels import KERNELS, KEY_VALUE, in_host_memory, serves
+from dreamshard_planner.search_space.kernels import (
+    CPU_OPTIMIZERS,
+    CPU_WEIGHTS,
+    KERNELS,
+    KEY_VALUE,
+    in_host_memory,
+    serves,
+)
 from dreamshard_planner.search_space.legality import (
     LATE_MEANS,
     MIXED_MEAN,
     is_mean,
     known_kernels,
+    optimizer_name,
     without_mixed_means,
 )
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
+    fused_params,
     per_feature,
     remaps_ids,
     shardable_tables,
@@ -281,6 +291,9 @@ def doubtful_inputs(
                 f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
                 f"{-(-dim // DIM_STEP) * DIM_STEP}"
             )
+        if compute_device == "cpu":
+            given = (constraints or {}).get(table.name)
+            found += _unrunnable_on_cpu(table, (given and given.sharding_types) or ())
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
         counted = {} if statistics is None or table.module in remapping else statistics
@@ -292,6 +305,28 @@ def doubtful_inputs(
                     f"{ids.end - 1:,}: they may be of another table, or FBGEMM reads row 0 instead"
                 )
     return tuple(found)
+
+
+def _unrunnable_on_cpu(table: ShardableTable, types: Sequence[str]) -> Iterator[str]:
+    """Tell why FBGEMM's CPU kernels cannot train a table of these sharding types; quantized tables are served alone."""
+    if not table.parameter.is_floating_point():
+        return
+    declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded
+    dtype = table.parameter.dtype if declared is None else data_type_to_dtype(declared)
+    weights, known = str(dtype).removeprefix("torch."), ", ".join(CPU_OPTIMIZERS)
+    if weights not in CPU_WEIGHTS:
+        yield (
+            f"table {table.fqn!r} has weights of {weights}, and FBGEMM's CPU kernels train "
+            f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
+        )
+    fused = not types or any(kind not in SHARDING_TYPES or not SHARDING_TYPES[kind].is_replicated for kind in types)
+    optimizer = optimizer_name(table.parameter, fused_params(table.module, table.sharder))
+    if fused and optimizer not in CPU_OPTIMIZERS:
+        yield (
+            f"table {table.fqn!r} has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
+            "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
+            "GPUs"
+        )
 
 
 def _keep_means_apart(

@@ -31,7 +31,7 @@ from torchrec.distributed.types import ModuleSharder
 from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import by_table
+from dreamshard_planner.search_space.options import by_table, refused
 from dreamshard_planner.support.torch_state import collector_paused
 
 TableKey = tuple[int, str]
@@ -230,6 +230,13 @@ class FastEnumerator(EmbeddingEnumerator):
                 if known or len(tables) <= at_once:
                     return super().enumerate(module, sharders)
                 return self._in_parts(module, sharders, [*tables], at_once)
+        except ValueError as error:
+            if "buckets" not in str(error):
+                raise
+            raise refused(
+                f"{error} Give the table's managed collision module a number of buckets that is a multiple of the "
+                f"{self._world_size} ranks, such as buckets={self._world_size}."
+            ) from error
         finally:
             self._enumerating = False
 

@@ -45,6 +45,11 @@ KERNELS = {
     "quant_uvm": Kernel("uvm", serves=True),
 }
 FUSED_KERNELS = tuple(name for name, kernel in KERNELS.items() if not kernel.dense and not kernel.serves)
+CPU_OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_rowwise_adagrad", "emainplace_rowwise_adagrad")
+"""In-backward optimizers of FBGEMM's fused kernels on CPUs; others end in an AssertionError when the model is sharded.
+Seen by running every optimizer of FBGEMM 1.8."""
+CPU_WEIGHTS = ("float32", "float16")
+"""Types of weights that FBGEMM's fused and dense kernels train on CPUs; others fail in the first step."""
 SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 

@@ -181,6 +181,21 @@ class ShardableTable:
         return f"{self.path}.{self.name}".removeprefix(".")
 
 
+def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[str]:
+    """Return paths of embedding modules that have no sharder: no plan has their tables."""
+    sharded = {sharder_name(sharder.module_type) for sharder in sharders}
+    found, queue = [], [("", module)]
+    while queue:
+        path, child = queue.pop()
+        if sharder_name(type(child)) in sharded:
+            continue
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) or table_configs(child, deep=False):
+            found.append(path)
+            continue
+        queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
+    return sorted(found)
+
+
 def shardable_tables(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[ShardableTable]:
     """Every table of ``module`` that has a sharder."""
     by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
