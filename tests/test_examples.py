@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ ALONE = {
     "calibrate": ("2", "my.safetensors"),
     "parquet_statistics": (),
     "plan_offline": ("plan.json",),
+    "planning_api": (),
     "torchrec_planner": (),
     "train_policy": (),
 }
@@ -123,10 +125,18 @@ def _learned(told: str) -> None:
         assert ms <= min(rules[4 * i : 4 * i + 4])
 
 
+def _dry_run(told: str) -> None:
+    has_api = find_spec("torchrec.distributed.planner.dry_run") is not None
+    fits = re.findall(r"^(a100-80|h100|b200): [\d.]+ GiB on the fullest rank$", told, re.MULTILINE)
+    assert len(fits) == (3 if has_api else 0)
+    assert has_api or told == "This TorchRec has no planning API. Install torchrec 1.9 or later.\n"
+
+
 TELLS = {
     "calibrate": _calibrated,
     "parquet_statistics": _counted,
     "plan_offline": _planned,
+    "planning_api": _dry_run,
     "torchrec_planner": _compared,
     "train_policy": _learned,
 }
