@@ -221,6 +221,7 @@ class OptionReader:
             replicas_follow(option.tensor, self._fused_params(option), option.module[1]),
             Quantized.of(option.module[1], self._sharder(option), option.tensor, self._config(option)),
             in_groups=self._in_groups,
+            dtype=option.tensor.dtype,
         )
 
     def in_backward(self, option: ShardingOption) -> bool:

@@ -45,7 +45,11 @@ class AllowedTypes:
     """Sharding types that the topology leaves no place for, and why."""
 
     def left_out(
-        self, table: ShardableTable, constraint: ParameterConstraints, varied_batches: bool = False
+        self,
+        table: ShardableTable,
+        constraint: ParameterConstraints,
+        varied_batches: bool = False,
+        weighted_batches: bool = False,
     ) -> dict[str, str]:
         """The sharding types that a table may not take by the compute kernels of its constraint, and why.
 
@@ -53,6 +57,7 @@ class AllowedTypes:
             table: of the model.
             constraint: its own.
             varied_batches: whether statistics know that batches of its module's features differ in size.
+            weighted_batches: whether statistics know that these carry weights of lookups.
         """
         supported = table.sharder.sharding_types(self.compute_device)
         named = constraint.sharding_types or None
@@ -67,6 +72,8 @@ class AllowedTypes:
             Quantized.of(table.module, table.sharder, table.parameter, table.config),
             bool(constraint.batch_sizes) or varied_batches,
             self.in_groups,
+            bool(constraint.is_weighted) or weighted_batches,
+            table.parameter.dtype,
         )
         ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
         processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))

@@ -150,7 +150,7 @@ def planning_constraints(
         PlannerError: where no type is left for a table, numbers make no sense, or lengths don't match the features.
     """
     tables = shardable_tables(module, sharders)
-    varied = _with_varied_batches(tables, statistics or {})
+    varied, weighted = _unusual_batches(tables, statistics or {})
     expanded = PlanningConstraints(constraints or {})
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
@@ -167,7 +167,7 @@ def planning_constraints(
         constraint.compute_kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
         # TorchRec looks up one constraint for all tables of a name.
         for one in by_name[name]:
-            expanded.left_out[one.fqn] = allowed.left_out(one, constraint, one.path in varied)
+            expanded.left_out[one.fqn] = allowed.left_out(one, constraint, one.path in varied, one.path in weighted)
         constraint.sharding_types = _usable_types(
             {one.fqn: expanded.left_out[one.fqn] for one in by_name[name]}, constraint.sharding_types
         )
@@ -198,15 +198,18 @@ def planning_constraints(
     return expanded
 
 
-def _with_varied_batches(
+def _unusual_batches(
     tables: Iterable[ShardableTable], statistics: Mapping[str, FeatureStatistics]
-) -> frozenset[str]:
-    """Paths of modules of which statistics know features of batches of other sizes than the others'."""
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the paths of modules of which statistics know batch sizes that vary by feature, and of those of which they
+    know batches with weights."""
     known: dict[str, dict[str, FeatureStatistics]] = {}
     for table in tables:
         counted = {name: statistics[name] for name in table.feature_names if name in statistics}
         known.setdefault(table.path, {}).update(counted)
-    return frozenset(path for path, features in known.items() if in_smaller_batches(features))
+    varied = frozenset(path for path, features in known.items() if in_smaller_batches(features))
+    weighted = (path for path, features in known.items() if any(one.weighted for one in features.values()))
+    return varied, frozenset(weighted)
 
 
 def left_out_by_group(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
@@ -20,7 +21,7 @@ from dreamshard_planner.search_space.alike_shards import counted, runs_of
 from dreamshard_planner.search_space.kernels import KERNELS
 from dreamshard_planner.search_space.modules import Quantized
 from dreamshard_planner.search_space.options import refused, type_of
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Case, Reason
+from dreamshard_planner.search_space.sharding_types import MOST_CUDA_COLUMNS, SHARDING_TYPES, Case, Reason
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class Situation:
     """Whether features of its module are known to come in batches of different sizes."""
     in_groups: bool = False
     """Whether the ranks form several sharding groups (2D parallelism)."""
+    weighted_batches: bool = False
+    """Whether batches are known to carry weights of lookups, which the module need not ask for."""
+    dtype: torch.dtype = torch.float32
+    """Type of the table's weights."""
+
+    @property
+    def grid_takes_varied_batches(self) -> bool:
+        """Whether the installed TorchRec runs grid_shard on batches whose size varies by feature."""
+        return hasattr(GridPooledEmbeddingDist, "_preprocess_batch_size_per_rank_per_feature")
 
     @property
     def replicas_are_updated(self) -> bool:
@@ -55,7 +65,7 @@ class Situation:
 
     @property
     def is_weighted(self) -> bool:
-        return is_weighted(self.module)
+        return self.weighted_batches or is_weighted(self.module)
 
     @property
     def is_sequence(self) -> bool:
@@ -92,6 +102,12 @@ class Cut:
     def lacks_rows(self) -> bool:
         """Whether some shard has none."""
         return not all(shard.size[0] for shard, _ in counted(self.option))
+
+    @property
+    def is_too_wide(self) -> bool:
+        """Whether a GPU would train more columns at once than FBGEMM's kernels can."""
+        wide = any(shard.size[1] > MOST_CUDA_COLUMNS for shard, _ in counted(self.option))
+        return self.compute_device == "cuda" and wide and not KERNELS[self.kernel].serves
 
     @property
     def misses_rows(self) -> bool:

@@ -61,7 +61,7 @@ REPLICA_RULES = {
     "exact_rowwise_adagrad": ReplicaRule(lambda weight: weight.new_zeros(len(weight)), _rowwise_adagrad),
 }
 """By FBGEMM's name of the optimizer, in lower case. With what changes rows that no lookup read (weight decay, momentum)
-a kernel and a replica differ; so they do where each update is rounded (half precision)."""
+a kernel and a replica differ; so they do where the gradient is rounded (half precision)."""
 
 READ = frozenset({"optimizer", "learning_rate", "lr", "eps"})
 UNCHANGING = frozenset(
@@ -121,7 +121,8 @@ def why_not_replicas(arguments: Mapping[str, Any], dtype: torch.dtype, module: n
     if rule is None:
         return f"no rule for replicas equals {getattr(arguments['optimizer'], 'name', arguments['optimizer'])}"
     if dtype != torch.float32:
-        return f"its weights are {str(dtype).removeprefix('torch.')}, and rounded with every update"
+        name = str(dtype).removeprefix("torch.")
+        return f"its weights are {name}, to which each replica's gradient is rounded before ranks average it"
     if rule.state is not None and not arguments.get("eps", 1.0) > 0:
         return "with eps=0 a row that nobody read would become not a number"
     others = {name: value for name, value in arguments.items() if name not in READ | UNCHANGING}

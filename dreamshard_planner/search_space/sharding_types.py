@@ -121,6 +121,9 @@ STATE_PER_SLICE: Reason[Situation] = Reason(
     lambda s: s.optimizer not in ELEMENTWISE_OPTIMIZERS,
     "every column slice keeps a row-wise optimizer state of its own",
 )
+MOST_CUDA_COLUMNS = 1024
+"""Of one shard: FBGEMM's optimizers refuse more, and its pooled forward has returned zeros for more."""
+
 OPTIMIZER_OUTSIDE: Reason[Situation] = Reason(
     "unless optimizers are attached to the replicas",
     lambda s: not s.attached,
@@ -132,8 +135,14 @@ REPLICAS_OF_GROUPS: Reason[Situation] = Reason(
     lambda s: s.in_groups,
     "its replicas step by the gradient of all groups, and other tables by that of their group, to be averaged",
 )
+HALF_REPLICAS: Reason[Situation] = Reason(
+    "attached optimizers of half-precision weights",
+    lambda s: s.attached and s.dtype.itemsize < 4,
+    "each replica's gradient is rounded to the type of the weights before ranks average it, and one below 3e-8 is zero "
+    "in float16; fused kernels sum in float32, and on GPUs round weights at random by default",
+)
 REPLICAS_DIFFER: Reason[Situation] = Reason(
-    "attached optimizers, and any but SGD, Adagrad and row-wise Adagrad of float32 weights without weight decay",
+    "attached optimizers, and any but SGD, Adagrad and row-wise Adagrad without weight decay",
     lambda s: s.attached and not s.replicas_follow,
     "no optimizer of its replicas does what the table's own does in the backward",
 )
@@ -143,7 +152,8 @@ SUMS_FOR_MEANS: Reason[Situation] = Reason(
     "TorchRec returns sums where mean pooling is asked for",
 )
 WEIGHTED_MEANS: Reason[Situation] = Reason(
-    "mean pooling of weighted lookups",
+    "mean pooling of weighted lookups, also where only batches have weights, as is_weighted of a constraint or "
+    "statistics say",
     lambda s: s.is_mean and s.is_weighted,
     "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
 )
@@ -173,6 +183,11 @@ DENSE_SEQUENCES: Reason[Situation] = Reason(
     "EmbeddingCollection on CPUs",
     lambda s: s.compute_device == "cpu" and s.is_sequence,
     "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
+)
+VARIED_GRIDS: Reason[Situation] = Reason(
+    "batches whose size varies by feature, before TorchRec 1.9",
+    lambda s: s.varied_batches and not s.grid_takes_varied_batches,
+    "grid_shard of this TorchRec crashes on batches whose size varies by feature (TorchRec 1.9 takes them)",
 )
 VARIED_BATCHES: Reason[Situation] = Reason(
     "batches whose size varies by feature, where batch_sizes of a constraint or statistics say so",
@@ -204,6 +219,13 @@ BLOCKS_WITHOUT_ROWS: Reason[Cut] = Reason(
     lambda cut: cut.compute_device == "cpu" and cut.lacks_rows,
     "some rank would have no rows of it, and FBGEMM's CPU kernels crash on that",
 )
+TOO_WIDE: Reason[Cut] = Reason(
+    f"shards of more than {MOST_CUDA_COLUMNS:,} columns, on GPUs",
+    lambda cut: cut.is_too_wide,
+    f"FBGEMM's CUDA kernels train {MOST_CUDA_COLUMNS:,} columns at most (allow column_wise with a min_partition of no "
+    "more; with an optimizer that is not element-wise, name it in the table's constraint or plan with "
+    "exact_training=False)",
+)
 MISSED_ROWS: Reason[Cut] = Reason(
     "blocks of rows that are not equal",
     lambda cut: cut.misses_rows,
@@ -219,6 +241,7 @@ SHARDING_TYPES = {
         "the owner: the whole table, for the samples of all ranks",
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
         broken=(WHOLE_BAGS,),
+        broken_cuts=(TOO_WIDE,),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),
@@ -227,7 +250,7 @@ SHARDING_TYPES = {
         splits_columns=True,
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
         broken=(BAGS_OF_MEANS, SCALES_IN_ROWS, SCALES_IN_COLUMNS, QUANTIZED_SEQUENCES),
-        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, TOO_WIDE),
         inexact=(STATE_PER_SLICE,),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
@@ -236,7 +259,7 @@ SHARDING_TYPES = {
         "as `column_wise`",
         splits_columns=True,
         broken=(BAGS_OF_MEANS,),
-        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, TOO_WIDE),
         inexact=(STATE_PER_SLICE,),
         pooled_on=ANYWHERE,
         runs_as=CW,
@@ -249,7 +272,7 @@ SHARDING_TYPES = {
         sequence_exchanges=ALL_TO_ALL,
         kernels=(*FUSED_KERNELS, *SERVING_KERNELS),
         broken=(BAGS_OF_MEANS, WEIGHTED_MEANS, MEANS_ADDED_UP, SCALES_IN_ROWS),
-        broken_cuts=(BLOCKS_WITHOUT_ROWS, MISSED_ROWS),
+        broken_cuts=(BLOCKS_WITHOUT_ROWS, MISSED_ROWS, TOO_WIDE),
         sequence_on=ANYWHERE,
         divides_means_late=True,
     ),
@@ -259,7 +282,7 @@ SHARDING_TYPES = {
         splits_rows=True,
         exchanges=THROUGH_HOSTS,
         broken=(BAGS_OF_MEANS, WEIGHTED_MEANS),
-        broken_cuts=(BLOCKS_WITHOUT_ROWS, MISSED_ROWS),
+        broken_cuts=(BLOCKS_WITHOUT_ROWS, MISSED_ROWS, TOO_WIDE),
         divides_means_late=True,
     ),
     GRID: ShardingTypeSpec(
@@ -268,8 +291,8 @@ SHARDING_TYPES = {
         splits_rows=True,
         splits_columns=True,
         exchanges=THROUGH_HOSTS,
-        broken=(BAGS_OF_MEANS, SUMS_FOR_MEANS),
-        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, BLOCKS_WITHOUT_ROWS, MISSED_ROWS),
+        broken=(BAGS_OF_MEANS, SUMS_FOR_MEANS, VARIED_GRIDS),
+        broken_cuts=(SLICES_OF_BAGS, SLICES_OF_A_STORE, BLOCKS_WITHOUT_ROWS, MISSED_ROWS, TOO_WIDE),
         inexact=(STATE_PER_SLICE,),
         only_named=True,
     ),
@@ -280,7 +303,8 @@ SHARDING_TYPES = {
         exchanges=(Exchange("world", None, "all_reduce"),),
         kernels=(DENSE,),
         broken=(BAGS_OF_MEANS, DENSE_SEQUENCES, VARIED_BATCHES),
-        inexact=(OPTIMIZER_OUTSIDE, REPLICAS_OF_GROUPS, REPLICAS_DIFFER),
+        broken_cuts=(TOO_WIDE,),
+        inexact=(OPTIMIZER_OUTSIDE, REPLICAS_OF_GROUPS, HALF_REPLICAS, REPLICAS_DIFFER),
         sequence_on=ANYWHERE,
         pooled_on=ANYWHERE,
     ),

@@ -70,13 +70,16 @@ class FeatureCounts:
     def __init__(self, name: str) -> None:
         self.name = name
         self._batches, self._samples, self._lookups = 0, 0, 0
+        self._weighted = False
         self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
         self._sketches = Sketches()
 
-    def add(self, id_N: Tensor, samples: int) -> None:
-        """One batch of so many samples, with all ids that they look up; without samples it is passed over."""
+    def add(self, id_N: Tensor, samples: int, weighted: bool = False) -> None:
+        """Count one batch: its samples, all ids that they look up, and whether it carries weights of these lookups. A
+        batch without samples is passed over."""
         if not samples:
             return
+        self._weighted = self._weighted or weighted
         self._batches += 1
         self._samples += samples
         self._lookups += len(id_N)
@@ -106,6 +109,7 @@ class FeatureCounts:
             distinct_rows=min(distinct / self._batches, pooling_factor * batch_size) if self._lookups else None,
             ids=self._sketches.all(),
             batches=self._batches,
+            weighted=self._weighted,
         )
 
 
@@ -139,7 +143,7 @@ class BatchCounts:
             )
         for key, count in self._features.items():
             jagged = batch[key]
-            count.add(jagged.values(), jagged.lengths().numel())
+            count.add(jagged.values(), jagged.lengths().numel(), jagged.weights_or_none() is not None)
         self.batches += 1
 
     @neutral()
@@ -247,7 +251,8 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
     pooling_factor, batch_size = sum(lookups) / sum(samples), max(1, round(sum(samples) / batches))
     if distinct is not None:
         distinct = min(distinct, pooling_factor * batch_size)
-    return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, sketches.all(), batches)
+    weighted = any(part.weighted for part in parts)
+    return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, sketches.all(), batches, weighted)
 
 
 def _distinct(part: FeatureStatistics) -> float:

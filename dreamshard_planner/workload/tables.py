@@ -101,6 +101,9 @@ class FeatureStatistics:
     batches: int = field(default=1, compare=False)
     """How many such batches were counted: what merging weighs them by."""
 
+    weighted: bool = False
+    """Whether the batches carry weights of its lookups, also where the module asks for none."""
+
     def __post_init__(self) -> None:
         if isinstance(self.ids, Mapping):
             object.__setattr__(self, "ids", IdSketch(**self.ids))

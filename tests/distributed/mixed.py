@@ -68,7 +68,8 @@ class Case:
 
     Attributes:
         modules: by module, its tables by name. A module whose name starts with ``sequence`` is an EmbeddingCollection,
-            any other an EmbeddingBagCollection, with weighted lookups where it starts with ``weighted``.
+            any other an EmbeddingBagCollection, with weighted lookups where it starts with ``weighted``. Where it
+            starts with ``carried``, batches have weights that the module does not ask for.
         optimizer: set with ``apply_optimizer_in_backward``; None for none.
         fused_params: of the sharders.
         stock: with TorchRec's own sharders; else :class:`EveryTypeSharder`.
@@ -194,7 +195,7 @@ def batches(case: Case, step: int, first: int, count: int) -> tuple[dict[str, Ke
         result[module] = KeyedJaggedTensor(
             names,
             torch.cat(indices),
-            torch.cat(weights) if module.startswith("weighted") else None,
+            torch.cat(weights) if module.startswith(("weighted", "carried")) else None,
             lengths=torch.cat(lengths),
         )
     labels = torch.randint(2, (SAMPLES,), generator=generator).float()
@@ -217,8 +218,9 @@ def planner_of(case: Case, world_size: int, local_world_size: int, **arguments: 
             min_partition=spec.min_partition,
             pooling_factors=[spec.planned_lookups],
             compute_kernels=["fused", "dense"],
+            is_weighted=module.startswith("carried"),
         )
-        for _, name, spec in case.tables()
+        for module, name, spec in case.tables()
     }
     memory = [case.memory_bytes[rank % len(case.memory_bytes)] for rank in range(world_size)]
     custom = CustomTopologyData({"ddr_cap": memory}, world_size) if len(set(memory)) > 1 else None

@@ -107,6 +107,11 @@ EXACT = {
     "attached adagrad": Case(REPLICATED, Adagrad),
     "attached row-wise adagrad": Case(REPLICATED, RowWiseAdagrad),
     "unequal memory": replace(every(SGD), memory_bytes=UNEQUAL, modules={**every(SGD).modules, "sequence": SEQUENCE}),
+    "weights in batches": Case(
+        {"carried": {"mean": spec(CW, pooling=MEAN), "whole": spec(TW, pooling=MEAN), "rows": spec(RW)}},
+        SGD,
+        stock=False,
+    ),
     "free": Case({"bags": FREE, "sequence": {"s": TableSpec(60, 8), "u": TableSpec(50, 8)}}, SGD, planned_batch=4096),
 }
 DIFFERENT = {
@@ -122,6 +127,11 @@ def torchrec_case(module: str = "bags", **tables: TableSpec) -> Case:
 WRONG = {
     "grid mean": (torchrec_case(t=spec(GRID, pooling=MEAN)), SUMS_FOR_MEANS.text),
     "row_wise weighted mean": (torchrec_case("weighted", t=spec(RW, pooling=MEAN)), WEIGHTED_MEANS.text),
+    "row_wise mean, weights in batches": (torchrec_case("carried", t=spec(RW, pooling=MEAN)), WEIGHTED_MEANS.text),
+    "table_row_wise mean, weights in batches": (
+        torchrec_case("carried", t=spec(TWRW, pooling=MEAN)),
+        WEIGHTED_MEANS.text,
+    ),
     "table_row_wise weighted mean": (torchrec_case("weighted", t=spec(TWRW, pooling=MEAN)), WEIGHTED_MEANS.text),
     "row_wise mean beside table_wise": (torchrec_case(t=spec(RW, pooling=MEAN), w=spec(TW)), MIXED_MEAN),
     "table_row_wise mean beside column_wise mean": (
