@@ -4,10 +4,15 @@
 import gc
 
 import pytest  # noqa: F401
-import torchrec  # noqa: F401
 
-import dreamshard_planner.cli
-import dreamshard_planner.planner
-import dreamshard_planner.training  # noqa: F401
+from dreamshard_planner.environment import load_libc10_first
+
+load_libc10_first()  # as conftest.py
+import torch.distributed.optim  # noqa: E402, F401
+import torchrec  # noqa: E402, F401
+
+import dreamshard_planner.cli  # noqa: E402
+import dreamshard_planner.planner  # noqa: E402
+import dreamshard_planner.training  # noqa: E402, F401
 
 gc.freeze()  # else every fork's collections go through all that, and copy its pages
