@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dreamshard_planner.cost.dataset import hardware_key
+from dreamshard_planner.environment import load_libc10_first
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.measure import timing
 from dreamshard_planner.measure.hardware import CPU_NAME_VARIABLE, describe_hardware
@@ -256,7 +257,7 @@ def faults_of_timed_runs() -> tuple[int, int, int]:
 def test_timed_runs_find_the_memory_of_their_outputs_in_place() -> None:
     """Blocks of over 32 MiB would else be new to the process in every run. In a process of its own: what all tests
     before have made of this one's heap is not the matter."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load_libc10_first) as process:
         pages, faults_of_one, faults_of_nine = process.submit(faults_of_timed_runs).result()
     assert pages >= (64 << 20) // resource.getpagesize()
     # Of eight runs more. Small blocks that live on in the heap, others by the CPU's instructions, may send an output to
