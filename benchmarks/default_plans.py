@@ -16,19 +16,15 @@ by both. ``--limit`` ends TorchRec's proposals after so many seconds of processo
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import math
 import random
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -38,8 +34,7 @@ from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOpt
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from common.output import append, table_of
-from common.provenance import provenance
+from common.output import append, opened, quiet, table_of
 from common.tasks import RANKS_PER_HOST, FullTask, random_tables, tasks
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
@@ -252,13 +247,9 @@ def main() -> None:
     parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
     parser.add_argument("--full-search", action="store_true", help="17 tasks of common/tasks.py instead of models")
     args = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    quiet()
     console = Console(width=150)
-    if not args.record.exists():
-        append(args.record, provenance(torch.device("cpu")))
-    lines = [json.loads(text) for text in args.record.read_text().splitlines()]
+    lines = opened(args.record)
     for task in chosen_tasks(args):
         contest = Contest(task, args.limit)
         for name in contest.planners:

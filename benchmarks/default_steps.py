@@ -14,10 +14,8 @@ Shapes: P planners, R rounds, M models.
 from __future__ import annotations
 
 import argparse
-import logging
+import gc
 import random
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,15 +34,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import SGD, Adagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from common.bootstrap import interval
-from common.output import table_of, wide_console, write_result
+from common.output import quiet, table_of, wide_console, write_result
 from common.provenance import provenance
+from dlrm.node import Node, cpu_rank
+from dlrm.steps import Trainee
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.measure.ranks import local_ranks
 
 BATCHES, WARMUP_STEPS, ROUNDS, BLOCK_SECONDS = 6, 4, 12, 0.35
 MOST_ELEMENTS = 60e6
@@ -97,7 +95,7 @@ class Task:
 
 
 class Model(nn.Module):
-    """All tables into a small dense net; the loss."""
+    """All tables into a small dense net; the loss, as TorchRec's pipelines expect it."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -109,35 +107,30 @@ class Model(nn.Module):
         apply_optimizer_in_backward(task.optimizer, self.bags.parameters(), {"lr": 0.02})
         self.top = nn.Sequential(nn.Linear(sum(dim for _, dim, _ in task.tables), 64), nn.ReLU(), nn.Linear(64, 1))
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return self.top(self.bags(features).values()).sigmoid().mean()
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, tuple[Tensor]]:
+        loss = self.top(self.bags(features).values()).sigmoid().mean()
+        return loss, (loss.detach(),)
 
 
-class Trainee:
-    """A sharded model in training."""
+class DefaultTrainee(Trainee):
+    """A sharded random model in training."""
 
-    def __init__(self, task: Task, planner: EmbeddingShardingPlanner, batches: list[KeyedJaggedTensor]) -> None:
-        self.planner, self._batches = planner, batches
-        self.model = DistributedModelParallel(Model(task), device=torch.device("cpu"), planner=planner)
-        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self._optimizer = torch.optim.SGD(dense.values(), lr=0.01)
+    def __init__(
+        self, task: Task, planner: EmbeddingShardingPlanner, batches: list[KeyedJaggedTensor], node: Node
+    ) -> None:
+        self.planner = planner
+        model = DistributedModelParallel(Model(task), device=node.device, planner=planner)
+        super().__init__(model, batches, node, pipelined=False)
 
     def step_ms(self, steps: int) -> float:
-        """Of each of so many steps, as all ranks have made them."""
-        dist.barrier()
-        start = time.perf_counter()
-        for step in range(steps):
-            self._optimizer.zero_grad()
-            self.model(self._batches[step % BATCHES]).backward()
-            self._optimizer.step()
-        dist.barrier()
-        return round(1e3 * (time.perf_counter() - start) / steps, 3)
+        """Train so many steps; return milliseconds per step of the slowest rank."""
+        return round(max(self.node.gather(self.train(steps, timed=False)[0])), 3)
 
     def told(self) -> dict[str, Any]:
         """Sharding types, and on rank 0 what was predicted, of the plan and of TorchRec's."""
         kinds = Counter(sharding.sharding_type for sharding in self.model.plan.plan["bags"].values())
         predicted: dict[str, float] = {}
-        if isinstance(self.planner, DreamShardPlanner) and dist.get_rank() == 0:
+        if isinstance(self.planner, DreamShardPlanner) and self.node.rank == 0:
             report = self.planner.report()
             predicted = {
                 one.name: round(one.total_ms, 3) for one in (report.chosen, *report.rivals) if one.name in (BASE, OURS)
@@ -145,15 +138,15 @@ class Trainee:
         return {"types": dict(kinds), "predicted_ms": predicted}
 
 
-def measured(task: Task, rank: int) -> dict[str, Any]:
+def measured(task: Task, node: Node) -> dict[str, Any]:
     """Milliseconds of a step under each planner, by rounds."""
-    batches = [task.batch(index, rank) for index in range(BATCHES)]
+    batches = [task.batch(index, node.rank) for index in range(BATCHES)]
     statistics = TableStatistics.from_batches(batches).all_gather()
 
-    def made(planner: Callable[..., EmbeddingShardingPlanner], **more: Any) -> Trainee:
-        world = Topology(dist.get_world_size(), "cpu", local_world_size=dist.get_world_size(), ddr_cap=64 << 30)
+    def made(planner: Callable[..., EmbeddingShardingPlanner], **more: Any) -> DefaultTrainee:
+        world = Topology(node.world_size, "cpu", local_world_size=node.world_size, ddr_cap=64 << 30)
         given = {"topology": world, "batch_size": task.batch_size, "stats": [], "debug": False}
-        return Trainee(task, planner(**given, **more), batches)
+        return DefaultTrainee(task, planner(**given, **more), batches, node)
 
     trainees = {
         BASE: made(EmbeddingShardingPlanner),
@@ -162,9 +155,8 @@ def measured(task: Task, rank: int) -> dict[str, Any]:
     }
     for trainee in trainees.values():
         trainee.step_ms(WARMUP_STEPS)
-    one_ms = torch.tensor(trainees[BASE].step_ms(WARMUP_STEPS))
-    dist.broadcast(one_ms, 0)
-    steps, order = max(3, int(1e3 * BLOCK_SECONDS / float(one_ms))), random.Random(task.seed)
+    one_ms = trainees[BASE].step_ms(WARMUP_STEPS)  # the same on all ranks
+    steps, order = max(3, int(1e3 * BLOCK_SECONDS / one_ms)), random.Random(task.seed)
     step_ms: dict[str, list[float]] = {name: [] for name in trainees}
     for _ in range(ROUNDS):
         for name in order.sample(list(trainees), len(trainees)):
@@ -215,21 +207,18 @@ def main() -> None:
     parser.add_argument("--first-model", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result here")
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    rank, size = local_ranks()
-    dist.init_process_group("gloo")
-    rows = []
-    for seed in range(given.first_model, given.first_model + given.models):
-        rows.append(measured(Task.draw(seed), rank))
-        if rank == 0:
-            print(seed, *(f"{name} {ratio(rows[-1], name):.3f}" for name in (OURS, TOLD)), flush=True)
-    if rank == 0:
+    quiet()
+    with cpu_rank() as node:
+        rows = []
+        for seed in range(given.first_model, given.first_model + given.models):
+            rows.append(measured(Task.draw(seed), node))
+            if node.rank == 0:
+                print(seed, *(f"{name} {ratio(rows[-1], name):.3f}" for name in (OURS, TOLD)), flush=True)
+    if node.rank == 0:
         tell(summary_of(rows), len(rows))
-        write_result(
-            given.json, provenance(torch.device("cpu")), {"ranks": size, "summary": summary_of(rows), "models": rows}
-        )
+        result = {"ranks": node.world_size, "summary": summary_of(rows), "models": rows}
+        write_result(given.json, provenance(torch.device("cpu")), result)
+    gc.collect()  # models hold the group, whose threads must not outlive Python
     dist.destroy_process_group()
 
 

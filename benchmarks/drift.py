@@ -18,12 +18,9 @@ tables that come, staying has each where the plan made afresh has it, and the ot
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import math
 import random
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +29,6 @@ from typing import Any
 import common.fast_kernels  # noqa: F401 (before torch)
 
 # isort: split
-import torch
 from torch import nn
 from torchrec.distributed.planner.types import Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -40,8 +36,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from common.measured_plans import measured_costs
 from common.meta_model import feature_names, meta_collection
-from common.output import append, table_of, wide_console
-from common.provenance import provenance
+from common.output import append, opened, quiet, table_of, wide_console
 from common.tasks import RANKS_PER_HOST
 from default_plans import SHARDERS, drawn
 from dreamshard_planner import DreamShardPlanner, TableStatistics
@@ -251,12 +246,8 @@ def main() -> None:
     parser.add_argument("--measured", type=int, metavar="REPEATS", help="time kernels on this CPU, so often each")
     parser.add_argument("--checkpoint", default="auto", help="that plans are chosen by")
     args = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    if not args.record.exists():
-        append(args.record, provenance(torch.device("cpu")))
-    lines = [line for line in map(json.loads, args.record.read_text().splitlines()) if "task" in line]
+    quiet()
+    lines = [line for line in opened(args.record) if "task" in line]
     done = {line["task"] for line in lines}
     arena = Arena("cpu") if args.measured else None
     for task in tasks(replace(MEASURED if args.measured else PREDICTED, checkpoint=args.checkpoint))[: args.tasks]:

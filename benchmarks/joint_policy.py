@@ -29,9 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +44,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from common.bootstrap import mean_interval
 from common.meta_model import meta_collection
-from common.output import table_of, wide_console
+from common.output import quiet, table_of, wide_console
 from common.provenance import provenance
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
@@ -246,9 +244,7 @@ def main() -> None:
     if args.summary:
         summary(read_rows(args.summary))
         return
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    quiet()
     torch.set_grad_enabled(False)
     trained, untrained = shipped_joint_policy(), JointPolicy(JointPolicyConfig())
     lines, rows = [json.dumps(provenance(torch.device("cpu")))], []

@@ -32,9 +32,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -46,15 +44,15 @@ import common.fast_kernels  # noqa: F401 (before torch)
 import torch
 import torch.distributed as dist
 
-from common.output import named, wide_console, write_result
+from common.output import named, quiet, wide_console, write_result
 from common.provenance import provenance
-from dlrm.node import Node
+from dlrm.node import Node, cpu_rank
 from dreamshard_planner import Checkpoint
 from observed.learned import LEARNED, PLANS, PRIORS, Observed
 from observed.overhead import overhead
 from observed.plans import measure_plans
 from observed.record import Record
-from observed.setting import Setting, cpu_rank
+from observed.setting import Setting
 from observed.summary import OTHERS, summary_of, tell
 
 
@@ -94,8 +92,7 @@ def main() -> None:
         parser.error(
             f"plans of unknown costs, or networks of other costs' names: {sorted(unknown) or sorted(networks)}"
         )
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
+    quiet()
     setting = Setting(**{field.name: getattr(given, field.name) for field in fields(Setting)})
     with cpu_rank() as node:
         record = Record(given.record, asdict(setting) | {"ranks": node.world_size, "networks": sorted(networks)})

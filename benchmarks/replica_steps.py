@@ -23,17 +23,16 @@ import torch.distributed as dist
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim import SGD, Adagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from common.output import table_of, wide_console, write_result
 from common.provenance import provenance
+from dlrm.node import Node
+from dlrm.options import OPTIMIZERS
 from dreamshard_planner import DistributedModelParallel
 from dreamshard_planner.cost.roofline import DENSE_PASSES, dense_ms
 
-OPTIMIZERS = {"sgd": SGD, "rowwise_adagrad": RowWiseAdagrad, "adagrad": Adagrad}
 ROWS = (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
 TABLES, DIM, BATCH, POOLING = 4, 64, 4096, 10
 WARM_UP = 10
@@ -79,9 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
-    dist.init_process_group("nccl")
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
+    device = Node.join().device
     rows: list[dict[str, Any]] = []
     origin = provenance(device) | {"tables": TABLES, "dim": DIM, "batch": BATCH, "pooling": POOLING}
     table = table_of("forward / backward, ms", "tables", "whole", "replicated", "more in the backward", "predicted")

@@ -13,7 +13,6 @@ merit. Planners:
 
     dreamshard         this package, with statistics of the batches
     roofline           the same with costs from bandwidths alone, as where nobody measured the hardware
-    dreamshard_refined, roofline_refined   the same after --refine-seconds of measuring, on all ranks
     torchrec           TorchRec's planner, given the true pooling factors
     torchrec_default   TorchRec's planner without statistics (pooling factor 1), as most users run it
     only_data_parallel, without_data_parallel, ...
@@ -31,7 +30,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import sys
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -42,20 +40,16 @@ import common.fast_kernels  # noqa: F401 (before torch)
 # isort: split
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from common.output import wide_console, write_result
 from dlrm.job import Job
-from dlrm.memory import memory_of_models
 from dlrm.model import scale_tables
 from dlrm.node import Node
 from dlrm.options import Config, argument_parser
-from dlrm.planners import Planned, make_planners, plan_all
-from dlrm.results import Result
+from dlrm.planners import make_planners, plan_all
+from dlrm.results import Result, print_table
 from dlrm.steps import Trainee, train_side_by_side
-from dlrm.summary import print_table
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.measure.hardware import available_bytes
 from dreamshard_planner.measure.ranks import local_ranks
 from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.support.files import check_writable
@@ -94,27 +88,12 @@ def run(config: Config, node: Node) -> Result | None:
     job = Job.of(tables, config, node)
     planners = make_planners(tables, job.batches, config, node)
     planned = plan_all(planners, job.fresh_model, job.sharders, config, node)
-    check_memory(planned, job.bare_model, config, node)
 
     def build(name: str) -> Trainee:
         return job.trainee(planned.plans[name], planned.judge)
 
     ranks = node.gather(train_side_by_side(build, config, node))
     return None if node.rank else Result.of(ranks, planned, scaling, config, node)
-
-
-def check_memory(planned: Planned, bare_model: nn.Module, config: Config, node: Node) -> None:
-    """Tell what all models take, and end where that is more than there is."""
-    known = {name: options for name, options in planned.options.items() if name in config.names}
-    memory = memory_of_models(known, config.copies, bare_model, node.world_size)
-    free_bytes = node.gather(
-        available_bytes(node.device) // (1 if node.device.type == "cuda" else node.local_world_size)
-    )
-    told, fits = node.gather(memory.told(free_bytes))[0]  # plans' options are on the first rank
-    if node.rank == 0:
-        print(told, file=sys.stderr)
-    if not fits:
-        raise SystemExit(1)
 
 
 def tell(result: Result, kind: str) -> None:

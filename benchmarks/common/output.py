@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+
+from common.provenance import provenance
 
 
 def wide_console(columns: int = 120) -> Console:
@@ -39,6 +44,20 @@ def write_result(path: Path | None, *parts: dict[str, Any]) -> None:
 def named(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
     return tuple(name for name in text.split(",") if name)
+
+
+def quiet() -> None:
+    """Use one thread, and hide warnings of libraries that a benchmark's user cannot act on."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+
+def opened(path: Path) -> list[dict[str, Any]]:
+    """Start a record with where it comes from, or continue it: return its lines."""
+    if not path.exists():
+        append(path, provenance(torch.device("cpu")))
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def append(path: Path, line: dict[str, Any]) -> None:

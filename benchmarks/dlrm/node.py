@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import Topology
+
+from dreamshard_planner.measure.ranks import local_ranks
+from dreamshard_planner.measure.timing import pinned, rank_cores
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,11 @@ class Node:
         things: list[Any] = [None] * self.world_size
         dist.all_gather_object(things, thing)
         return things
+
+
+@contextmanager
+def cpu_rank() -> Iterator[Node]:
+    """Join as a rank with one thread, on cores of its own if there are enough."""
+    local_rank, local_world_size = local_ranks()
+    with pinned(1, rank_cores(local_rank, local_world_size)):
+        yield Node.join()

@@ -21,7 +21,6 @@ OURS = {
     "roofline": {"cost_source": "roofline"},
 }
 """Arguments of our planner, by name."""
-REFINED = "_refined"
 OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
 
@@ -38,7 +37,6 @@ class Config:
     max_rows: int = _option(100_000, "scale larger tables down to this many rows")
     dim: int = _option(0, "embedding dim of all tables; 0: the collection's, which must be the same for all")
     planners: str = _option("dreamshard,torchrec,lookup_greedy", "planners, separated by commas")
-    refine_seconds: float = _option(60.0, "of measuring, for the planners that refine")
     copies: int = _option(3, "models per planner")
     steps: int = _option(0, "timed steps of each planner, over all its models; 0: 120 on CPU, 1200 on GPUs")
     block: int = _option(0, "steps of one model before it is another's turn; 0: 2 on CPU, 20 on GPUs")
@@ -52,7 +50,6 @@ class Config:
     checkpoint: str = _option("auto", "of dreamshard")
     processor_time: bool = _option(False, "CPU kernels by what their thread computes: others use this machine as well")
     seed: int = _option(0, "of weights, data, search and order")
-    profile: int = _option(0, "steps more of a model of each planner under torch's profiler: where their time goes")
     observe: str = _option(
         "", "steps more of a model of each planner are observed: file of dreamshard observed and learn"
     )
@@ -62,11 +59,9 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.max_rows, self.copies) < 1:
             raise ValueError(f"rows and copies must be at least 1: {self}")
-        counts = ("dim", "batch_size", "steps", "block", "train_seconds", "count", "profile")
+        counts = ("dim", "batch_size", "steps", "block", "train_seconds", "count")
         if min(getattr(self, name) for name in counts) < 0:
             raise ValueError(f"{', '.join(counts)} must be at least 0: {self}")
-        if not self.refine_seconds > 0:
-            raise ValueError(f"refine_seconds must be above 0, got {self.refine_seconds}")
         if not self.hot > 0 or self.min_partition < 0:
             raise ValueError(f"hot must be above 0 and min_partition at least 0, got {self.hot}, {self.min_partition}")
         if self.optimizer not in OPTIMIZERS:
@@ -76,7 +71,7 @@ class Config:
             raise ValueError(f"sharding types must be some of {', '.join(SHARDING_TYPES)}; got {self.sharding_types!r}")
         if self.size not in ("", *SIZES):
             raise ValueError(f"size must be one of {', '.join(SIZES)}, got {self.size!r}")
-        known = (*OURS, *(name + REFINED for name in OURS), "torchrec", "torchrec_default", *HEURISTICS)
+        known = (*OURS, "torchrec", "torchrec_default", *HEURISTICS)
         known += tuple(before + kind for before in (ONLY, WITHOUT) for kind in self.kinds)
         chosen = self.names
         if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(known):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,9 +19,8 @@ from torchrec.distributed.planner.types import Partitioner, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm.node import Node
-from dlrm.options import ONLY, OURS, REFINED, WITHOUT, Config
+from dlrm.options import ONLY, OURS, WITHOUT, Config
 from dreamshard_planner import Checkpoint, DreamShardPlanner, TableStatistics
-from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.search_space.sharding_types import DP
 from dreamshard_planner.torchrec_components import RulePartitioner
 from dreamshard_planner.workload.tables import Table
@@ -36,8 +34,8 @@ class Planned:
     options: dict[str, list[ShardingOption]]
     """Of each plan, on the first rank."""
     told: dict[str, dict[str, Any]]
-    """Of each plan, on the first rank: how long it took, ranks and splits of tables, what it is predicted to cost, and
-    what a refining planner measured."""
+    """Of each plan, on the first rank: how long it took, ranks and splits of tables, and what it is predicted to
+    cost."""
     judge: DreamShardPlanner
     """Whose cost model predicts all of them."""
 
@@ -55,15 +53,13 @@ def plan_all(
     told: dict[str, dict[str, Any]] = {}
     for name, (planner, options) in planners.items():
         start = time.perf_counter()
-        with processor_time() if config.processor_time else nullcontext():
-            plans[name] = planner.collective_plan(fresh_model(), sharders, dist.group.WORLD)
+        plans[name] = planner.collective_plan(fresh_model(), sharders, dist.group.WORLD)
         if node.rank == 0:
             told[name] = {
                 "plan_seconds": time.perf_counter() - start,
                 "ranks": {option.name: [shard.rank for shard in option.shards] for option in options},
                 "split": {o.name: o.sharding_type for o in options if o.sharding_type != "table_wise"},
                 "predicted": judge.predict(options, name),
-                "measured": planner.report().measured if name.endswith(REFINED) else None,
             }
     return Planned(plans, {name: options for name, (_, options) in planners.items()}, told, judge)
 
@@ -103,11 +99,9 @@ def make_planners(
             "constraints": constraints(config.kinds_of(name), informed=name != "torchrec_default"),
             "callbacks": [lambda plan, options=options: options.extend(plan) or plan],
         }
-        if name in more or name.removesuffix(REFINED) in OURS or name.startswith((ONLY, WITHOUT)):
-            ours = OURS.get(name.removesuffix(REFINED), {}) | {"statistics": statistics, "seed": config.seed}
+        if name in more or name in OURS or name.startswith((ONLY, WITHOUT)):
+            ours = OURS.get(name, {}) | {"statistics": statistics, "seed": config.seed}
             ours |= {"checkpoint": more.get(name, config.checkpoint), "optimizers_attached": True}
-            if name.endswith(REFINED):
-                ours |= {"refine": "measure", "refine_seconds": config.refine_seconds}
             planner = DreamShardPlanner(**common, **ours)
         elif name.startswith("torchrec"):
             planner = EmbeddingShardingPlanner(**common)

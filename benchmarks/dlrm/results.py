@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
+from common.output import table_of
 from common.provenance import provenance
 from dlrm.node import Node
 from dlrm.options import Config
@@ -17,6 +19,8 @@ from dlrm.steps import Trained
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.report import Report, ReportEntry
+
+MAX_SPLITS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,6 @@ class PlannerResult:
     """Sharding type of each table that is not whole."""
     predicted: ReportEntry
     """By DreamShard's cost model, whoever made the plan."""
-    measured: ReportEntry | None
-    """Of a refined plan, by what its planner measured."""
     step_ms: tuple[float, float, float]
     """Lower quartile, median, upper quartile; a block takes as long as on its slowest rank."""
     ratio: tuple[float, float, float]
@@ -48,8 +50,6 @@ class PlannerResult:
     block_ms: tuple[tuple[float, ...], ...]
     """By model, per step."""
     losses: tuple[float, ...]
-    profile: tuple[dict[str, float], ...] = ()
-    """Of each rank, milliseconds per step by kind of work, of some steps under torch's profiler."""
 
     @classmethod
     def of(
@@ -112,11 +112,8 @@ class Result:
         losses_RCN = {name: np.array([trained.losses[name] for trained in ranks]) for name in config.names}
         planners = []
         for name in config.names:
-            told = planned.told[name]
-            if config.profile:
-                told = told | {"profile": tuple(trained.profiles[name] for trained in ranks)}
             losses = losses_RCN[name].mean((0, 1))
-            planners.append(PlannerResult.of(name, times[name], times[base], losses, config, node, told))
+            planners.append(PlannerResult.of(name, times[name], times[base], losses, config, node, planned.told[name]))
         report = planned.judge.report()
         return cls(
             provenance=provenance(node.device),
@@ -178,3 +175,60 @@ def ratio_interval(block_ms_CN: np.ndarray, base_ms_KN: np.ndarray, draws: int =
 
     low, high = np.percentile([resampled() for _ in range(draws)], (2.5, 97.5))
     return float(low), float(np.exp(np.median(logs_CKN, axis=-1).mean())), float(high)
+
+
+def print_table(result: Result, console: Console) -> None:
+    """The result for people."""
+    config = result.config
+    ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
+    title = f"DLRM on {ranks} x {config.batch_size} samples, {result.provenance['hardware']['name']}"
+    headings = ("step ms", "IQR", f"x {result.base}", "95 %", "embedding ms per rank", "samples/s")
+    table = table_of(title, "planner", *headings, "predicted ms", "per rank")
+    for entry in result.planners:
+        embedding = [f + b for f, b in zip(entry.forward_ms, entry.backward_ms, strict=True)]
+        table.add_row(
+            entry.name,
+            f"{entry.step_ms[1]:.1f}",
+            f"{entry.step_ms[0]:.1f}-{entry.step_ms[2]:.1f}",
+            f"{entry.ratio[1]:.3f}",
+            f"{entry.ratio[0]:.3f}-{entry.ratio[2]:.3f}",
+            _per_rank(embedding),
+            f"{entry.samples_per_second:,.0f}",
+            f"{entry.predicted.total_ms:.2f}",
+            _per_rank(entry.predicted.rank_ms),
+        )
+    console.print(result.scaling)
+    console.print(table)
+    blocks = len(result.planners[0].block_ms[0])
+    console.print(
+        f"{config.copies} model(s) per planner, {blocks} blocks of {config.block} steps each, interleaved: medians and "
+        f"quartiles of blocks; x {result.base}: ratio of blocks of one round, and its 95 % interval over models and "
+        f"rounds. Embedding: fused kernels, forward + backward, measured in the steps. Predicted: embedding work and "
+        f"its collectives; cost source: {result.cost_source}. Sharding types allowed: {', '.join(config.kinds)}, in "
+        f"fused kernels; torchrec_default alone has no pooling factors."
+    )
+    for entry in result.planners:
+        if entry.split:
+            shown = list(entry.split.items())[:MAX_SPLITS_SHOWN]
+            split = ", ".join(f"{name} {kind} over ranks {entry.ranks[name]}" for name, kind in shown)
+            more = ", ..." if len(entry.split) > len(shown) else ""
+            console.print(f"{entry.name} splits {len(entry.split)} table(s): {split}{more}")
+    base = next(entry for entry in result.planners if entry.name == result.base)
+    slowest = max(f + b for f, b in zip(base.forward_ms, base.backward_ms, strict=True))
+    console.print(f"Embedding kernels are {slowest / base.step_ms[1]:.0%} of {result.base}'s step on its slower rank.")
+    if result.speed is not None:
+        hour = ", ".join(
+            f"{entry.name} {_per_rank([ms * result.speed for ms in entry.predicted.rank_ms])}"
+            for entry in result.planners
+            if entry.predicted.rank_ms
+        )
+        console.print(
+            f"Speed of the hour: the reference set takes {result.reference_ms:.2f} ms, {result.speed:.2f} times what "
+            f"it took when the checkpoint's kernels were measured. Predicted per rank at that speed: {hour}."
+        )
+    console.print(f"Same training: losses of the models differ by at most {result.loss_difference:.1e}.")
+
+
+def _per_rank(values_ms: Sequence[float], shown: int = 4) -> str:
+    text = " ".join(f"{value:.1f}" for value in values_ms[:shown])
+    return text if len(values_ms) <= shown else f"{text} ... max {max(values_ms):.1f}"

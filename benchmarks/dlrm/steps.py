@@ -10,31 +10,36 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm.kernel_clock import KernelClock
 from dlrm.node import Node
 from dlrm.options import Config
-from dlrm.step_profile import profile_steps
 from dreamshard_planner import DreamShardPlanner, Observation, observe
 from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, processor_time, time_groups
+from dreamshard_planner.observing.hooks import Hooks, kernels_in, lookups_of
 from dreamshard_planner.observing.observation import rank_file
+from dreamshard_planner.observing.recorder import DeviceClock, Step, StepRecorder
 
 WARMUP_STEPS = 3
 OBSERVED_STEPS = 50
+KERNELS = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
+"""The second of data-parallel tables."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,12 @@ class Trained:
     """Of each model: milliseconds per step of its blocks, all of it, and forward and backward of its kernels."""
     losses: dict[str, list[list[float]]]
     """Of each model, by step."""
-    profiles: dict[str, dict[str, float]]
-    """Milliseconds per step by kind of work."""
     reference_ms: float
     """Of the reference set, median over the rounds."""
 
 
 def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: Node) -> Trained:
-    """Build all models and train them, block by block in an order that is shuffled anew each round; then profile one of
-    each planner.
+    """Build all models and train them, block by block in an order that is shuffled anew each round.
 
     Args:
         build: a model of a planner.
@@ -73,17 +75,12 @@ def train_side_by_side(build: Callable[[str], Trainee], config: Config, node: No
     take_turns(trainees, config, node, order, time_machine)
     by_planner = {name: [trainees[name, index] for index in range(config.copies)] for name in config.names}
     losses = {name: [torch.stack(trainee.losses).tolist() for trainee in mine] for name, mine in by_planner.items()}
-    profiles = {
-        name: profile_steps(partial(trainees[name, 0].train, timed=False), config.profile)
-        for name in (config.names if config.profile else ())
-    }
     if config.observe:
         seen = {name: trainees[name, 0].observed(OBSERVED_STEPS) for name in config.names}
         Observation.merge(seen).save(rank_file(Path(config.observe), node.rank))
     return Trained(
         {name: [trainee.blocks for trainee in mine] for name, mine in by_planner.items()},
         losses,
-        profiles,
         float(np.median(reference_ms)),
     )
 
@@ -113,6 +110,36 @@ def time_reference(kernel: FusedKernel, config: Config) -> Samples:
         return time_groups([kernel], repeats=3)[0]
 
 
+class KernelClock:
+    """Times the fused lookup kernels of one rank in a training model: forward, and backward with the optimizer.
+
+    Args:
+        model: sharded.
+        device: of its kernels.
+        processor_time: count the seconds that the CPU's thread computes, instead of those that pass.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, processor_time: bool = False) -> None:
+        self._recorder, self._computed = StepRecorder(DeviceClock(device)), processor_time
+        hooks = Hooks(self._recorder)
+        for kernel in (kernel for *_, lookup in lookups_of(model) for kernel in kernels_in(lookup)):
+            if isinstance(kernel.emb_module, KERNELS):
+                hooks.listen_to_kernel("kernels", kernel.emb_module, lambda *_: None)
+
+    def start(self) -> None:
+        """Time what is called from now on."""
+        self._recorder.current = Step(0)
+
+    def stop(self, steps: int) -> list[float]:
+        """Forward and backward ms per step since the start, over the rank's kernels; the device must be idle."""
+        step, self._recorder.current = self._recorder.current, None
+        sums_ms = {"kernels forward": 0.0, "kernels backward": 0.0}
+        for name, start, end, _ in step.intervals:
+            if name in sums_ms:
+                sums_ms[name] += self._recorder.clock.elapsed_ms(start, end, self._computed)
+        return [total_ms / steps for total_ms in sums_ms.values()]
+
+
 class Trainee:
     """One planner's model in TorchRec's train pipeline."""
 
@@ -127,7 +154,7 @@ class Trainee:
     ) -> None:
         """``processor_time``: of kernels on a CPU; ``planner`` predicts what is observed, by whatever plan the model is
         sharded; without ``pipelined`` its forward pass waits for lookups, so that what they take can be observed."""
-        self._node, self.model, self._planner = node, model, planner
+        self.node, self.model, self._planner = node, model, planner
         self.clock = KernelClock(model, node.device, processor_time)
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.01))
@@ -152,14 +179,14 @@ class Trainee:
         Returns:
             Milliseconds per step that passed, and that this process computed.
         """
-        self._node.synchronize()
+        self.node.synchronize()
         dist.barrier()
         if timed:
             self.clock.start()
         start, computed = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.losses.append(self._pipeline.progress(self._batches)[0])
-        self._node.synchronize()
+        self.node.synchronize()
         step_ms, computed_ms = (
             1e3 * seconds / steps for seconds in (time.perf_counter() - start, time.process_time() - computed)
         )

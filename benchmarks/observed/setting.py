@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dlrm.job import Job
 from dlrm.model import heated, scale_tables
 from dlrm.node import Node
 from dlrm.options import OPTIMIZERS, Config
-from dreamshard_planner.measure.ranks import local_ranks
-from dreamshard_planner.measure.timing import pinned, rank_cores
 from dreamshard_planner.workload.pools import named_pool
 
 LEARNED_FROM, HELD_OUT = 2, 5
@@ -68,11 +64,3 @@ def trains_exactly(kind: str, optimizer: str) -> bool:
     """Whether tables of this sharding type are trained as whole ones: column slices would have row-wise states of their
     own."""
     return not ("column" in kind and optimizer == "rowwise_adagrad")
-
-
-@contextmanager
-def cpu_rank() -> Iterator[Node]:
-    """This process as a rank with one thread, on cores of its own where there are enough."""
-    local_rank, local_world_size = local_ranks()
-    with pinned(1, rank_cores(local_rank, local_world_size)):
-        yield Node.join()
