@@ -31,7 +31,7 @@ from common.provenance import provenance
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
-from dreamshard_planner.devices import GPUS
+from dreamshard_planner.devices import GPUS, driver_name
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.reuse import histogram_of_counts
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, costed_optimizer, workloads_of
@@ -96,6 +96,8 @@ class Setup:
     inferred: bool = False
     """Whether the source leaves out which card it was."""
     amd: bool = False
+    gpu: str | None = None
+    """Name in ``GPUS`` of the card whose multiprocessors it has; None to scale them by bandwidth."""
     without_sort: bool = False
     """Whether only the kernels were timed that update rows, without what comes before them."""
 
@@ -106,7 +108,7 @@ class Setup:
             kernels = replace(kernels, row_ns=0.0)
         if self.without_sort:
             kernels = replace(kernels, backward_launch_ms=KERNELS_ALONE_MS)
-        usual = RooflineCost.of_bandwidths("cuda", gb_per_s * 1e6, 64e6)
+        usual = RooflineCost.of_bandwidths("cuda", gb_per_s * 1e6, 64e6, self.gpu and driver_name(self.gpu))
         return replace(usual, kernels=kernels, cache_bytes=self.l2_mb * 1e6)
 
 
@@ -162,6 +164,10 @@ def published() -> list[Times]:
     return [_times(setup, PUBLISHED_WEIGHT, rows) for setup, rows in by_setup.items()]
 
 
+MULTIPROCESSORS = {"A100": "a100-40", "H100": "h100", "MI350": "b200"}
+"""GPU with the multiprocessors of a published card, by a word of its name; those of MI350 were fitted as a B200's."""
+
+
 def _setup(row: dict) -> Setup:
     return Setup(
         source=row["source"],
@@ -169,6 +175,7 @@ def _setup(row: dict) -> Setup:
         l2_mb=row["l2_mb"],
         inferred=row.get("card_inferred", False),
         amd=row["card"].startswith("AMD"),
+        gpu=next((gpu for word, gpu in MULTIPROCESSORS.items() if word in row["card"]), None),
         without_sort=row.get("without_sort", False),
     )
 
@@ -204,7 +211,7 @@ def _features_SF(row: dict) -> torch.Tensor:
     return feature_matrix(workloads_of(tables, row["batch"]))
 
 
-H100 = Setup("an H100", GPUS["h100"].memory_bytes_per_s / 1e9, GPUS["h100"].l2_bytes / 1e6)
+H100 = Setup("an H100", GPUS["h100"].memory_bytes_per_s / 1e9, GPUS["h100"].l2_bytes / 1e6, gpu="h100")
 """The card that was measured here."""
 
 
