@@ -267,8 +267,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         except BaseException as error:
             self._result = f"the last plan failed, {type(error).__name__}: {error}"
             raise
-        lost = lost_optimizers(self._best_plan or [], loop.session.context.reader, self._topology.compute_device)
-        if lost is not None:
+        for lost in lost_optimizers(self._best_plan or [], loop.session.context.reader, self._topology.compute_device):
             warnings.warn(lost, stacklevel=3)
         return sharding_plan
 
@@ -472,6 +471,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             name: of the entry.
             statistics: of other data than the planner's.
 
+        Warns:
+            UserWarning: the plan takes the in-backward optimizer away from tables; names them.
+
         Raises:
             PlannerError: the plan lacks tables or has unknown ones, or shards without ranks or on impossible ones, or
                 shards that do not cover their table; names them.
@@ -481,7 +483,10 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         model = self._model()
         if statistics is not None:
             model = model.with_statistics(statistics)
-        return ReportEntry.of(name, model.rated(plan).costs)
+        rated = model.rated(plan)
+        for lost in lost_optimizers(rated.options, model.context.reader, self._topology.compute_device):
+            warnings.warn(lost, stacklevel=3)
+        return ReportEntry.of(name, rated.costs)
 
     @neutral()
     def without_ms(self, table: str) -> float:

@@ -100,6 +100,8 @@ def _lookups(
             TableStatistics({**dict(statistics or {}), **dict.fromkeys(unknown, FeatureStatistics(MANY_LOOKUPS))})
         )
         one_ms, ten_ms = (float(each.rated(plan).overall_ms_B[0]) for each in (context, many))
+        # More lookups never take less. A network errs by more than a few lookups take in a nearly empty kernel.
+        ten_ms = max(one_ms, ten_ms)
         figures |= {"one_ms": one_ms, "ten_ms": ten_ms}
         text += f"; with {MANY_LOOKUPS:.0f} this plan would take {ten_ms:.3f} ms instead of {one_ms:.3f}"
         text += ", and another may be better"

@@ -8,8 +8,10 @@ from collections.abc import Container, Sequence
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.problem.reader import OptionReader
+from dreamshard_planner.search_space.kernels import DENSE
 from dreamshard_planner.search_space.legality import inexact
 from dreamshard_planner.search_space.options import fqn_of, type_of
+from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
 
 MAX_NAMED = 5
 
@@ -41,17 +43,27 @@ def costed_optimizers(
     )
 
 
-def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> str | None:
-    """A warning of tables whose in-backward optimizer the plan takes away; None where there are none."""
-    replicated = [option for option in plan if type_of(option).is_replicated and reader.in_backward(option)]
-    lost = [fqn_of(one) for one in replicated if not reader.situation(one, compute_device).replicas_are_updated]
-    if not lost:
-        return None
-    return (
-        f"{_names(lost)}: the plan is data_parallel, which takes the in-backward optimizer away. They are trained only "
-        "by an optimizer of the script's own, over in_backward_optimizer_filter(model.named_parameters()), unless "
-        "attach_optimizers(model) can give it back; or name other types in their ParameterConstraints.sharding_types"
-    )
+def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, compute_device: str) -> tuple[str, ...]:
+    """Return a warning for each way in which the plan takes an in-backward optimizer away from tables."""
+    trained = [option for option in plan if reader.in_backward(option)]
+    replicated = [
+        fqn_of(option)
+        for option in trained
+        if type_of(option).is_replicated and not reader.situation(option, compute_device).replicas_are_updated
+    ]
+    cut = (option for option in trained if not type_of(option).is_replicated)
+    dense = [fqn_of(option) for option in cut if option.compute_kernel == DENSE]
+    warnings = []
+    if replicated:
+        warnings.append(
+            f"{_names(replicated)}: the plan is data_parallel, which takes the in-backward optimizer away. They are "
+            "trained only by an optimizer of the script's own, over "
+            "in_backward_optimizer_filter(model.named_parameters()), unless attach_optimizers(model) can give it back; "
+            "or name other types in their ParameterConstraints.sharding_types"
+        )
+    if dense:
+        warnings.append(f"{_names(dense)}: {DENSE_KERNELS}")
+    return tuple(warnings)
 
 
 def _names(tables: Sequence[str]) -> str:

@@ -92,6 +92,13 @@ def in_backward_arguments(parameter: Tensor, fused_params: Mapping[str, Any] | N
     return arguments
 
 
+DENSE_KERNELS = (
+    "the plan gives them dense kernels, which drop the in-backward optimizer, so the tables are not trained. Call "
+    "apply_optimizer_in_backward before construct_module_sharding_plan, or give compute_kernel='fused'"
+)
+"""Warning of tables that are cut but have a dense kernel, as TorchRec gives those without an in-backward optimizer."""
+
+
 def replicas_follow(parameter: Tensor, fused_params: Mapping[str, Any] | None, module: nn.Module) -> bool:
     """Whether replicas of an unsharded table can be trained by the in-backward optimizer that it was given."""
     return why_not_replicas(in_backward_arguments(parameter, fused_params), parameter.dtype, module) is None

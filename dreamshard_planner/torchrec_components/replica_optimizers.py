@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.search_space.replica_rules import (
     BOUNDS_CHECK,
+    DENSE_KERNELS,
     FUSED_DEFAULTS,
     replica_rule,
     why_not_replicas,
@@ -60,16 +61,21 @@ def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
         The tables' parameters, by the model's names.
 
     Warns:
-        UserWarning: replicas cannot follow the optimizer that a table was given; names the table and the reason. It is
-            left to an optimizer of the script's own.
+        UserWarning: replicas cannot follow the optimizer that a table was given, so it is left to an optimizer of the
+            script's own; or a table that is cut has a dense kernel, which drops the optimizer. Names table and reason.
     """
     attached: list[str] = []
     refused: dict[str, str] = {}
+    dense: list[str] = []
     for path, module in get_unwrapped_module(model).named_modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             for lookup in module._lookups:  # a plain list, and DDP around what is replicated
                 if isinstance(lookup, DistributedDataParallel):
                     attached += [f"{path}.{name}".lstrip(".") for name in _attach(module, lookup, refused)]
+                else:
+                    dense += [f"{path}.{name}".lstrip(".") for name in _without_optimizer(lookup)]
+    if dense:
+        warnings.warn(f"{', '.join(sorted(dense))}: {DENSE_KERNELS}", stacklevel=2)
     if refused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
         warnings.warn(
@@ -78,6 +84,17 @@ def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
             stacklevel=2,
         )
     return tuple(attached)
+
+
+def _without_optimizer(lookup: nn.Module) -> list[str]:
+    """Return the tables of a lookup whose dense kernels drop their in-backward optimizer."""
+    return [
+        table.name
+        for kernel in lookup.modules()
+        if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag)
+        and "optimizer" in (kernel.config.fused_params or {})
+        for table in kernel.config.embedding_tables
+    ]
 
 
 def _attach(

@@ -185,3 +185,13 @@ def test_torchrecs_costs_are_those_of_its_own_lengths(factors: list[float] | Non
     for o in planner.options:
         assert [shard.perf for shard in o.shards] == perfs[o.name, o.sharding_type, o.compute_kernel]
     assert planner.lookups_per_sample() == dict(zip(["t_f0", "t_f1", "u_f0"], expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [10, 1_000_000])
+def test_no_plan_is_said_to_get_cheaper_by_more_lookups(rows: int) -> None:
+    """Of nearly empty kernels, which the network's error exceeds."""
+    module = collection(table("t", rows=rows, dim=4))
+    planner = DreamShardPlanner(topology=topology(), batch_size=16, sharding_types=["table_wise"])
+    planner.plan(module, SHARDERS)
+    (figures,) = [note.figures for note in planner.report().notes if "one_ms" in note.figures]
+    assert figures["ten_ms"] >= figures["one_ms"] > 0
