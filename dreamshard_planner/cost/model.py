@@ -146,7 +146,8 @@ class Cost:
         """What a reader of the cost of this sharding should know."""
         rank_X, part_X = self.problem.laid(sharding)
         latent_ZH = self.group_latents(rank_X, part_X).flatten(0, 1)
-        return self.compute.notes(self.problem.features_PF[part_X.unique()], latent_ZH[latent_ZH[:, 0] > 0])
+        part_Y = part_X[self.latent_PH[part_X, 0] > 0].unique()  # the others' cost is an estimate that they come with
+        return self.compute.notes(self.problem.features_PF[part_Y], latent_ZH[latent_ZH[:, 0] > 0])
 
 
 @dataclass(frozen=True)

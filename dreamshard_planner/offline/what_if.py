@@ -28,7 +28,7 @@ from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
-from dreamshard_planner.search_space.kernels import CACHING, KERNELS
+from dreamshard_planner.search_space.kernels import CACHING, memory_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -105,7 +105,7 @@ class Point:
             max(chosen.rank_ms),
             chosen.collectives_ms,
             fullest=max(filled, default=0.0),
-            outside=sum(not KERNELS[entry.kernel].on_device for entry in found.tables),
+            outside=sum(memory_of(entry.kernel) != "device" for entry in found.tables),
         )
 
 

@@ -24,14 +24,24 @@ from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
-from dreamshard_planner.search_space.enumeration import FastEnumerator, WithLengths, estimate_all, torchrec_estimators
-from dreamshard_planner.search_space.options import by_table, type_of
+from dreamshard_planner.search_space.enumeration import (
+    FastEnumerator,
+    WithLengths,
+    estimate_all,
+    torchrec_estimators,
+    unpriced,
+)
+from dreamshard_planner.search_space.kernels import is_known
+from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
-from dreamshard_planner.support.formatting import size_in_words
+from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.statistics import TableStatistics
+
+NAMED = 5
+"""Tables named in one note."""
 
 
 @dataclass
@@ -87,6 +97,7 @@ class PlanningContext:
         )
         self.compute: ComputeCost = self._costs.compute()
         self.links = self._costs.links()
+        self._priced_by_torchrec: set[tuple[str, str]] = set()
         # Perf and storage.
         self._torchrec: list[ShardEstimator] = []
         if self.sharders is not None:
@@ -98,9 +109,9 @@ class PlanningContext:
 
     def estimate_as_torchrec(self, options: list[ShardingOption]) -> None:
         """Set the perf of every shard by TorchRec's own estimator, in place. Where such estimates are the cost source,
-        options keep those that they come with, which may be a user's."""
-        if self._costs.takes_estimates:
-            options = [option for option in options if any(shard.perf is None for shard, _ in counted(option))]
+        and for unknown kernels, options keep those that they come with, which may be a user's."""
+        estimated = (not self._costs.takes_estimates and is_known(option.compute_kernel) for option in options)
+        options = [option for option, again in zip(options, estimated, strict=True) if again or _lacks_perf(option)]
         estimate_all(self._torchrec[:1], options, self.sharders or ())
 
     def complete(self, options: list[ShardingOption]) -> None:
@@ -163,6 +174,7 @@ class PlanningContext:
         """What a reader of a plan's cost should know of where it came from, and of how its tables were read."""
         return (
             *self._costs.notes(plan, self.reader),
+            *self._price_notes(plan),
             *self._sync_note(plan),
             *noted("table", self.reader.notes(plan)),
         )
@@ -191,8 +203,41 @@ class PlanningContext:
     def read(
         self, options: Sequence[ShardingOption], topology: Topology | None = None, with_storage: bool = True
     ) -> ReadProblem:
-        """The sharding problem of some options; ``topology`` is what the storage reservation left."""
+        """The sharding problem of some options; ``topology`` is what the storage reservation left.
+
+        Raises:
+            PlannerError: nobody prices an option's kernel, or as of :meth:`OptionReader.read`.
+        """
+        self._price(options)
         return self.reader.read(options, topology or self.topology, self.links, with_storage)
+
+    def _price(self, options: Sequence[ShardingOption]) -> None:
+        """Let TorchRec estimate the options of unknown kernels that no estimator has priced."""
+        bare = [option for option in options if not is_known(option.compute_kernel) and _lacks_perf(option)]
+        if bare and not self._torchrec:
+            raise unpriced(bare[0], "its options come without perf")
+        if bare:
+            estimate_all(self._torchrec[:1], bare, self.sharders or ())
+            self._priced_by_torchrec.update((fqn_of(option), option.compute_kernel) for option in bare)
+
+    def _price_notes(self, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
+        """Return a note per unknown kernel and source of its price."""
+        priced: dict[tuple[str, str], list[str]] = {}
+        for option in plan:
+            if not is_known(option.compute_kernel) and not self._costs.takes_estimates:
+                table = fqn_of(option)
+                torchrec = (table, option.compute_kernel) in self._priced_by_torchrec
+                source = "TorchRec's estimator" if torchrec else "the estimates that its options came with"
+                priced.setdefault((option.compute_kernel, source), []).append(table)
+        return tuple(
+            Note(
+                "source",
+                f"{len(tables)} table(s) ({first_of(tables, NAMED)}) use compute kernel {kernel!r}, of which this "
+                f"planner has no costs: their compute is priced by {source}",
+                {"tables": float(len(tables))},
+            )
+            for (kernel, source), tables in sorted(priced.items())
+        )
 
     def cost(self, read: ReadProblem) -> Cost:
         """The cost of its shardings."""
@@ -202,6 +247,10 @@ class PlanningContext:
         """Costs of one plan (B = 1) whose shards have ranks, whatever memory that takes."""
         read = self.read(plan, with_storage=False)
         return self.cost(read).rate(read.sharding(plan))
+
+
+def _lacks_perf(option: ShardingOption) -> bool:
+    return any(shard.perf is None for shard, _ in counted(option))
 
 
 class WithContext:

@@ -68,7 +68,8 @@ class NetworkCosts:
         trained = compute.needed_by(problem.features_PF)
         compute = WithServing.of(trained, RooflineCost.of_topology(self.topology), problem.features_PF)
         sync_ms_P = read.synced_bytes_P * self.sync_ms_per_byte
-        if not bool(read.dense_elements_P.any() or read.ssd_bytes_P.any() or sync_ms_P.any()):
+        extras = (read.dense_elements_P, read.ssd_bytes_P, sync_ms_P, read.is_estimated_P)
+        if not any(bool(extra_P.any()) for extra_P in extras):
             return Cost(problem, compute)
         dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
@@ -76,7 +77,12 @@ class NetworkCosts:
         with_extras = WithExtras(compute)
         # A rank waits for its replicas, and for no other rank of its group.
         extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
-        return Cost(problem, with_extras, with_extras.latents(problem.features_PF, extra_ms_P2))
+        latent_PH = with_extras.latents(problem.features_PF, extra_ms_P2)
+        for part in read.is_estimated_P.nonzero()[:, 0].tolist():
+            perf = read.shard_P[part].perf
+            price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]
+            latent_PH[part] = torch.tensor([0.0] * (latent_PH.shape[1] - 2) + price_ms)
+        return Cost(problem, with_extras, latent_PH)
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""

@@ -30,7 +30,7 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.alike_shards import counted, places_of, ranks_of, set_ranks
-from dreamshard_planner.search_space.kernels import CACHING, FUSED
+from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.legality import Cut
 from dreamshard_planner.search_space.options import by_table, cannot_lie_so, fqn_of, lacks_room, refused, type_of
 from dreamshard_planner.search_space.sharding_types import MISSED_ROWS, SHARDING_TYPES
@@ -208,10 +208,13 @@ class GivenPlans:
         """The option that shards a table so, if it was enumerated."""
         places = [(shard.offset, shard.size) for shard in sharding.shards]
         way = sharding.sharding_type, sharding.kernel, len(places)
-        for choice in choices:
-            if (choice.sharding_type, choice.compute_kernel, choice.num_shards) == way and places_of(choice) == places:
-                return choice
-        return None
+        known = [
+            choice
+            for choice in choices
+            if (choice.sharding_type, choice.compute_kernel, choice.num_shards) == way and places_of(choice) == places
+        ]
+        sized = (choice for choice in known if choice.cache_load_factor == sharding.cache_load_factor)
+        return next(sized, known[0] if known else None)
 
 
 def _check_rows(option: ShardingOption) -> None:
@@ -228,11 +231,12 @@ def _check_rows(option: ShardingOption) -> None:
 
 
 def _is_stale(option: ShardingOption, known: ShardingOption | None) -> bool:
-    """Whether an option's storage is still that of another kernel, or cache size, than the enumerated one has."""
+    """Whether an option's storage is still that of another kernel, or cache size, than the enumerated one has. Options
+    of an unknown kernel may differ in storage alone."""
     if known is None:
         return False
-    same_storage = _storage(option) == _storage(known)
-    return same_storage != (option.cache_load_factor == known.cache_load_factor)
+    same_storage, same_size = _storage(option) == _storage(known), option.cache_load_factor == known.cache_load_factor
+    return same_storage != same_size and (same_storage or is_known(option.compute_kernel))
 
 
 def _storage(option: ShardingOption) -> list[Storage | None]:

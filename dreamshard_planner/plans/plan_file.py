@@ -33,7 +33,7 @@ from pydantic import Field
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.errors import FileError, PlanError
 from dreamshard_planner.plans.report import Predicted, Report, ReportEntry, TableEntry
-from dreamshard_planner.search_space.kernels import KERNELS, sharding_in_words
+from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import (
     STRICT,
@@ -103,8 +103,8 @@ class TableSharding:
     __pydantic_config__: ClassVar = STRICT
     sharding_type: Annotated[str, one_of(SHARDING_TYPES)]
     """TorchRec's name of it."""
-    kernel: Annotated[str, one_of(KERNELS)]
-    """TorchRec's compute kernel: files tell costs, which other kernels have none of."""
+    kernel: Annotated[str, Field(min_length=1)]
+    """TorchRec's compute kernel."""
     shards: tuple[ShardPlace, ...]
     cache_load_factor: Share | None = None
     """Share of the rows that the device's cache holds; None where nobody chose one."""

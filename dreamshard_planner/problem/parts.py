@@ -17,7 +17,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.cost.roofline import DENSE_PASSES
 from dreamshard_planner.search_space.alike_shards import runs_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
-from dreamshard_planner.search_space.kernels import FUSED, KERNELS, fuses_as
+from dreamshard_planner.search_space.kernels import FUSED, fuses_as, is_known, kernel_of
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload
 
@@ -34,6 +34,7 @@ class Parts:
         self.dense_passes: list[float] = []
         self.ssd_bytes: list[float] = []
         self.synced_bytes: list[float] = []
+        self.are_estimated: list[bool] = []
         self.columns: dict[Collective, int] = {}
         """Column of each collective that some part takes part in."""
         self._sent: list[tuple[int, int, float]] = []
@@ -64,7 +65,8 @@ class Parts:
             # Where it is known which ids are looked up, blocks of rows differ by where they lie.
             differ = whole.ids is not None and shard.size[0] < whole.rows
             for first_row in [run.offset(index)[0] for index in range(run.count)] if differ else [shard.offset[0]]:
-                key = (*shard.size, shard.storage if with_storage else None, first_row if differ else None)
+                price = None if is_known(option.compute_kernel) else shard.perf
+                key = (*shard.size, shard.storage if with_storage else None, first_row if differ else None, price)
                 if key not in row_of:
                     # Columns of a quantized table's tensor may be bytes.
                     columns = shard.size[1] * whole.dim // max(1, option.tensor.shape[1])
@@ -87,11 +89,12 @@ class Parts:
         self.shards.append(shard)
         self.fqns.append(fqn_of(option))
         self.groups.append(group)
-        self.dense_elements.append(workload.rows * workload.dim if KERNELS[option.compute_kernel].dense else 0.0)
+        self.dense_elements.append(workload.rows * workload.dim if kernel_of(option.compute_kernel).dense else 0.0)
         self.dense_passes.append(DENSE_PASSES[table.optimizer])
         distinct_bytes = workload.distinct_rows * workload.dim * workload.weight_bytes
         self.ssd_bytes.append(distinct_bytes if workload.memory == "ssd" else 0.0)
         self.synced_bytes.append(_synced_bytes(option, workload))
+        self.are_estimated.append(not is_known(option.compute_kernel))
         for collective, sent in exchanges:
             self._sent.append((row, self.columns.setdefault(collective, len(self.columns)), sent))
         return row
@@ -147,7 +150,7 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
     """What must agree for TorchRec to fuse two shards of a rank into one kernel
     (``torchrec.distributed.embedding_sharding.group_tables``, once per module and sharding type)."""
     tensor = option.tensor
-    key_value = KERNELS[option.compute_kernel].store
+    key_value = kernel_of(option.compute_kernel).store
     return (
         option.path,
         option.dependency,
@@ -162,7 +165,7 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         repr(getattr(tensor, "_optimizer_classes", None)),
         repr(getattr(tensor, "_optimizer_kwargs", None)),
         table.pooled,
-        option.name if fused_params.get("use_one_tbe_per_table") else None,
+        option.name if fused_params.get("use_one_tbe_per_table") or not is_known(option.compute_kernel) else None,
         fused_params.get("output_dtype"),
         tuple(set_fused_params(option, fused_params).values()),
         repr(getattr(option, "key_value_params", None)) if key_value else None,

@@ -35,6 +35,8 @@ class ReadProblem:
     """Bytes of the distinct rows that parts on SSDs read per batch, zero elsewhere."""
     synced_bytes_P: torch.Tensor
     """Bytes of weights and optimizer states that replicas in other sharding groups are averaged with."""
+    is_estimated_P: torch.Tensor
+    """Whether a part's kernel is unknown, so that the perf of its shard is what it costs."""
 
     def assign(self, sharding: Sharding) -> list[ShardingOption]:
         """The chosen options, with the ranks of their shards set."""

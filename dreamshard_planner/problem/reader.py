@@ -33,7 +33,7 @@ from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_posi
 from dreamshard_planner.search_space.constraints import constraint_of
 from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature
 from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
-from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, known_kernels, optimizer_name
+from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
 from dreamshard_planner.search_space.modules import (
     Quantized,
     brings_optimizer,
@@ -114,11 +114,8 @@ class OptionReader:
             with_storage: False before storage is estimated: no memory binds then.
 
         Raises:
-            PlannerError: for options that can't be placed: of an unknown kernel, or pinned where TorchRec would not run
-                them.
+            PlannerError: for options that can't be placed, such as those pinned where TorchRec would not run them.
         """
-        for option in options:
-            known_kernels(fqn_of(option), [option.compute_kernel])
         tables = by_table(options)
         flat = [option for choices in tables.values() for option in choices]
         groups: dict[Any, int] = {}
@@ -165,6 +162,7 @@ class OptionReader:
             dense_passes_P=torch.tensor(parts.dense_passes, dtype=torch.float64),
             ssd_bytes_P=torch.tensor(parts.ssd_bytes, dtype=torch.float64),
             synced_bytes_P=torch.tensor(parts.synced_bytes, dtype=torch.float64),
+            is_estimated_P=torch.tensor(parts.are_estimated, dtype=torch.bool),
         )
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:

@@ -22,13 +22,13 @@ from dreamshard_planner.search_space.kernels import (
     KERNELS,
     KEY_VALUE,
     in_host_memory,
+    is_known,
     serves,
 )
 from dreamshard_planner.search_space.legality import (
     LATE_MEANS,
     MIXED_MEAN,
     is_mean,
-    known_kernels,
     optimizer_name,
     without_mixed_means,
 )
@@ -373,9 +373,9 @@ def _keep_means_apart(
 def _usable_kernels(
     table: ShardableTable, constraint: ParameterConstraints, compute_device: str, has_ssd: bool
 ) -> list[str] | None:
-    """The compute kernels that a table may use: its sharder offers them, the device runs them, their cost is known, and
-    its constraint names them where it names any. None where TorchRec would take the same ones unasked: its statistics
-    list the tables that users constrained.
+    """The compute kernels that a table may use: its sharder offers them, the device runs them, and its constraint names
+    them where it names any. Unnamed, unknown kernels are used where the sharder offers no others. None where TorchRec
+    would take the same ones unasked: its statistics list the tables that users constrained.
 
     Raises:
         PlannerError: there are none; says whether the sharder or the constraint is the reason.
@@ -393,19 +393,21 @@ def _usable_kernels(
         )
     # A sharder of trained tables that offers a kernel of quantized ones, or the other way round, cannot mean it.
     quantized = isinstance(sharder, BaseQuantEmbeddingSharder)
-    known = {kernel for kernel in offered & KERNELS.keys() if serves(kernel) == quantized}
-    if not known:
+    fitting = {kernel for kernel in offered if serves(kernel) == quantized or not is_known(kernel)}
+    if not fitting:
         raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(offered)}: {type(sharder).__name__} offers no "
-            f"others on {compute_device}, and DreamShardPlanner knows the costs of {sorted(KERNELS)}. Plan this module "
-            "with TorchRec's planner."
+            f"others on {compute_device}, and they are for tables that are {'trained' if quantized else 'quantized'}. "
+            "Give the sharder's kernels for its own tables."
         )
     named = constraint.compute_kernels
     if not named:
-        unasked = {kernel for kernel in known if not KERNELS[kernel].store}
-        return None if unasked == told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS} else sorted(unasked)
-    usable = {kernel for kernel in known_kernels(table.fqn, named) if has_ssd or kernel != KEY_VALUE}
-    if not usable & known:
+        unasked = {kernel for kernel in fitting & KERNELS.keys() if not KERNELS[kernel].store}
+        if unasked and unasked == told - {kernel.value for kernel in GUARDED_COMPUTE_KERNELS}:
+            return None
+        return sorted(unasked or fitting)
+    usable = {kernel for kernel in named if has_ssd or kernel != KEY_VALUE}
+    if not usable & fitting:
         why = "" if has_ssd or KEY_VALUE not in named else ", and 'key_value' needs SSDs: give Topology an ssd_cap"
         raise refused(
             f"table {table.fqn!r} may only use compute kernels {sorted(set(named))}, and {type(sharder).__name__} "

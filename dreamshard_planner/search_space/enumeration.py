@@ -20,6 +20,7 @@ from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimator
 from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    PlannerError,
     Shard,
     ShardEstimator,
     ShardingOption,
@@ -29,9 +30,9 @@ from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_n
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
-from dreamshard_planner.search_space.kernels import serves
+from dreamshard_planner.search_space.kernels import KERNELS, is_known, serves
 from dreamshard_planner.search_space.modules import shardable_tables
-from dreamshard_planner.search_space.options import by_table, refused
+from dreamshard_planner.search_space.options import by_table, fqn_of, refused
 from dreamshard_planner.support.torch_state import collector_paused
 
 TableKey = tuple[int, str]
@@ -119,7 +120,8 @@ def _quick(estimator: ShardEstimator) -> ShardEstimator:
 
 
 class TrainedOrServed(ShardEstimator):
-    """One estimator for tables that are trained, another for quantized ones."""
+    """One estimator for tables that are trained, another for quantized ones. Raises PlannerError where the first knows
+    nothing of a kernel that the planner has no costs of."""
 
     def __init__(self, trained: ShardEstimator, served: ShardEstimator) -> None:
         self._trained, self._served = trained, served
@@ -127,9 +129,27 @@ class TrainedOrServed(ShardEstimator):
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the two raise."""
         quantized = [option for option in sharding_options if serves(option.compute_kernel)]
-        self._trained.estimate([o for o in sharding_options if not serves(o.compute_kernel)], *args, **kwargs)
+        trained = [o for o in sharding_options if is_known(o.compute_kernel) and not serves(o.compute_kernel)]
+        self._trained.estimate(trained, *args, **kwargs)
         if quantized:
             self._served.estimate(quantized, *args, **kwargs)
+        for option in sharding_options:
+            if not is_known(option.compute_kernel):
+                try:
+                    self._trained.estimate([option], *args, **kwargs)
+                except (RuntimeError, ValueError) as error:
+                    raise unpriced(
+                        option, f"TorchRec's estimator raised {type(error).__name__}, {str(error).rstrip('.')}"
+                    ) from error
+
+
+def unpriced(option: ShardingOption, why: str) -> PlannerError:
+    """Return the error of an option of an unknown kernel that nobody prices."""
+    return refused(
+        f"table {fqn_of(option)!r} is to use compute kernel {option.compute_kernel!r}, whose cost is unknown: {why}. "
+        "Give the planner an enumerator with an estimator that sets its perf, or allow one of "
+        f"{', '.join(KERNELS)} in the table's ParameterConstraints.compute_kernels."
+    )
 
 
 class WithLengths(ShardEstimator):

@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""FBGEMM's kernels by TorchRec's names, one row each; for others there is no cost. Read everywhere, also before torch
-is imported: this module imports nothing."""
+"""FBGEMM's kernels by TorchRec's names, one row each. Estimates of the options price other kernels, such as
+``customized_kernel``. Read everywhere, also before torch is imported: this module imports nothing."""
 
 from __future__ import annotations
 
@@ -53,9 +53,19 @@ CPU_WEIGHTS = ("float32", "float16")
 SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 
+def is_known(name: str) -> bool:
+    """Whether the planner has costs of a kernel; else the estimates of its options are its price."""
+    return name in KERNELS
+
+
+def kernel_of(name: str) -> Kernel:
+    """Return the row of a kernel. An unknown kernel counts as one in device memory."""
+    return KERNELS.get(name, Kernel("device"))
+
+
 def memory_of(name: str) -> str:
-    """Where a kernel's weights live; the device for kernels of unknown cost, which no plan uses."""
-    return KERNELS[name].memory if name in KERNELS else "device"
+    """Where a kernel's weights live; the device for an unknown kernel."""
+    return kernel_of(name).memory
 
 
 def in_host_memory(name: str) -> bool:
@@ -64,14 +74,16 @@ def in_host_memory(name: str) -> bool:
 
 
 def fuses_as(name: str) -> str:
-    """What TorchRec groups tables by: wherever their weights live, fused kernels are one, and those that serve."""
-    kernel = KERNELS[name]
-    return name if kernel.dense or kernel.store else QUANT if kernel.serves else FUSED
+    """What TorchRec groups tables by: wherever their weights live, fused kernels are one, and those that serve. An
+    unknown kernel is apart from all others."""
+    kernel = kernel_of(name)
+    apart = kernel.dense or kernel.store or not is_known(name)
+    return name if apart else QUANT if kernel.serves else FUSED
 
 
 def serves(name: str) -> bool:
     """Whether a kernel serves quantized tables."""
-    return name in KERNELS and KERNELS[name].serves
+    return kernel_of(name).serves
 
 
 def sharding_in_words(sharding_type: str, kernel: str) -> str:

@@ -5,7 +5,8 @@ by the reasons of :mod:`~dreamshard_planner.search_space.sharding_types`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,9 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
 from dreamshard_planner.search_space.alike_shards import counted, runs_of
-from dreamshard_planner.search_space.kernels import KERNELS
+from dreamshard_planner.search_space.kernels import is_known, kernel_of, serves
 from dreamshard_planner.search_space.modules import Quantized
-from dreamshard_planner.search_space.options import refused, type_of
+from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import MOST_CUDA_COLUMNS, SHARDING_TYPES, Case, Reason
 
 
@@ -107,17 +108,21 @@ class Cut:
     def is_too_wide(self) -> bool:
         """Whether a GPU would train more columns at once than FBGEMM's kernels can."""
         wide = any(shard.size[1] > MOST_CUDA_COLUMNS for shard, _ in counted(self.option))
-        return self.compute_device == "cuda" and wide and not KERNELS[self.kernel].serves
+        return self.compute_device == "cuda" and wide and is_known(self.kernel) and not serves(self.kernel)
 
     @property
     def misses_rows(self) -> bool:
         """Whether some block starts or ends elsewhere than TorchRec's lookup assumes: at multiples of the rows over the
-        blocks, rounded up. The lookups of served and of virtual tables know where each block lies."""
-        kernel = KERNELS[self.kernel]
-        if kernel.serves or kernel.virtual:
-            return False
+        blocks, rounded up. The lookups of served and of virtual tables know where each block lies. Shards that do not
+        add up to the table are placeholders of an enumerator whose user replaces them: TorchRec runs no such shards."""
+        kernel, runs = kernel_of(self.kernel), runs_of(self.option)
         rows, columns = self.option.tensor.shape
-        runs = runs_of(self.option)
+        if (
+            kernel.serves
+            or kernel.virtual
+            or sum(math.prod(run.first.size) * run.count for run in runs) != rows * columns
+        ):
+            return False
         blocks = max(1, self.option.num_shards * runs[0].first.size[1] // columns)
         most, index = -(-rows // blocks), 0
         for run in runs:
@@ -206,19 +211,3 @@ def optimizer_name(parameter: torch.Tensor, fused_params: dict[str, Any] | None)
             except ValueError:
                 return classes[0].__name__.lower()
     return "exact_sgd" if optimizer is None else getattr(optimizer, "name", str(optimizer)).lower()
-
-
-def known_kernels(fqn: str, kernels: Sequence[str]) -> list[str]:
-    """Those among some compute kernels of a table whose cost is known.
-
-    Raises:
-        PlannerError: none is.
-    """
-    known = [kernel for kernel in kernels if kernel in KERNELS]
-    if not known:
-        raise refused(
-            f"table {fqn!r} may only use compute kernels {sorted(set(kernels))}, whose cost "
-            f"DreamShardPlanner does not know; allow one of {sorted(KERNELS)} in its "
-            "ParameterConstraints.compute_kernels."
-        )
-    return known

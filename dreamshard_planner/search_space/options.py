@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 
+from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
 
 
@@ -54,12 +55,16 @@ def by_table(options: Iterable[ShardingOption]) -> dict[str, list[ShardingOption
 
 
 def same_option(one: ShardingOption, other: ShardingOption) -> bool:
-    """Whether two options of one table shard it alike."""
+    """Whether two options of one table shard it alike. Options of an unknown kernel may differ in estimates alone."""
     one_way, other_way = (
         (option.sharding_type, option.compute_kernel, option.cache_load_factor, option.num_shards)
         for option in (one, other)
     )
-    return one_way == other_way
+    if one_way != other_way or is_known(one.compute_kernel):
+        return one_way == other_way
+    return [(shard.perf, shard.storage) for shard in one.shards] == [
+        (shard.perf, shard.storage) for shard in other.shards
+    ]
 
 
 def same_options(plan: Sequence[ShardingOption], other: Sequence[ShardingOption]) -> bool:

@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.search_space.alike_shards import EnumeratedOption, OwnOption
+from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 
 LEAST_HALF = 16
@@ -83,8 +84,11 @@ def narrower_slices(options: Sequence[ShardingOption]) -> list[NarrowSlices]:
 
 
 def may_be_sliced(option: ShardingOption) -> bool:
-    """Whether slices of the option's table may have any width, and lie on any rank."""
+    """Whether slices of the option's table may have any width, and lie on any rank. An estimator prices an unknown
+    kernel as it was enumerated, so that keeps its width."""
     spec, module = type_of(option), option.module[1]
+    if not is_known(option.compute_kernel):
+        return False
     return spec.span == "rank" and spec.splits_columns and not isinstance(module, EmbeddingCollection | nn.EmbeddingBag)
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Which of an enumerator's options are searched: those that constraints allow and whose cost is known, each once."""
+"""Which of an enumerator's options are searched: those that constraints allow and that run, each once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from dreamshard_planner.search_space.alike_shards import counted, is_torchrecs
-from dreamshard_planner.search_space.legality import broken_cut, known_kernels
+from dreamshard_planner.search_space.legality import broken_cut
 from dreamshard_planner.search_space.options import by_table, fqn_of, refused, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import first_of
@@ -46,18 +46,16 @@ def as_constrained(
 
 
 def usable_options(search_space: Sequence[ShardingOption], compute_device: str) -> list[ShardingOption]:
-    """The options whose cost is known and that run, and of several that run alike only one.
+    """The options that run, and of several that run alike only one.
 
     Raises:
         PlannerError: where a table has none, or column widths that one EmbeddingCollection can't mix.
     """
     usable: dict[str, list[ShardingOption]] = {}
     for fqn, options in by_table(search_space).items():
-        kernels = set(known_kernels(fqn, [option.compute_kernel for option in options]))
-        known = [option for option in options if option.compute_kernel in kernels]
-        runs = [option for option in known if broken_cut(option, compute_device) is None]
+        runs = [option for option in options if broken_cut(option, compute_device) is None]
         if not runs:
-            why = "; ".join(sorted({f"{o.sharding_type}: {broken_cut(o, compute_device)}" for o in known}))
+            why = "; ".join(sorted({f"{o.sharding_type}: {broken_cut(o, compute_device)}" for o in options}))
             raise refused(
                 f"table {fqn!r} may only be sharded in ways that TorchRec cannot run ({why}): allow another type in "
                 "its ParameterConstraints.sharding_types, or another kernel in compute_kernels."

@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOpt
 
 from dreamshard_planner.planning.context import WithContext
 from dreamshard_planner.search_space.alike_shards import set_perf
+from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.support.torch_state import neutral
 
 
@@ -25,7 +26,8 @@ class DreamShardEstimator(WithContext, ShardEstimator):
         sharder_map: Mapping[str, object] | None = None,  # TorchRec 1.6
         sharder_data_map: Mapping[str, object] | None = None,  # TorchRec 1.7 and later
     ) -> None:
-        """Set the perf of every shard; raises ``PlannerError`` for options that can't be rated."""
+        """Set the perf of every shard, except of unknown kernels, which keep what prices them. Raises ``PlannerError``
+        for options that can't be rated."""
         if not sharding_options:
             return
         read = self._context.read(sharding_options, with_storage=False)
@@ -41,4 +43,5 @@ class DreamShardEstimator(WithContext, ShardEstimator):
         ]
         for options, choices in zip(read.options, read.problem.tables, strict=True):
             for option, choice in zip(options, choices, strict=True):
-                set_perf(option, [perf_P[part] for part in choice.parts])
+                if is_known(option.compute_kernel):
+                    set_perf(option, [perf_P[part] for part in choice.parts])

@@ -70,8 +70,8 @@ class JointProposer(Proposer):
         self.found: JointPlan | None = None
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a known kernel, or none of a
-        type that the context's constraints leave it."""
+        """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a type that the context's
+        constraints leave it."""
         self._options = self._context.searched_options(search_space)
         self.found, self._pending, self._table_wise, self._best = None, None, None, None
         if all(option.sharding_type == TW for option in self._options):

@@ -27,7 +27,7 @@ class DreamShardPerfModel(WithContext, PerfModel):
         """Costs of one plan (B = 1) whose shards have ranks.
 
         Raises:
-            PlannerError: where it can't be rated: an unknown kernel, tables that depend on others, impossible ranks.
+            PlannerError: where it can't be rated: an unpriced kernel, tables that depend on others, impossible ranks.
         """
         with single_thread():
             return self._context.rated(plan)

@@ -17,7 +17,6 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from dreamshard_planner.search_space.legality import known_kernels
 from dreamshard_planner.search_space.options import by_table, refused
 from dreamshard_planner.search_space.sharding_types import TW
 
@@ -38,7 +37,7 @@ class TableWiseProposer(Proposer):
         self._probes: list[int] = []
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``; raises ``PlannerError`` where a table has no table-wise option of a known kernel."""
+        """See ``Proposer.load``; raises ``PlannerError`` where a table has no table-wise option."""
         self._choices = []
         for fqn, options in by_table(search_space).items():
             table_wise = [o for o in options if o.sharding_type == TW]
@@ -48,8 +47,6 @@ class TableWiseProposer(Proposer):
                     f"{sorted({option.sharding_type for option in options})}, and TableWiseProposer proposes "
                     "table-wise options only"
                 )
-            known = known_kernels(fqn, [option.compute_kernel for option in table_wise])
-            table_wise = [option for option in table_wise if option.compute_kernel in known]
             # TorchRec enumerates kernels in the order of a set: sort, or plans would change with the hash seed.
             table_wise.sort(key=lambda option: (option.total_perf, option.compute_kernel))
             fastest, *slower = table_wise
