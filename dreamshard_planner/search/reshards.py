@@ -244,9 +244,8 @@ class ShardingState(State):
         latent_YDH = torch.cat([latent_ZDH[place_X[:slots]] - gone_KDH, latent_ZDH])
         ms_YD = both_passes(group_cost(latent_YDH)).double()
         spared_ms_KD = ms_YD[slots + place_X[:slots]] - ms_YD[:slots]
-        spared_ms_KD = torch.where(
-            (gone_KDH != 0).any(-1), spared_ms_KD, 0.0
-        )  # where nothing is gone, not even rounding
+        is_gone_KD = (gone_KDH != 0).any(-1)
+        spared_ms_KD = torch.where(is_gone_KD, spared_ms_KD, 0.0)  # where nothing is gone, not even rounding
         group_Q = torch.where(old_K[slot_Q] == new_Q, slot_Q, slots + place_X[slots:])
         device_ms_KD, free_KDM = self.device_ms_D - spared_ms_KD, self.free_DM + gone_KDM
         bytes_KDC = self.bytes_CD.T - gone_KDC

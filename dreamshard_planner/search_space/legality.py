@@ -117,11 +117,8 @@ class Cut:
         add up to the table are placeholders of an enumerator whose user replaces them: TorchRec runs no such shards."""
         kernel, runs = kernel_of(self.kernel), runs_of(self.option)
         rows, columns = self.option.tensor.shape
-        if (
-            kernel.serves
-            or kernel.virtual
-            or sum(math.prod(run.first.size) * run.count for run in runs) != rows * columns
-        ):
+        held = sum(math.prod(run.first.size) * run.count for run in runs)
+        if kernel.serves or kernel.virtual or held != rows * columns:
             return False
         blocks = max(1, self.option.num_shards * runs[0].first.size[1] // columns)
         most, index = -(-rows // blocks), 0
