@@ -6,9 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 
 @dataclass(frozen=True)
 class Card:
@@ -24,6 +21,8 @@ class Card:
 
 def read_card() -> Card | None:
     """Return the GPU that this process uses, or None without one."""
+    import torch  # late: commands read this module for --help
+
     if not torch.cuda.device_count():
         return None
     told = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -35,6 +34,7 @@ def read_card() -> Card | None:
 def compute_device() -> str:
     """Return the kind of device that ranks of the default process group compute on: CPUs if its backend is gloo, which
     also runs on hosts that have GPUs, else the kind that TorchRec takes."""
+    import torch.distributed as dist
     from torchrec.distributed.utils import get_device_type
 
     return "cpu" if dist.get_backend() == "gloo" else get_device_type()
