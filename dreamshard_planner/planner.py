@@ -489,19 +489,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return ReportEntry.of(name, rated.costs)
 
     @neutral()
-    def without_ms(self, table: str) -> float:
-        """Predicted cost of the last plan, in milliseconds, were one of its tables not there.
-
-        Args:
-            table: its fully qualified name, or its own where no other table has that.
-
-        Raises:
-            DreamShardError: there is no plan yet on this rank.
-            PlannerError: it has no such table, or several.
-        """
-        return self._last().without_ms(table)
-
-    @neutral()
     def saved_plan(self, plan: AnyPlan | None = None, name: str = "plan") -> SavedPlan:
         """A plan of the last planned module with all that it was made from, to save, or to compare.
 

@@ -10,7 +10,6 @@ G fused groups, C collectives, H latent channels, M limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -98,9 +97,9 @@ class Cost:
         bytes_BCD = summed(bytes_XC, rank_BX, self.problem.num_ranks).transpose(-1, -2).contiguous()
         return bytes_BCD if self.preload is None else bytes_BCD + self.preload.bytes_CD
 
-    def rate(self, plan: Sharding | Tensor, tables: Iterable[int] | None = None) -> PlacementCosts:
-        """Costs of placements, int64 [B, P], or of one sharding (B = 1), of which ``tables`` may name some tables."""
-        rank_BX, part_X = self.problem.laid(plan, tables)
+    def rate(self, plan: Sharding | Tensor) -> PlacementCosts:
+        """Rate placements, int64 [B, P], or one sharding (B = 1)."""
+        rank_BX, part_X = self.problem.laid(plan)
         laid = torch.atleast_2d(rank_BX), part_X
         cost_BD2 = self.compute.group_cost_ms(self.group_latents(*laid)).sum(-2)
         collective_ms = self.problem.collectives.ms(self.bytes_sent(*laid))

@@ -6,15 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-import torch
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.planning.baseline import BASELINE, WHOLE_BASELINE
 from dreamshard_planner.planning.exact_notes import forced_out_note, left_out_note
-from dreamshard_planner.planning.given_plans import Rated
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
 from dreamshard_planner.planning.placing import Outcome
@@ -25,9 +22,9 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search_space.options import fqn_of, refused
+from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.usable_options import never_run
-from dreamshard_planner.support.formatting import first_of, nearest
+from dreamshard_planner.support.formatting import first_of
 
 
 @dataclass(frozen=True)
@@ -82,21 +79,6 @@ class PlanResult:
         if isinstance(self.told, str):
             raise DreamShardError(f"there is no report: {self.told}")
         return self.told
-
-    @cached_property
-    def _rated(self) -> Rated:
-        return self.model.rated(self.plan)
-
-    @torch.no_grad()
-    def without_ms(self, table: str) -> float:
-        """Predicted cost, were one of the tables not there; PlannerError unless just one has that name."""
-        named = {fqn_of(option) for option in self.plan if table in (fqn_of(option), option.name)}
-        if len(named) != 1:
-            which = f": there are {', '.join(sorted(named))}" if named else nearest(table, map(fqn_of, self.plan))
-            raise refused(f"the plan has {'several tables' if named else 'no table'} {table!r}{which}")
-        rated = self._rated
-        others = [index for index, name in enumerate(rated.read.problem.names) if name not in named]
-        return float(rated.cost.rate(rated.sharding, others).overall_ms_B[0])
 
     def saved(self, name: str) -> SavedPlan:
         """The plan with all that it was made from, and with its report where there is one."""

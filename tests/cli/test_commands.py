@@ -106,8 +106,6 @@ def test_every_command_has_help_with_an_example_that_works(
     if words == ["stats", "parquet"]:
         pytest.importorskip("pyarrow")
         _parquet(folder / "day0.parquet")
-    if words == ["what-if"]:
-        arguments += ["--no-smallest", "--no-worst"]
     if words[0] in ("explain", "what-if"):
         arguments += ["--effort", "quick"]
     done = run(*arguments)
@@ -250,7 +248,7 @@ def test_mistakes_are_one_line_and_status_1(
         (("explain", "--gpus", "2"), "give a plan, or what to plan: --tables, --batch-size missing"),
         (("explain", "plan.json", "--nodes", "2"), "plan.json says what to plan: leave out --nodes"),
         (("what-if", *SMALL, "--vary", "gpus=two"), "two"),
-        (("what-if", *SMALL, "--vary", "sharding-group=0"), "sharding-group=0"),
+        (("what-if", *SMALL, "--vary", "batch-size=0"), "batch-size=0"),
         (("what-if", *SMALL, "--vary", "gpus="), "gpus="),
         (("what-if", "plan.json", "--batch-size", "8"), "leave out --batch-size"),
         (("plan", *SMALL, "--sync-interval", "4"), "--sharding-group"),
@@ -378,7 +376,7 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> 
     for group in (*short["groups"], *long["groups"]):
         group["tables"] = sorted(group["tables"])  # a list of tables has an order of its own
     assert short["memory"] == long["memory"] and {**short, "tables": long["tables"]} == long
-    arguments = (plan, "--effort", "quick", "--vary", "gpus=4", "--no-worst", "--no-smallest", "--format", "json")
+    arguments = (plan, "--effort", "quick", "--vary", "gpus=4", "--format", "json")
     varied = json.loads(run("what-if", *arguments).stdout)
     assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256
     assert varied["sweeps"]["ranks"][0]["ranks"] == 4
@@ -394,7 +392,7 @@ def test_commands_keep_the_effort_of_a_plan_unless_they_are_told_another(tmp_pat
     for plan, given in ((first, ("--effort", "quick")), (again, ())):
         run("replan", plan, "--steps", "9", *given, "--out", again)
         assert SavedPlan.load(again).inputs.settings["effort"] == "quick"
-    run("what-if", again, "--effort", "quick", "--vary", "gpus=1", "--no-worst", "--no-smallest")
+    run("what-if", again, "--effort", "quick", "--vary", "gpus=1")
     assert "fast" in run("plan", *job, "--effort", "fast", status=2).stderr
 
 
@@ -494,7 +492,7 @@ def test_rules_of_the_command_line_are_kept() -> None:
     ranks = {table["name"].partition(".")[2]: table["ranks"] for table in report["tables"]}
     assert ranks["user_id"] == ranks["item_id"] == ranks["city"] == [0] and ranks["country"] == [1]
     assert not set(ranks["brand"]) & set(ranks["category"])
-    arguments = ("what-if", *SMALL, *rules, "--vary", "gpus=1,4", "--no-worst", "--no-smallest", "--format", "json")
+    arguments = ("what-if", *SMALL, *rules, "--vary", "gpus=1,4", "--format", "json")
     fewer, more = json.loads(run(*arguments).stdout)["sweeps"]["ranks"]
     assert "there are ranks 0 to 0" in fewer["reason"] and more["total_ms"] > 0
 
@@ -505,22 +503,21 @@ def test_ranks_that_there_are_not_are_not_lost(folder: Path) -> None:
 
 
 def test_what_if_varies_what_is_asked(folder: Path) -> None:
-    arguments = ("what-if", *SMALL, "--host-memory", "1GB", "--vary", "hbm=1GB", "--no-worst", "--no-smallest")
+    arguments = ("what-if", *SMALL, "--effort", "quick", "--hbm", "12GB", "--host-memory", "1GB")
     document = json.loads(run(*arguments, "--vary", "gpus=1,4", "--format", "json").stdout)
-    assert [point["ranks"] for point in document["sweeps"]["ranks"]] == [1, 4]
-    (tight,) = document["sweeps"]["memory_bytes"]
+    tight, wide = document["sweeps"]["ranks"]
+    assert (tight["ranks"], wide["ranks"]) == (1, 4) and wide["total_ms"] > 0
     assert tight["total_ms"] is None and "do not fit" in tight["reason"]
-    shown = run(*arguments, "--vary", "gpu=h200")
-    assert "does not fit" in shown.stdout and "memory 1.0 GB" in shown.stdout and "gpu h200" in shown.stdout
-    several = ("--vary", "gpus=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--no-worst", "--no-smallest")
-    sweeps = json.loads(run("what-if", *SMALL, *several, "--format", "json").stdout)["sweeps"]
+    shown = run(*arguments, "--vary", "gpus=1", "--vary", "gpu=h200", "--vary", "intra-bandwidth=100GB/s")
+    assert all(words in shown.stdout for words in ("does not fit", "gpu h200", "intra-bandwidth 100.0 GB/s"))
+    several = ("--vary", "gpus=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--effort", "quick", "--format", "json")
+    sweeps = json.loads(run("what-if", *SMALL, *several).stdout)["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     assert values == {"ranks": [1, 4], "hosts": [2]}
     wrong = run("what-if", *SMALL, "--vary", "gpu=h20", status=2).stderr
     assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
-    small = ("--hbm", "8GB", "--reserve", "0", "--vary", "gpus=1", "--no-worst")
-    told = run("what-if", *SMALL, *small).stdout
-    assert "smallest that fits" in told and "smallest without host memory" in told and "in host memory" in told
+    told = run("what-if", *SMALL, "--effort", "quick", "--hbm", "8GB", "--reserve", "0", "--vary", "gpus=1").stdout
+    assert "in host memory" in told
 
 
 def test_drift_and_what_planning_again_gains(folder: Path) -> None:

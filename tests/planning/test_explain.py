@@ -56,14 +56,6 @@ def test_gains_are_those_of_the_plans_that_the_changes_make() -> None:
     assert json.loads(json.dumps(found.to_dict()))["rank"] == found.rank
 
 
-def test_the_cost_without_a_table_is_that_of_the_model_without_it() -> None:
-    one, other = planner(exact_training=False), planner(exact_training=False)
-    one.plan(model(), SHARDERS)
-    other.read(collection(*(table(f"t{i}", 5000 + i, 32) for i in range(8) if i != 2)), SHARDERS)
-    left = [option for option in one.options if option.name != "t2"]
-    assert one.without_ms("t2") == pytest.approx(other.predict(left).total_ms, rel=1e-6)
-
-
 def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains() -> None:
     whole = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     split = whole | {"t2": ParameterConstraints(sharding_types=["table_wise", "column_wise"], min_partition=256)}

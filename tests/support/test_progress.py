@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dreamshard_planner.support import progress
-from dreamshard_planner.support.progress import progress_bar, steps_told, working
+from dreamshard_planner.support.progress import progress_bar, working
 
 
 @pytest.mark.parametrize(("total", "shown"), [(3, "3/3"), (None, "7/?")])
@@ -19,15 +19,6 @@ def test_no_more_is_shown_than_there_is_to_do(
         advance("", 2)
         advance("", 5)
     assert shown in capsys.readouterr().err
-
-
-def test_a_log_has_each_step_as_it_begins_and_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with steps_told("planning") as (begin, tell):
-        begin("gpus 4")
-        assert capsys.readouterr().err == "planning gpus 4 ...\n"
-        tell(f"gpus 4: [1] {'long ' * 40}")
-        assert capsys.readouterr().err == f"gpus 4: [1] {'long ' * 40}\n"  # neither broken nor read as markup
-    assert capsys.readouterr().err == ""
 
 
 def test_a_log_has_what_takes_long_and_nothing_else(
