@@ -3,8 +3,7 @@
 
 Two walks, each one change of a table (or a swap of two) at a time. One starts from what lies now, and takes the change
 that lowers the cost most for each byte it moves; the other one starts from a plan that was made afresh, and undoes what
-loses least for each byte that then stays. Of all plans on the way those are kept than which none is cheaper with as few
-bytes; from some of them a third walk goes on within their bytes, past local optima by simulated annealing.
+loses least for each byte that then stays. Returned is the Pareto front of all plans on the way, by bytes and cost.
 
 Shapes: Q trials, Y changes of theirs, X parts that these put somewhere, D ranks, U units of an option, N positions.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import torch
@@ -30,24 +28,11 @@ from dreamshard_planner.search.states import Change
 
 Received = Callable[[int, int], np.ndarray]
 """Bytes that the ranks of a position would get, int64 [U, N], were a table sharded by this option."""
-BUDGETS = (0.05, 0.2, 1.0)
-"""Shares of the bytes to the fresh plan at which the third walk starts."""
 ROUNDS = 60
 """Of undoing: where more tables differ, a round undoes several."""
-SHARPNESS = (40, 16, 100)
-"""Exponents, in turns, of the mean of the ranks' costs that stands for the slowest one: what is nearly as slow has to
-become faster as well."""
-KICKED = 2
-"""Tables that are back where they were in each other copy that the third walk goes on from."""
-ANNEALED, DRAWS_PER_TABLE, MIXED = 3_000, 10, 3
-"""Trials in which each copy between is annealed, in no more draws than so many for each table, each of changes of so
-many tables."""
-HEATS = (0.01, 0.03, 0.003)
-"""Temperatures at which that begins, in turns, as shares of the cost of the fresh plan."""
-PATIENCE = 12
-"""Copies one after the other, without any gain, after which no more are made."""
-TRIALS = 100_000
-"""Of the third walk within one budget: no further copy is made past them."""
+SHARPNESS = 40
+"""Exponent of the mean of the ranks' costs that stands for the slowest one: nearly as slow ranks have to become faster
+as well."""
 MAX_SWAPS = 400
 """Of one step: those whose units differ most from zero and least from what would level both ranks."""
 
@@ -79,7 +64,7 @@ def few_moves(
         kept: how tables are sharded now, those that may stay so.
         fresh: a feasible sharding, made without a thought of bytes.
         received: bytes that move.
-        limit: of bytes, beside those of :data:`BUDGETS`.
+        limit: of bytes; the first walk is repeated within it.
         effort: multiple of the default's trials.
     """
     walk = _Walk(cost, fresh, kept, received, effort)
@@ -88,17 +73,14 @@ def few_moves(
         walk.restart(descended(cost, start, DEFAULT_JOINT.times(effort), DEFAULT_SEARCH.times(effort)))
         walk.back()
     for start in [*starts, *([] if starts else [walk.sharding])]:
-        walk.restart(start)
-        walk.forward(walk.most_bytes)
-    for most in sorted({*(int(share * walk.most_bytes) for share in BUDGETS), *([] if limit is None else [limit])}):
-        walk.within(most)
+        for most in (walk.most_bytes, *([] if limit is None else [limit])):
+            walk.restart(start)
+            walk.forward(most)
     return walk.front()
 
 
 class _Walk:
     """One sharding that changes, and all that it has been."""
-
-    _sharpness = SHARPNESS[0]
 
     def __init__(
         self, cost: Cost, fresh: Sharding, kept: Sequence[Change], received: Received, effort: float = 1.0
@@ -107,10 +89,8 @@ class _Walk:
         self._cost, self._problem, self._received = cost, cost.problem, received
         self._fresh, self._kept = fresh, {change[0]: change for change in kept}
         self._unit = max(1e-9, cost.overall_ms(fresh))
-        self._trials = 0
         self._known: dict[Change, tuple[np.ndarray, np.ndarray, int]] = {}
         self._seen: dict[Sharding, Waypoint] = {}
-        self._generator = torch.Generator().manual_seed(0)
         self._single_P = cost.single_ms_P.numpy()
         self.restart(fresh)
         self.most_bytes = self._bytes
@@ -147,8 +127,8 @@ class _Walk:
             if not any(taken):
                 return
 
-    def forward(self, limit: int, by_ratio: bool = True) -> None:
-        """Change what lowers the cost most for each byte, or most of all, while that moves no more bytes than that."""
+    def forward(self, limit: int) -> None:
+        """Take the change that lowers the cost most for each byte, while no more bytes than the limit move."""
         for _ in range(portion(4 * self._problem.num_tables, self._effort)):
             trials = list(self._candidates())
             if not trials:
@@ -156,68 +136,11 @@ class _Walk:
             rated, now = self._rated(trials), self._smooth_ms()
             gain_Q = now - rated.smooth_Q
             gain_Q[(gain_Q < 1e-5 * self._unit) | (self._bytes + rated.bytes_Q > limit)] = -torch.inf
-            key_Q = gain_Q / rated.bytes_Q.clamp_min(1) if by_ratio else gain_Q
-            index = int(key_Q.argmax())
-            if not key_Q[index].isfinite():
+            ratio_Q = gain_Q / rated.bytes_Q.clamp_min(1)
+            index = int(ratio_Q.argmax())
+            if not ratio_Q[index].isfinite():
                 return
             self._apply(trials[index])
-
-    def within(self, limit: int) -> None:
-        """Go on from the best with so few bytes, then from copies of it: in some a few tables are back where they were,
-        which leaves bytes for others, and some are annealed."""
-        end, before, copies, fruitless = self._trials + portion(TRIALS, self._effort), None, 0, 0
-        while self._trials < end and fruitless <= portion(PATIENCE, self._effort):
-            front = [point for point in self.front() if point.bytes_moved <= limit]
-            if not front:
-                return
-            fruitless = fruitless + 1 if front[-1] == before else 0
-            before = front[-1]
-            self.restart(before.sharding)
-            self._sharpness = SHARPNESS[copies % len(SHARPNESS)]
-            if copies % 2:
-                self._annealed(limit, HEATS[copies // 2 % len(HEATS)] * self._unit)
-            elif copies:
-                self._kicked()
-            self.forward(limit, by_ratio=copies % 4 > 1)
-            copies += 1
-
-    def _kicked(self) -> None:
-        moved = [change for table, change in self._kept.items() if change != self._now(table)]
-        for index in self._drawn(len(moved), KICKED):
-            self._take([moved[index]])
-
-    def _annealed(self, limit: int, heat_ms: float) -> None:
-        """Time after time draw one of the changes of a few tables, or none, the dearer the less likely, and less so the
-        longer it goes on. Bytes past the limit are dear."""
-        begun, draws, num_tables = self._trials, 0, self._problem.num_tables
-        share = min(1.0, self._effort)  # more effort makes more copies, not longer ones
-        most_trials, most_draws = portion(ANNEALED, share), portion(DRAWS_PER_TABLE * num_tables, share)
-        while (gone := max((self._trials - begun) / most_trials, draws / most_draws)) < 1:
-            draws += 1
-            trials = list(self._changes_of(self._drawn(num_tables, MIXED)))
-            if not trials:
-                return
-            rated = self._rated([[], *trials])
-            past_Q = (self._bytes + rated.bytes_Q - limit).clamp_min(0) / max(1, limit)
-            price_Q = rated.smooth_Q.where(rated.overall_Q.isfinite(), torch.inf) + (1 + 4 * gone) * self._unit * past_Q
-            chance_Q = torch.rand(len(price_Q), generator=self._generator, dtype=torch.float64)
-            drawn = int((price_Q + (1 - gone) * heat_ms * (-chance_Q.log()).log()).argmin())  # Gumbel's trick
-            if drawn:
-                self._apply(trials[drawn - 1])
-
-    def _changes_of(self, tables: Sequence[int]) -> Iterator[list[Change]]:
-        """Other options of the first one, what the fresh plan does with each, what was, units elsewhere, and swaps."""
-        yield from self._resharded(tables[:1])
-        yield from self._to_either(tables)
-        movable = self._movable(tables)
-        yield from self._moved(movable)
-        for (one, unit), (other, its) in combinations(movable, 2):
-            if one != other and self._at(one, unit) != self._at(other, its):
-                yield self._swapped(one, unit, other, its)
-
-    def _drawn(self, count: int, few: int) -> list[int]:
-        """So few of so many, at random."""
-        return torch.randperm(count, generator=self._generator)[:few].tolist()
 
     def _take(self, trial: list[Change]) -> bool:
         """Apply it, if memory still allows that."""
@@ -327,7 +250,6 @@ class _Walk:
 
     def _rated(self, trials: Sequence[Sequence[Change]]) -> _Rated:
         """What the sharding would cost after each of some trials; infinite where memory does not allow it."""
-        self._trials += len(trials)
         changed = []
         for query, trial in enumerate(trials):
             for change in trial:
@@ -343,7 +265,7 @@ class _Walk:
 
     def _smooth(self, device_ms_XD: Tensor) -> Tensor:
         """A mean over ranks, [...], that leans to the slowest."""
-        most_X1, power = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30), self._sharpness
+        most_X1, power = device_ms_XD.amax(-1, keepdim=True).clamp_min(1e-30), SHARPNESS
         return ((device_ms_XD / most_X1) ** power).mean(-1) ** (1 / power) * most_X1[..., 0]
 
     def _laid(self, change: Change) -> tuple[np.ndarray, np.ndarray, int]:

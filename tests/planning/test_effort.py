@@ -24,7 +24,7 @@ from dreamshard_planner.offline.from_plan import job_of
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.policy import joint_network
 from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
-from dreamshard_planner.search import exact, few_moves
+from dreamshard_planner.search import exact
 from dreamshard_planner.search.effort import EFFORTS, portion
 from dreamshard_planner.search.few_moves import _Walk
 from dreamshard_planner.search.group_moves import group_moves
@@ -139,7 +139,6 @@ def test_torchrecs_plan_and_other_proposers_propose_as_often_as_effort_says() ->
 
 
 def test_replanning_tries_as_much_as_effort_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_moves, "TRIALS", 4000)
     before, tried = planned().saved_plan(), []
     rated: Callable[..., Any] = _Walk._rated
     monkeypatch.setattr(_Walk, "_rated", lambda walk, trials: (tried.append(len(trials)), rated(walk, trials))[1])
