@@ -4,10 +4,9 @@
     python benchmarks/moving.py --record benchmarks/results/2026-11-24-moving.json
 
 Two gloo ranks. A model with row-wise Adagrad is trained under TorchRec's plan and saved; then loaded under this
-planner's plan, told pooling factors and to split one table by rows, by ``load_across_plans`` and from a checkpoint that
-``convert`` cut for it. Both go on side by side, step by step in turn. Peaks are of resident memory (VmHWM, reset
-before), over what was resident then: a rank's shards are, and are filled in place; ``convert`` runs in a process
-without any.
+planner's plan, told pooling factors and to split one table by rows, by ``load_across_plans``. Both go on side by side,
+step by step in turn. Peaks are of resident memory (VmHWM, reset before), over what was resident then: a rank's shards
+are, and are filled in place.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import dreamshard_planner as ds
 from common.output import write_result
 from common.provenance import provenance
-from dreamshard_planner.across_plans.convert import convert
 
 ROWS, DIM = (2_400_000, 400_000, 150_000, 50_000), 128
 RANKS, TRAINED, TIMED = 2, 5, 124
@@ -102,16 +100,6 @@ def step(model: nn.Module, batch: Any) -> tuple[float, float]:
     return loss.item(), 1e3 * (time.perf_counter() - start)
 
 
-def converting(folder: str, told: Any) -> None:
-    """In a process of its own."""
-    torch.set_num_threads(1)
-    plan = ds.SavedPlan.load(f"{folder}/new.json")
-    reset_peak()
-    before = resident_mib()
-    convert(f"{folder}/saved", f"{folder}/converted", plan)
-    told.put(resident_mib(peak=True) - before)
-
-
 def rank_main(rank: int, folder: str, batch_size: int, pooling: list[int], split: str, told: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
@@ -128,14 +116,7 @@ def rank_main(rank: int, folder: str, batch_size: int, pooling: list[int], split
     rows = {split: ParameterConstraints(sharding_types=["row_wise"])}
     planner = ds.DreamShardPlanner(batch_size=batch_size, statistics=ds.TableStatistics(features), constraints=rows)
     after, state = job(planner)
-    if rank == 0:
-        planner.save_plan(f"{folder}/new.json")
-        process = mp.get_context("spawn").Process(target=converting, args=(folder, told))
-        process.start()
-        process.join()
-    dist.barrier()
     found: dict[str, Any] = {"shards_mib": shard_mib(state), "load_over_mib": loaded_over_mib(state, f"{folder}/saved")}
-    found["load_converted_over_mib"] = loaded_over_mib(state, f"{folder}/converted")
     steps = []
     for number, batch in zip(range(TIMED), batches, strict=False):
         pair = [step(model, batch) for model in ((before, after) if number % 2 else (after, before))]
@@ -162,7 +143,6 @@ def main() -> None:
     told = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.spawn(rank_main, (folder, arguments.batch_size, pooling, arguments.split, told), RANKS, join=False)
-        convert_mib = told.get()
         of_ranks = [found for _, found in sorted([told.get() for _ in range(RANKS)], key=lambda pair: pair[0])]
         while not ranks.join():
             pass
@@ -173,7 +153,6 @@ def main() -> None:
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     result = {
         "model_mib": sum(ROWS) * DIM * 4 / MIB,
-        "convert_over_mib": convert_mib,
         "ranks": of_ranks,
         "step_ms": {"torchrec": statistics.quantiles(theirs), "ours": statistics.quantiles(ours)},
         "ratio": statistics.quantiles(ratios),

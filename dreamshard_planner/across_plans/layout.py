@@ -31,7 +31,6 @@ _WEIGHT = re.compile(r"(?:(?P<module>.+)\.)?(?:embedding_bags|embeddings)\.(?P<t
 _REMAPPED = re.compile(
     r"(?:(?P<module>.+)\.)?_managed_collision_collection\._managed_collision_modules\.(?P<table>[^.]+)\..+"
 )
-_TOWER = re.compile(r"(?:(?P<module>.+?)\.)?(?:towers\.\d+\.)?embedding")
 _INNER = {
     "_embedding_bag_collection": ("_feature_processors", "_iter"),
     "_embedding_collection": ("_iter",),
@@ -40,14 +39,10 @@ _INNER = {
 """The collection within a module of TorchRec's that plans name in its place, and what such a module has beside it."""
 
 
-def table_names(keys: Collection[str], modules: Container[str] = ()) -> dict[str, str]:
+def table_names(keys: Collection[str]) -> dict[str, str]:
     """Of tables, by their weights among the keys of a state dict, as plans name them: ``ebc.t`` of
     ``ebc.embedding_bags.t.weight``, and of ``ebc._embedding_bag_collection.embedding_bags.t.weight`` where ``ebc`` has
     feature processors.
-
-    Args:
-        modules: of a plan; they alone tell a tower's ``embedding`` from any other module of that name, and feature
-            processors that have no state.
 
     Returns:
         No name twice: tables that would share one keep their weights'.
@@ -57,12 +52,8 @@ def table_names(keys: Collection[str], modules: Container[str] = ()) -> dict[str
     for key, match in ((key, match) for key in keys if (match := _WEIGHT.fullmatch(key))):
         module, table = match["module"] or "", match["table"]
         outer, _, inner = module.rpartition(".")
-        beside = any(_joined(outer, name) in paths for name in _INNER.get(inner, ()))
-        if beside or (inner in _INNER and module not in modules and outer in modules):
+        if any(_joined(outer, name) in paths for name in _INNER.get(inner, ())):
             module = outer
-        tower = _TOWER.fullmatch(module)
-        if tower and module not in modules and (tower["module"] or "") in modules:
-            module = tower["module"] or ""
         names[key] = _joined(module, table)
     count = Counter(names.values())
     return {key: name if count[name] == 1 else key for key, name in names.items()}
@@ -145,10 +136,10 @@ def paths(metadata: Metadata) -> dict[str, KeyPath]:
     return {key: tuple(known.get(key, (key,))) for key in metadata.state_dict_metadata}
 
 
-def saved_tables(metadata: Metadata, modules: Container[str] = ()) -> dict[str, SavedTable]:
-    """By the name of their weights in the model's state dict; ``modules`` as for :func:`table_names`."""
+def saved_tables(metadata: Metadata) -> dict[str, SavedTable]:
+    """Return tables by the name of their weights in the model's state dict."""
     where = paths(metadata)
-    names = table_names([str(path[-1]) for path in where.values()], modules)
+    names = table_names([str(path[-1]) for path in where.values()])
     found: dict[str, SavedTable] = {}
     for key, entry in metadata.state_dict_metadata.items():
         weight = str(where[key][-1])

@@ -65,7 +65,8 @@ def load_across_plans(
         path: folder of a checkpoint, made by this package or by plain ``torch.distributed.checkpoint``.
         added: tables, as ``ebc.t`` or ``t``, that the checkpoint may lack, and keys of what else it may: they stay as
             they are.
-        dropped: tables that the checkpoint has and the model may lack, and keys of what else, or what begins them.
+        dropped: tables that the checkpoint has and the model may lack, and keys of what else, or what begins them. A
+            table that is named in ``added`` too starts anew: it stays as it is.
         fresh: tables whose optimizer states may stay as they are where no rule makes them of what the checkpoint has.
 
     Raises:
@@ -158,7 +159,7 @@ class AcrossPlansLoadPlanner(FillingPlanner):
     def _same_key_reads(self, key: str, value: Any, path: KeyPath) -> list[Read]:
         entry = self.metadata.state_dict_metadata.get(key)
         table, remapped = self._names.get(str(path[-1])), remapped_table(str(path[-1]))
-        if entry is None and (key in self._added or self._is_new(table or remapped)):
+        if self._is_new(table or remapped) or (entry is None and key in self._added):
             return []
         what = f"table {table}" if table else key
         if entry is None:
@@ -178,20 +179,21 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         ]
 
     def _is_new(self, table: str | None) -> bool:
-        """Whether the checkpoint may lack all of a table, and does."""
-        saved = {saved.name for saved in self._saved.values()}
-        return table is not None and table not in saved and is_named(table, self._added)
+        """Return whether a table is new: named as added, and absent from the checkpoint or dropped from it."""
+        if table is None or not is_named(table, self._added):
+            return False
+        return is_named(table, self._dropped) or table not in {saved.name for saved in self._saved.values()}
 
     def _state_reads(self, key: str, value: Tensor, weight: str, name: str) -> list[Read]:
         table, named = self._saved.get(weight), self._names[weight]
-        if table is None:
+        if table is None or self._is_new(named):
             return []  # its weights say so
         try:
             if name not in table.states:
                 if name == STEP_COUNT and needs_no_step_count(self._states[weight]):
                     return []
                 raise RefusedError(f"not in the checkpoint, which has of it: {', '.join(table.states) or 'no state'}")
-            shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets)
+            shards = sorted(enumerate(_create_chunk_list(value)), key=lambda numbered: numbered[1].offsets[::-1])
             weights = _create_chunk_list(self.state_dict[self._weights[weight]])
             weights.sort(key=lambda found: (found.offsets[1], found.offsets[0]))
             if len(shards) != len(weights):
@@ -211,7 +213,8 @@ class AcrossPlansLoadPlanner(FillingPlanner):
         saved = {state for path in paths(self.metadata).values() if (state := state_of(path, self._saved))}
         for weight, name in sorted(saved - asked):
             table, uncounted = self._names[weight], needs_no_step_count(self._saved[weight].states.keys())
-            if weight not in weights or is_named(table, self._fresh) or (name == STEP_COUNT and uncounted):
+            anew = is_named(table, self._fresh) or self._is_new(table)
+            if weight not in weights or anew or (name == STEP_COUNT and uncounted):
                 continue
             yield (
                 f"table {table}, state {name}: in the checkpoint, not in the state dict; its optimizer belongs there "

@@ -65,7 +65,7 @@ def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: I
 
     Args:
         key: of a buffer of theirs.
-        here: row blocks, of this rank or of all.
+        here: row blocks of this rank.
 
     Raises:
         RefusedError: not all of them were row blocks when the buffer was saved.
@@ -78,7 +78,7 @@ def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: I
         raise RefusedError(
             f"table {table}: {key} maps ids to rows in each row block by itself, which were rows {saved} in the "
             f"checkpoint and are {own} here; keep the table's sharding type and number of ranks, or start it anew: "
-            "name it as dropped and added where you convert, as added where you load"
+            f"pass dropped=[{table!r}] and added=[{table!r}]"
         )
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Checkpoints cut for other plans without ranks: every value where it belongs, whole or not at all, in little memory.
+"""Checkpoints load under other cuts: every value where it belongs, whole or not at all, in little memory.
 
 ``tests/distributed/test_moved_training.py`` trains on what comes out.
 
@@ -13,60 +13,66 @@ import os
 import pickle
 import resource
 import signal
-import tempfile
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from typer.testing import CliRunner
 
-from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
+from dreamshard_planner import CheckpointError, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans import reading, reads, saving
-from dreamshard_planner.across_plans.convert import convert, describe
+from dreamshard_planner.across_plans.describing import describe
 from dreamshard_planner.across_plans.reading import BoundedReader
 from dreamshard_planner.cli import app
 from dreamshard_planner.errors import FileError
-from dreamshard_planner.plans.plan_file import ShardPlace, TableSharding
 from tests.faults import ended, start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 ROWS, DIM = 12, 16
 WEIGHT = "ebc.embedding_bags.t.weight"
-WHOLE = ((0, 0, 0, ROWS, DIM),)
+WHOLE = ((0, 0, ROWS, DIM),)
 
 
-@cache
-def base_plan(rows: int) -> SavedPlan:
-    """Of one table, whole."""
-    config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=DIM, feature_names=["f"])
-    model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config], device=torch.device("meta"))})
-    planner = DreamShardPlanner(topology=Topology(4, "cpu"), batch_size=8, stats=[], debug=False)
-    planner.plan(model, [EmbeddingBagCollectionSharder()])
-    with tempfile.TemporaryDirectory() as folder:
-        planner.save_plan(Path(folder) / "plan.json")
-        return SavedPlan.load(Path(folder) / "plan.json")
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone, which sharded tensors need."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-def plan_of(path: Path, *shards: tuple[int, int, int, int, int], rows: int = ROWS) -> SavedPlan:
-    """Rank, first row, first column, rows and columns of each shard."""
-    places = tuple(ShardPlace(rank, (row, column), (r, c)) for rank, row, column, r, c in shards)
-    plan = replace(base_plan(rows), sharding={"ebc": {"t": TableSharding("column_wise", "fused", places)}})
-    plan.save(path)
-    return SavedPlan.load(path)
+def sharded(size: tuple[int, ...], places: list[tuple[list[int], list[int]]]) -> ShardedTensor:
+    """Zeros in shards of these offsets and sizes."""
+    shards = [Shard(torch.zeros(sizes), ShardMetadata(at, sizes, "rank:0/cpu")) for at, sizes in places]
+    return ShardedTensor._init_from_local_shards(shards, *size)
+
+
+def fused(cut: Any, per_row: tuple[str, ...] = (), like_weights: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A state dict as TorchRec's, of a table in shards: first row, first column, rows and columns of each."""
+    columns = sorted({column for _, column, _, _ in cut})
+    places = [([row, column], [rows, width]) for row, column, rows, width in cut]
+    rows_of_slices = [([columns.index(column) * ROWS + row], [rows]) for row, column, rows, _ in cut]
+    states = {f"t.{name}": sharded((ROWS * len(columns),), rows_of_slices) for name in per_row}
+    states |= {f"t.{name}": sharded((ROWS, DIM), places) for name in like_weights}
+    return {"model": {WEIGHT: sharded((ROWS, DIM), places)}, "optimizer": {"state": {WEIGHT: states}}}
+
+
+def shards_of(state: dict[str, Any], name: str) -> list[Tensor]:
+    return [shard.tensor for shard in state["optimizer"]["state"][WEIGHT][f"t.{name}"].local_shards()]
 
 
 def states_of(optimizer: str, weight_RD: Tensor) -> dict[str, Tensor]:
@@ -97,19 +103,21 @@ def zeros_like(state: Any) -> Any:
     return torch.zeros_like(state) if isinstance(state, Tensor) else 0
 
 
-def cuts(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
+def cuts(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     widths = draw(st.sampled_from([(16,), (8, 8), (4, 12), (4, 4, 4, 4), (8, 4, 4)]))
-    blocks = draw(st.sampled_from([(12,), (6, 6), (5, 5, 2), (12, 0)]))
-    shards, column = [], 0
-    for width in widths:
-        row = 0
-        for block in blocks:
-            shards.append((draw(st.integers(0, 3)), row, column, block, width))
-            row += block
-        column += width
-    return shards
+    blocks = draw(st.sampled_from([(12,), (6, 6), (5, 5, 2)]))
+    return [
+        (row, column, block, width)
+        for width, column in zip(widths, accumulate(widths, initial=0), strict=False)
+        for block, row in zip(blocks, accumulate(blocks, initial=0), strict=False)
+    ]
 
 
+PER_ROW = {"row_wise_adagrad": ("momentum1",)}
+LIKE_WEIGHTS = {"adagrad": ("momentum1",), "adam": ("momentum1", "exp_avg_sq")}
+
+
+@pytest.mark.usefixtures("group")
 @given(
     first=st.composite(cuts)(),
     second=st.composite(cuts)(),
@@ -119,68 +127,40 @@ def cuts(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
 def test_cut_and_joined_again_a_checkpoint_is_what_it_was(
     first: Any, second: Any, optimizer: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("cuts")
+    """Sharded, nothing counts steps."""
+    folder, fresh = tmp_path_factory.mktemp("cuts"), ["t"] if optimizer == "adam" else []
     state = saved(folder / "0", optimizer)
-    for number, shards in enumerate((first, second, WHOLE)):
-        convert(folder / str(number), folder / str(number + 1), plan_of(folder / "plan.json", *shards))
+    for number, cut in enumerate((first, second)):
+        found = fused(cut, PER_ROW.get(optimizer, ()), LIKE_WEIGHTS.get(optimizer, ()))
+        found["model"]["top.bias"], found["epoch"] = torch.zeros(5), 0
+        load_across_plans(found, folder / str(number), fresh=fresh)
+        save_across_plans(found, folder / str(number + 1))
     found = zeros_like(state)
-    load_across_plans(found, folder / "3")
-    if optimizer != "adam":  # a fused Adagrad counts no steps
-        own = found["optimizer"]["state"][f"dense.{WEIGHT}"]
-        own["step"] = state["optimizer"]["state"][f"dense.{WEIGHT}"]["step"]
+    load_across_plans(found, folder / "2", fresh=fresh)
+    for of in (found, state):
+        del of["optimizer"]["state"][f"dense.{WEIGHT}"]["step"]
     torch.testing.assert_close(found, state)
 
 
+@pytest.mark.usefixtures("group")
 def test_slices_join_by_width_and_take_what_they_cover(tmp_path: Path) -> None:
-    saved(tmp_path / "whole")
-    slices = [(0, 0, 0, ROWS, 4), (1, 0, 4, ROWS, 12)]
-    convert(tmp_path / "whole", tmp_path / "cut", plan_of(tmp_path / "plan.json", *slices))
-    key = f"optimizer.state.{WEIGHT}.t.momentum1"
-    nested = {
-        "model": {WEIGHT: torch.zeros(ROWS, DIM)},
-        "optimizer": {"state": {WEIGHT: {"t.momentum1": torch.zeros(2 * ROWS)}}},
-    }
-    dcp.load(nested, checkpoint_id=tmp_path / "cut", no_dist=True)
-    first, second = torch.rand(ROWS), torch.rand(ROWS)
-    nested["optimizer"]["state"][WEIGHT]["t.momentum1"] = torch.cat([first, second])
-    assert key in BoundedReader(tmp_path / "cut").read_metadata().state_dict_metadata
-    # as two ranks save it: chunks of weights say how columns were cut
-    save_as_cut(nested, slices, tmp_path / "trained")
-    for number, (shards, expected) in enumerate(
-        (
-            (WHOLE, [(4 * first + 12 * second) / 16]),
-            ([(0, 0, 0, ROWS, 4), (0, 0, 4, ROWS, 8), (0, 0, 12, ROWS, 4)], [first, second, second]),
-            ([(0, 0, 0, ROWS, 8), (0, 0, 8, ROWS, 8)], [(first + second) / 2, second]),
-        )
+    """``prev_iter`` is the same in every slice, and no mean of integers may round it."""
+    names = ("momentum1", "prev_iter")
+    state = fused(((0, 0, ROWS, 4), (0, 4, ROWS, 12)), names)
+    for shard in (*shards_of(state, "momentum1"), shards_of(state, "prev_iter")[0]):
+        shard.uniform_()
+    shards_of(state, "prev_iter")[1].copy_(shards_of(state, "prev_iter")[0])
+    save_across_plans(state, tmp_path / "trained")
+    first, second = shards_of(state, "momentum1")
+    for cut, expected in (
+        (WHOLE, [(4 * first + 12 * second) / 16]),
+        (((0, 0, ROWS, 4), (0, 4, ROWS, 8), (0, 12, ROWS, 4)), [first, second, second]),
+        (((0, 0, ROWS, 8), (0, 8, ROWS, 8)), [(first + second) / 2, second]),
     ):
-        convert(tmp_path / "trained", tmp_path / str(number), plan_of(tmp_path / "plan.json", *shards))
-        found = {"optimizer": {"state": {WEIGHT: {"t.momentum1": torch.zeros(ROWS * len(expected))}}}}
-        dcp.load(found, checkpoint_id=tmp_path / str(number), no_dist=True)
-        torch.testing.assert_close(found["optimizer"]["state"][WEIGHT]["t.momentum1"], torch.cat(expected))
-
-
-def save_as_cut(state: dict[str, Any], shards: list[tuple[int, int, int, int, int]], path: Path) -> None:
-    """Plain tensors, with weights written in the chunks of these shards."""
-
-    class Planner(saving.PiecesSavePlanner):
-        def _pieces(self, item: Any) -> list[Any]:
-            if item.index.fqn != f"model.{WEIGHT}":
-                return [item]
-            result = []
-            for _, row, column, rows, columns in shards:
-                part = reads.rectangle((row, column), (rows, columns))
-                index = dcp.metadata.MetadataIndex(item.index.fqn, part.offsets)
-                data = replace(item.tensor_data, chunk=part)
-                result.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data))
-            return result
-
-        def lookup_object(self, index: Any) -> Any:
-            for _, row, column, rows, columns in shards if index.fqn == f"model.{WEIGHT}" else ():
-                if tuple(index.offset) == (row, column):
-                    return self.state_dict[index.fqn][row : row + rows, column : column + columns]
-            return super().lookup_object(index)
-
-    dcp.save(state, checkpoint_id=path, planner=Planner(), no_dist=True)
+        found = fused(cut, names)
+        load_across_plans(found, tmp_path / "trained")
+        torch.testing.assert_close(shards_of(found, "momentum1"), expected)
+        assert all(torch.equal(shard, shards_of(state, "prev_iter")[0]) for shard in shards_of(found, "prev_iter"))
 
 
 def test_steps_of_adam_are_not_invented(tmp_path: Path) -> None:
@@ -207,9 +187,8 @@ def test_states_that_are_no_tensors_are_carried_as_they_are(tmp_path: Path) -> N
     load_across_plans(loaded, tmp_path / "plain")
     assert loaded["optimizer"]["state"][f"dense.{WEIGHT}"]["step"] == 7
     assert torch.equal(loaded["optimizer"]["state"][f"dense.{WEIGHT}"]["sum"], states["sum"])
-    convert(tmp_path / "plain", tmp_path / "cut", plan_of(tmp_path / "plan.json", *WHOLE))
-    told = describe(tmp_path / "cut")
-    assert told["tables"]["ebc.t"]["states"] == {"momentum1": [ROWS]}
+    told = describe(tmp_path / "plain")
+    assert told["tables"]["ebc.t"]["states"] == {"momentum1": [ROWS, 1]}
     assert told["others"] == [f"optimizer.state.dense.{WEIGHT}.step"]
 
 
@@ -256,48 +235,40 @@ def test_states_of_tables_that_are_no_tensors_are_not_passed_over(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"table ebc.t, state iter: in the checkpoint, not in the state dict"):
         load_across_plans(asked, tmp_path / "saved")
     load_across_plans(asked, tmp_path / "saved", fresh=["t"])
-    other = plan_of(tmp_path / "plan.json", *WHOLE)
-    tables = {"u": other.sharding["ebc"]["t"]}
-    inputs = replace(other.inputs, tables={"ebc.u": other.inputs.tables["ebc.t"]})
-    other = replace(other, inputs=inputs, alone_ms={}, sharding={"ebc": tables})
-    convert(tmp_path / "saved", tmp_path / "cut", other, dropped=["t"], added=["u"])
-    assert describe(tmp_path / "cut")["others"] == []
 
 
-@pytest.mark.parametrize("what", ["convert", "save"])
-def test_a_folder_that_cannot_be_written_is_named(what: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / "file").write_text("")
-    state, plan = saved(tmp_path / "saved", rows=3000), plan_of(tmp_path / "plan.json", (0, 0, 0, 3000, DIM), rows=3000)
+    state = {"model": {WEIGHT: torch.zeros(3000, DIM)}}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     request.addfinalizer(partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     for target, why in ((tmp_path / "file/new", "Not a directory"), (tmp_path / "full", "File too large")):
         with pytest.raises(FileError, match=f"{target}: cannot be written: {why}"):
-            convert(tmp_path / "saved", target, plan) if what == "convert" else save_across_plans(state, target)
+            save_across_plans(state, target)
         assert not target.exists()
 
 
-def test_tables_come_and_states_start_anew_by_consent(tmp_path: Path) -> None:
-    """A state of a value per row for which there is no rule, and a table that the plan alone has."""
+@pytest.mark.usefixtures("group")
+def test_states_without_a_rule_and_tables_start_anew_by_consent(tmp_path: Path) -> None:
+    """Nothing says what other column slices make of a state of one value per row."""
     state = {"model": {WEIGHT: torch.randn(ROWS, DIM)}, "optimizer": {"state": {WEIGHT: {"t.odd": torch.rand(ROWS)}}}}
     save_across_plans(state, tmp_path / "saved")
-    halves = plan_of(tmp_path / "plan.json", (0, 0, 0, ROWS, 8), (1, 0, 8, ROWS, 8))
-    tables = {**halves.sharding["ebc"], "new": halves.sharding["ebc"]["t"]}
-    inputs = replace(halves.inputs, tables={**halves.inputs.tables, "ebc.new": halves.inputs.tables["ebc.t"]})
-    plan = replace(halves, inputs=inputs, alone_ms={**halves.alone_ms, "ebc.new": 1.0}, sharding={"ebc": tables})
     for consent, told in (
-        ({}, "table ebc.new: in .*, not in the checkpoint; if it is new, name it as added"),
-        ({"added": ["new"]}, "table ebc.t: state odd: .*no rule.*; or name the table as fresh"),
-        ({"added": ["new"], "fresh": ["ebc.tt"]}, "'ebc.tt' .did you mean 'ebc.t'"),
+        ({}, r"table ebc.t, state odd: .*no rule.*; or pass fresh=\['ebc.t'\]"),
+        ({"fresh": ["ebc.tt"]}, "'ebc.tt' .did you mean 'ebc.t'"),
+        ({"added": ["t"]}, "state odd: .*no rule"),
     ):
         with pytest.raises(CheckpointError, match=told):
-            convert(tmp_path / "saved", tmp_path / "cut", plan, **consent)
-    convert(tmp_path / "saved", tmp_path / "cut", plan, added=["ebc.new"], fresh=["t"])
-    told = describe(tmp_path / "cut")["tables"]
-    assert list(told) == ["ebc.t"] and told["ebc.t"]["states"] == {} and told["ebc.t"]["column_slices"] == [8, 8]
-    loaded = {"model": zeros_like(state)["model"]}
-    load_across_plans(loaded, tmp_path / "cut")
-    assert torch.equal(loaded["model"][WEIGHT], state["model"][WEIGHT])
+            load_across_plans(fused(((0, 0, ROWS, 8), (0, 8, ROWS, 8)), ("odd",)), tmp_path / "saved", **consent)
+    for consent, carried in (({"fresh": ["t"]}, True), ({"added": ["t"], "dropped": ["ebc.t"]}, False)):
+        found = fused(((0, 0, ROWS, 8), (0, 8, ROWS, 8)), ("odd",))
+        load_across_plans(found, tmp_path / "saved", **consent)
+        assert not any(shard.any() for shard in shards_of(found, "odd"))
+        whole_RD = torch.cat([shard.tensor for shard in found["model"][WEIGHT].local_shards()], dim=1)
+        assert torch.equal(whole_RD, state["model"][WEIGHT] * carried)
+    without = {"model": fused(WHOLE)["model"], "optimizer": {"state": {}}}
+    load_across_plans(without, tmp_path / "saved", added=["t"], dropped=["t"])
 
 
 def test_large_shards_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,26 +290,26 @@ def test_large_shards_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch
 PIECE_BYTES = 4 << 20
 
 
-def _peak_bytes(folder: Path, plans: list[SavedPlan]) -> None:
-    """Of converting the second, when all that has to be imported was, for the first."""
+def _peak_bytes(folder: Path, sizes: list[int]) -> None:
+    """Write the peak of loading the last table. Everything that has to be imported is, for the first."""
     reads.PIECE_BYTES = reading.PIECE_BYTES = PIECE_BYTES
-    for number, plan in enumerate(plans):
+    for rows in sizes:
+        state = {"model": {WEIGHT: torch.ones(rows, DIM)}}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        convert(folder / f"saved{number}", folder / f"converted{number}", plan)
+        load_across_plans(state, folder / str(rows), dropped=["model.top"])
     (folder / "peak").write_text(str((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
 
 
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
-    plans = []
-    for number, rows in enumerate((300_000, 1_200_000)):  # the larger of 73 MiB
-        saved(tmp_path / f"saved{number}", rows=rows)
-        plans.append(plan_of(tmp_path / "plan.json", (0, 0, 0, rows, 8), (1, 0, 8, rows, 8), rows=rows))
-    assert ended(start(_peak_bytes, tmp_path, plans)) == [0]
+    sizes = [300_000, 1_200_000]  # the larger of 73 MiB
+    for rows in sizes:
+        saved(tmp_path / str(rows), rows=rows)
+    assert ended(start(_peak_bytes, tmp_path, sizes)) == [0]
     # A few pieces, and what the allocator keeps.
     assert int((tmp_path / "peak").read_text()) < 12 * PIECE_BYTES
 
 
-def _killed(what: str, folder: Path, plan: SavedPlan, count: int) -> None:
+def _killed(folder: Path, count: int) -> None:
     """A process that dies as it writes its nth file."""
     calls = iter(range(count))
     real = saving.WholeWriter.write_data
@@ -352,22 +323,15 @@ def _killed(what: str, folder: Path, plan: SavedPlan, count: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     saving.WholeWriter.write_data, saving.os.rename = write_data, rename
-    if what == "convert":
-        convert(folder / "saved", folder / "new", plan)
-    else:
-        save_across_plans({"model": {WEIGHT: torch.zeros(ROWS, DIM)}}, folder / "new")
+    save_across_plans({"model": {WEIGHT: torch.zeros(ROWS, DIM)}}, folder / "new")
 
 
-@pytest.mark.parametrize("what", ["convert", "save"])
-@pytest.mark.parametrize("count", [0, 1, 100])
-def test_killed_at_any_moment_the_old_one_is_whole_and_the_new_one_absent(
-    what: str, count: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_killed_at_any_moment_the_old_one_is_whole_and_the_new_one_absent(count: int, tmp_path: Path) -> None:
     state = saved(tmp_path / "saved")
-    plan = plan_of(tmp_path / "plan.json", *((rank, 0, 4 * rank, ROWS, 4) for rank in range(4)))
-    assert ended(start(_killed, what, tmp_path, plan, count)) == [-signal.SIGKILL]
+    assert ended(start(_killed, tmp_path, count)) == [-signal.SIGKILL]
     assert not (tmp_path / "new").exists() and list(tmp_path.glob(".new.*.part"))
-    convert(tmp_path / "saved", tmp_path / "new", plan)
+    save_across_plans(state, tmp_path / "new")
     assert not list(tmp_path.glob(".new.*.part"))
     for name in ("saved", "new"):
         found = zeros_like(state)
@@ -406,13 +370,12 @@ def test_what_is_being_saved_under_a_longer_name_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [Path(other.path).name, "step"]
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
-    saved(tmp_path / "saved")
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    state = saved(tmp_path / "saved")
     data = next((tmp_path / "saved").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"saved: a file is missing or damaged"):
-        convert(tmp_path / "saved", tmp_path / "new", plan_of(tmp_path / "plan.json", *WHOLE))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "saved"]
+        load_across_plans({"model": zeros_like(state["model"])}, tmp_path / "saved")
 
 
 class _Attack:
@@ -432,37 +395,14 @@ def test_foreign_metadata_is_refused_and_runs_nothing(
     assert not (tmp_path / "attacked").exists()
 
 
-def test_the_command_tells_and_converts(tmp_path: Path) -> None:
-    saved(tmp_path / "saved")
-    plan_of(tmp_path / "plan.json", (0, 0, 0, ROWS, 4), (1, 0, 4, ROWS, 12))
-    names = [str(tmp_path / name) for name in ("saved", "new", "plan.json")]
-    runner = CliRunner()
-    result = runner.invoke(app, ["checkpoint", "convert", *names[:2], "--plan", names[2]])
-    assert result.exit_code == 0, result.output
-    told = json.loads(runner.invoke(app, ["checkpoint", "info", names[1], "--format", "json"]).stdout)
+@pytest.mark.usefixtures("group")
+def test_the_command_describes_a_checkpoint(tmp_path: Path) -> None:
+    state = fused(((0, 0, ROWS, 4), (0, 4, ROWS, 12)), ("momentum1",))
+    save_across_plans({**state, "top.bias": torch.zeros(5), "epoch": 3}, tmp_path / "saved")
+    runner, name = CliRunner(), str(tmp_path / "saved")
+    told = json.loads(runner.invoke(app, ["checkpoint", "info", name, "--format", "json"]).stdout)
     table = told["tables"]["ebc.t"]
     assert table["column_slices"] == [4, 12] and table["states"]["momentum1"] == [2 * ROWS]
     assert (table["rows"], table["dim"], table["data_type"]) == (ROWS, DIM, "float32")
-    assert "epoch" in told["others"] and "model.top.bias" in told["others"]
-    assert "ebc.t" in runner.invoke(app, ["checkpoint", "info", names[0]]).stdout
-    again = runner.invoke(app, ["checkpoint", "convert", *names[:2], "--plan", names[2]])
-    assert again.exit_code == 1 and "exists" in again.stderr
-    plan_of(tmp_path / "plan.json", (0, 0, 0, 99, DIM), rows=99)
-    other = runner.invoke(app, ["checkpoint", "convert", names[0], str(tmp_path / "third"), "--plan", names[2]])
-    assert (
-        other.exit_code == 1
-        and "table ebc.t: of size (12, 16) in the checkpoint, (99, 16) in plan.json" in other.stderr
-    )
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "other"}', None], ids=str)
-def test_what_is_no_plan_is_named_and_nothing_is_written(content: str | None, tmp_path: Path) -> None:
-    """None for a plan whose end is missing."""
-    saved(tmp_path / "saved")
-    plan_of(tmp_path / "odd.json", *WHOLE)
-    whole = (tmp_path / "odd.json").read_text()
-    (tmp_path / "odd.json").write_text(whole[: len(whole) // 2] if content is None else content)
-    names = [str(tmp_path / name) for name in ("saved", "new", "odd.json")]
-    result = CliRunner().invoke(app, ["checkpoint", "convert", *names[:2], "--plan", names[2]])
-    assert result.exit_code == 1 and "odd.json" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.json", "saved"]
+    assert told["others"] == ["epoch", "top.bias"]
+    assert "ebc.t" in runner.invoke(app, ["checkpoint", "info", name]).stdout

@@ -1,6 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Tables in TorchRec's modules around collections: they have the names of plans, whatever those are called in state
-dicts, and what maps ids to their rows goes with its row block, or nowhere.
+"""Tables in TorchRec's modules around collections have the names of plans, and their buffers are carried with them.
 
 ``tests/distributed/test_moved_modules.py`` trains such modules.
 """
@@ -12,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
@@ -31,8 +28,7 @@ from torchrec.modules.mc_modules import (
 
 from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
 from dreamshard_planner.across_plans import reads
-from dreamshard_planner.across_plans.convert import convert, describe
-from dreamshard_planner.across_plans.layout import table_names
+from dreamshard_planner.across_plans.describing import describe
 from dreamshard_planner.across_plans.reading import BoundedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -65,29 +61,19 @@ def managed(*tables: str) -> nn.Module:
     )
 
 
-def tower(*tables: str) -> nn.Module:
-    return EmbeddingTower(collection(*tables), nn.Linear(DIM, 1))
-
-
-def towers(*tables: str) -> nn.Module:
-    return EmbeddingTowerCollection([tower(table) for table in tables])
-
-
 SHARDERS = (
     EmbeddingBagCollectionSharder(),
     FeatureProcessedEmbeddingBagCollectionSharder(),
     ManagedCollisionEmbeddingBagCollectionSharder(),
-    EmbeddingTowerSharder(),
-    EmbeddingTowerCollectionSharder(),
 )
 
 
-def plan_of(path: Path, model: nn.Module, ranks: int = 1) -> SavedPlan:
-    """For a GPU: TorchRec shards managed collisions on no other device."""
-    planner = DreamShardPlanner(topology=Topology(ranks, "cuda"), batch_size=8, stats=[], debug=False)
+def planned(path: Path, model: nn.Module) -> list[str]:
+    """Return the names of tables in a plan. TorchRec shards managed collisions on GPUs alone."""
+    planner = DreamShardPlanner(topology=Topology(1, "cuda"), batch_size=8, stats=[], debug=False)
     planner.plan(model, list(SHARDERS))
     planner.save_plan(path)
-    return SavedPlan.load(path)
+    return sorted(SavedPlan.load(path).inputs.tables)
 
 
 def model_of(**modules: nn.Module) -> nn.Module:
@@ -109,41 +95,7 @@ def blank(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 PROCESSOR = "model.x._feature_processors.of_c.position_weight"
 
 
-@pytest.mark.parametrize(
-    ("kind", "beside"),
-    [(collection, ()), (processed, (PROCESSOR,)), (managed, ()), (tower, ()), (towers, ("model.x.towers.2",))],
-)
-def test_a_module_around_tables_is_carried_dropped_and_added_by_the_names_of_its_plan(
-    kind, beside: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Also processors of features and a tower's interaction, which no plan names."""
-    small, large = model_of(x=kind("a", "b")), model_of(x=kind("a", "b", "c"))
-    first = saved(tmp_path / "small", small)
-    plan = plan_of(tmp_path / "small.json", small)
-    assert sorted(plan.inputs.tables) == ["x.a", "x.b"]
-    convert(first, tmp_path / "cut", plan)
-    loaded = blank(small)
-    load_across_plans(loaded, tmp_path / "cut")
-    torch.testing.assert_close(loaded["model"], dict(small.state_dict()))
-
-    second = saved(tmp_path / "large", large)
-    with pytest.raises(CheckpointError, match=r"x\.c"):
-        convert(second, tmp_path / "dropped", plan)
-    convert(second, tmp_path / "dropped", plan, dropped=["x.c", *beside])
-    loaded = blank(small)
-    load_across_plans(loaded, tmp_path / "dropped")
-    assert all(torch.equal(loaded["model"][key], large.state_dict()[key]) for key in loaded["model"])
-
-    plan = plan_of(tmp_path / "large.json", large)
-    with pytest.raises(CheckpointError, match=r"table x\.c: .*not in the checkpoint"):
-        convert(first, tmp_path / "added", plan)
-    convert(first, tmp_path / "added", plan, added=["x.c"])
-    loaded = blank(small)
-    load_across_plans(loaded, tmp_path / "added")
-    torch.testing.assert_close(loaded["model"], dict(small.state_dict()))
-
-
-@pytest.mark.parametrize(("kind", "beside"), [(collection, ()), (processed, (PROCESSOR,))])
+@pytest.mark.parametrize(("kind", "beside"), [(collection, ()), (processed, (PROCESSOR,)), (managed, ())])
 def test_loading_takes_the_names_of_plans(kind, beside: tuple[str, ...], tmp_path: Path) -> None:
     small, large = model_of(x=kind("a", "b")), model_of(x=kind("a", "b", "c"))
     first, second = saved(tmp_path / "small", small), saved(tmp_path / "large", large)
@@ -173,42 +125,28 @@ def test_tables_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     own = nn.ModuleDict({"_embedding_bag_collection": collection("a"), "_embedding_module": collection("a")})
     plain = {name: collection("a") for name in ("embedding", "x2y", "xembedding")}
     model = model_of(x=own, x2=processed("a"), **plain)
-    plan = plan_of(tmp_path / "plan.json", model)
     first = saved(tmp_path / "saved", model)
-    assert sorted(describe(first)["tables"]) == sorted(plan.inputs.tables)
-    convert(first, tmp_path / "cut", plan)
+    assert sorted(describe(first)["tables"]) == planned(tmp_path / "plan.json", model)
     loaded = blank(model)
-    load_across_plans(loaded, tmp_path / "cut")
+    load_across_plans(loaded, first)
     torch.testing.assert_close(loaded["model"], dict(model.state_dict()))
 
-    fewer = plan_of(tmp_path / "fewer.json", model_of(x=own, x2y=plain["x2y"]))
-    convert(first, tmp_path / "fewer", fewer, dropped=["x2.a", "embedding.a", "xembedding.a"])
-    assert sorted(describe(tmp_path / "fewer")["tables"]) == sorted(fewer.inputs.tables)
+    loaded = blank(nn.ModuleDict({"x": own, "x2y": plain["x2y"]}))
+    beside = "model.x2._feature_processors.of_a.position_weight"
+    load_across_plans(loaded, first, dropped=["x2.a", "embedding.a", "xembedding.a", beside])
+    assert loaded["model"] and all(
+        torch.equal(value, model.state_dict()[key]) for key, value in loaded["model"].items()
+    )
 
 
 BUFFERS = "model.x._managed_collision_collection._managed_collision_modules"
 
 
-def test_what_maps_ids_to_rows_is_cut_for_no_other_row_blocks(tmp_path: Path) -> None:
-    model = model_of(x=managed("a", "b"))
-    first = saved(tmp_path / "saved", model)
-    plan = plan_of(tmp_path / "plan.json", model, ranks=2)
-    told = rf"table x\.a: {BUFFERS}\.a\._mch_.*rows 0-23 in the checkpoint.* 0-11, 12-23 here"
-    with pytest.raises(CheckpointError, match=told):
-        convert(first, tmp_path / "cut", plan)
-    with pytest.raises(CheckpointError, match=r"table x\.b"):
-        convert(first, tmp_path / "cut", plan, dropped=["x.a"], added=["x.a"])
-    assert not (tmp_path / "cut").exists()
-
-
 def test_tables_with_managed_collisions_start_anew_by_consent(tmp_path: Path) -> None:
     model = model_of(x=managed("a"), y=collection("b"))
     first = saved(tmp_path / "saved", model)
-    convert(first, tmp_path / "cut", plan_of(tmp_path / "plan.json", model, ranks=2), dropped=["x.a"], added=["x.a"])
-    told = describe(tmp_path / "cut")
-    assert list(told["tables"]) == ["y.b"] and told["others"] == []
     loaded = blank(model)
-    load_across_plans(loaded, tmp_path / "cut", added=["a"])
+    load_across_plans(loaded, first, dropped=["x.a"], added=["a"])
     for key, value in loaded["model"].items():
         expected = model.state_dict()[key]
         assert torch.equal(value, expected if key.startswith("y.") else torch.zeros_like(expected)), key
@@ -224,21 +162,12 @@ def test_weights_are_not_carried_without_what_maps_ids_to_them(tmp_path: Path) -
 
 
 def test_row_blocks_are_told_by_large_buffers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are saved and converted in pieces."""
+    """Others are saved in pieces."""
     model = model_of(x=managed("a"))
     monkeypatch.setattr(reads, "PIECE_BYTES", 64)
     first = saved(tmp_path / "saved", model)
-    convert(first, tmp_path / "cut", plan_of(tmp_path / "plan.json", model))
-    for path in (first, tmp_path / "cut"):
-        entries = BoundedReader(path).read_metadata().state_dict_metadata
-        assert [tuple(part.sizes) for part in entries[f"{BUFFERS}.a._mch_counts"].chunks] == [(ROWS,)]
-        loaded = blank(model)
-        load_across_plans(loaded, path)
-        torch.testing.assert_close(loaded["model"], dict(model.state_dict()))
-
-
-def test_processors_without_a_state_are_told_by_the_plan() -> None:
-    key = "e._embedding_bag_collection.embedding_bags.t.weight"
-    assert table_names([key], {"e"}) == {key: "e.t"}
-    assert table_names([key], {"e._embedding_bag_collection"}) == {key: "e._embedding_bag_collection.t"}
-    assert table_names([key]) == {key: "e._embedding_bag_collection.t"}
+    entries = BoundedReader(first).read_metadata().state_dict_metadata
+    assert [tuple(part.sizes) for part in entries[f"{BUFFERS}.a._mch_counts"].chunks] == [(ROWS,)]
+    loaded = blank(model)
+    load_across_plans(loaded, first)
+    torch.testing.assert_close(loaded["model"], dict(model.state_dict()))

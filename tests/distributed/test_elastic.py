@@ -1,6 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Ranks are lost or added: a plan with least movement for those that there are, the checkpoint cut for it, and training
-goes on as by the rules of moving."""
+"""Ranks are lost or added: a plan with least movement for those that there are, the checkpoint loaded under it, and
+training goes on as by the rules of moving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ranks import run_on_ranks
 from torchrec.distributed.planner import Topology
 
 from dreamshard_planner import DreamShardPlanner, SavedPlan
-from dreamshard_planner.across_plans.convert import convert
 
 TABLES = {"bags": {f"bag{number}": TableSpec(30 + 8 * number, 16) for number in range(6)}}
 
@@ -54,9 +53,8 @@ def test_training_goes_on_with_least_movement(ranks: tuple[int, int], lost: tupl
             assert [shard.rank for shard in found.plan.sharding["bags"][name].shards] == [left.index(rank)]
     assert found.chosen == found.now and not found.stays
 
-    convert(tmp_path / "saved", tmp_path / "converted", found.plan)
     after = as_moving(found.plan, before)
-    moved = run_on_ranks(load_and_train, after, tmp_path / "converted", world_size=now)[0]
+    moved = run_on_ranks(load_and_train, after, tmp_path / "saved", world_size=now)[0]
     check(moved, before, after)
     if before.samples == after.samples:
         assert moved.losses == pytest.approx(unmoved.losses[-len(moved.losses) :], rel=1e-5)

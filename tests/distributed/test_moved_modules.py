@@ -19,7 +19,6 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -35,8 +34,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
-from dreamshard_planner.across_plans.convert import convert
+from dreamshard_planner import CheckpointError, load_across_plans, save_across_plans
 
 ROWS, DIM, IDS, STEPS = 48, 8, 1000, 6
 TRAINED_IDS = torch.arange(7, IDS, 50)
@@ -125,9 +123,9 @@ def _train(rank: Rank, folder: Path) -> list[Tensor]:
     return outputs_ND(model)
 
 
-def _load(rank: Rank, folder: Path, added: tuple[str, ...] = ()) -> list[Tensor]:
+def _load(rank: Rank, folder: Path, anew: tuple[str, ...] = ()) -> list[Tensor]:
     model = sharded(rank, whole=False)
-    load_across_plans(state_of(model), folder, added=added)
+    load_across_plans(state_of(model), folder, added=anew, dropped=anew)
     return outputs_ND(model)
 
 
@@ -138,25 +136,13 @@ def _refused(rank: Rank, folder: Path) -> str:
 
 
 def test_managed_collisions_stay_and_feature_processors_move(tmp_path: Path) -> None:
-    """Loaded as saved and as converted; on other ranks, where ids would be given wrong rows, only anew."""
-    plans = {}
-    for ranks in (2, 3):
-        planner = DreamShardPlanner(topology=Topology(ranks, "cuda"), batch_size=8, stats=[], debug=False)
-        planner.plan(Model(), list(SHARDERS))
-        planner.save_plan(tmp_path / "plan.json")
-        plans[ranks] = SavedPlan.load(tmp_path / "plan.json")
-
+    """On other ranks ids would be given wrong rows: managed tables start anew there, by consent."""
     trained = run_on_ranks(_train, tmp_path / "saved", world_size=2)[0]
     assert all(len(output_ND.unique(dim=0)) > 3 for output_ND in trained)
-    convert(tmp_path / "saved", tmp_path / "same", plans[2])
-    for folder in ("saved", "same"):
-        torch.testing.assert_close(run_on_ranks(_load, tmp_path / folder, world_size=2)[0], trained)
+    torch.testing.assert_close(run_on_ranks(_load, tmp_path / "saved", world_size=2)[0], trained)
 
     told = run_on_ranks(_refused, tmp_path / "saved", world_size=3)[0]
     assert all(part in told for part in ("table m.managed", "_mch_sorted_raw_ids", "rows 0-23, 24-47", "0-15"))
-    assert "processed" not in told
-    with pytest.raises(CheckpointError, match=r"table m\.managed: .* 0-15, 16-31, 32-47 here"):
-        convert(tmp_path / "saved", tmp_path / "other", plans[3])
-    convert(tmp_path / "saved", tmp_path / "other", plans[3], dropped=["m.managed"], added=["m.managed"])
-    moved = run_on_ranks(_load, tmp_path / "other", ("m.managed",), world_size=3)[0]
+    assert "dropped=['m.managed'] and added=['m.managed']" in told and "processed" not in told
+    moved = run_on_ranks(_load, tmp_path / "saved", ("m.managed",), world_size=3)[0]
     torch.testing.assert_close(moved[1], trained[1])

@@ -31,7 +31,6 @@ from moves import (
     Sharding,
     check,
     load_and_train,
-    plan_file,
     train_and_save,
 )
 from ranks import Rank, run_on_ranks
@@ -40,8 +39,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from dlrm.model import EveryTypeSharder
-from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans
-from dreamshard_planner.across_plans.convert import convert
+from dreamshard_planner import CheckpointError, DreamShardPlanner, load_across_plans
 from dreamshard_planner.errors import FileError
 
 DIM = 16
@@ -201,32 +199,6 @@ def test_random_pairs_of_plans_of_random_models(tmp_path: Path, pytestconfig: py
         block, folder = pairs[first : first + LAUNCH], tmp_path / str(first)
         for (before, after), result in zip(block, run_on_ranks(_pairs, block, folder, world_size=2)[0], strict=True):
             check(result, before, after)
-
-
-def _convert(rank: Rank, pairs: list[tuple[Moving, Moving]], folder: Path) -> list[Result]:
-    results = []
-    for number, (before, after) in enumerate(pairs):
-        own = folder / str(number)
-        train_and_save(rank, before, own / "saved", go_on=False)
-        if rank.rank == 0:
-            plan_file(after, own / "plan.json")
-            convert(own / "saved", own / "converted", SavedPlan.load(own / "plan.json"))
-        dist.barrier()
-        replicated = any(sharding.kind == "data_parallel" for sharding in after.plan.values())
-        results.append(load_and_train(rank, after, own / "converted", plain=not replicated))
-    return results
-
-
-def test_a_converted_checkpoint_needs_nothing_of_ours(tmp_path: Path) -> None:
-    """But for tables whose own optimizer has other names."""
-    pairs = []
-    for optimizer, turn in (("row_wise_adagrad", 4), ("adagrad", 1)):
-        before, after = turned(0, optimizer), turned(turn, optimizer)
-        plan = {name: POOLED[3] if own.kind == "data_parallel" else own for name, own in after.plan.items()}
-        pairs += [(before, after), (before, replace(after, plan=plan))]
-    results = run_on_ranks(_convert, pairs, tmp_path, world_size=2)[0]
-    for (before, after), result in zip(pairs, results, strict=True):
-        check(result, before, after)
 
 
 def _refused(job: Job, folder: Path, state: dict[str, Any] | None = None, **consent: Any) -> str:
