@@ -19,7 +19,7 @@ With ``--sharding-types table_wise,column_wise``, planners choose splits and ran
 ``split_placers.py``, ``split_referee.py``):
 
     python benchmarks/compare_placements.py --sharding-types table_wise,column_wise --tasks 60 --seed 1 \\
-        --oracle-seconds 60 --refine-seconds 0 --record benchmarks/results/2026-11-22-placements-splits.jsonl
+        --oracle-seconds 60 --record benchmarks/results/2026-11-22-placements-splits.jsonl
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from common.measured_costs import MeasuredCosts
 from common.output import named, wide_console
 from common.provenance import commit, provenance
+from common.set_clock import SetClock
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import pinned, processor_time
-from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig, refine
-from dreamshard_planner.search.heuristics import HEURISTICS
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.sharding_types import CW, DP, TW
 from placements.contests import Part, draw_contests
 from placements.placers import Contest, Field
@@ -59,9 +57,6 @@ from placements.split_contests import SplitContest, draw_split_contests
 from placements.split_placers import SplitField
 from placements.split_referee import play_splits, print_split_summary
 from placements.summary import ANCHOR, draw_figure, print_summary
-
-STARTS = ("dreamshard", "policy", "torchrec", *HEURISTICS)
-"""What the planner itself refines by measurement: rivals' plans are none of its business."""
 
 
 def search_measured(
@@ -103,7 +98,7 @@ def search_measured(
 
 
 def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, args: argparse.Namespace) -> dict:
-    """One task: place, refine, look for the oracle, then measure everything together."""
+    """One task: place, look for the oracle, then measure everything together."""
     plans: dict[str, Tensor | None] = {}
     seconds: dict[str, float] = {}
     for name in names:
@@ -116,22 +111,14 @@ def play(contest: Contest, field: Field, names: Sequence[str], arena: Arena, arg
     clock = SetClock(contest.task.workloads, args.device, arena, seed=args.seed)
     cost = field.cost(contest)
     feasible = [plan for plan in plans.values() if plan is not None]
-    starts = [plans[name] for name in STARTS if plans.get(name) is not None]
-    if starts and args.refine_seconds:
-        order = cost.rate(torch.stack(starts)).overall_ms_B.argsort(stable=True).tolist()
-        starts = [starts[index] for index in order]
-        measured = MeasuredCosts(cost, clock, RefineConfig())
-        refined = refine(measured, starts, args.refine_seconds, search=DEFAULT_SEARCH, seed=args.seed)
-        plans[f"refined_{args.refine_seconds:g}s"] = refined.assignment_S
     if feasible and args.oracle_seconds:
-        measured = MeasuredCosts(cost, clock, RefineConfig())
-        known = [plan for plan in plans.values() if plan is not None]
-        measured.time(known, 5)
-        best = min(known, key=lambda plan: float(measured.rate(plan).device_ms_BD.max()))
+        measured = MeasuredCosts(cost, clock)
+        measured.time(feasible, 5)
+        best = min(feasible, key=lambda plan: float(measured.rate(plan).device_ms_BD.max()))
         generator = torch.Generator().manual_seed(args.seed)
         plans["oracle"] = search_measured(measured, best, args.oracle_seconds, generator)
 
-    final = MeasuredCosts(cost, clock, RefineConfig())
+    final = MeasuredCosts(cost, clock)
     known = {name: plan for name, plan in plans.items() if plan is not None}
     final.time(list(known.values()), args.rounds)
     rated = {name: final.rate(plan) for name, plan in known.items()}
@@ -200,7 +187,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--record", type=Path, required=True, help="a JSON line per task; continued")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task later than this")
     parser.add_argument("--rounds", type=int, default=9, help="times that each placement is measured")
-    parser.add_argument("--refine-seconds", type=float, default=60.0, help="of search by measurement; 0: none")
     parser.add_argument("--oracle-seconds", type=float, default=120.0, help="0: no oracle, no room")
     parser.add_argument("--batch-size", type=int, default=512, help="samples that a kernel sees")
     parser.add_argument(

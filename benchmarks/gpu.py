@@ -42,7 +42,7 @@ def commands(device: str, ranks: int, out: Path, name: str, minutes: float, quic
         "accuracy": f"{python} {scripts}/cost_accuracy.py --device={device} --checkpoint={made} --data={folder} "
         f"--measure --no-singles --json={folder}/cost-accuracy.json --train={folder}/{name}.dataset.npz"
         f"{' --sets=12 --rounds=1' * quick}",
-        "placements": f"{referee} --record={folder}/placements.jsonl --refine-seconds=0 --placers=dreamshard,policy,"
+        "placements": f"{referee} --record={folder}/placements.jsonl --placers=dreamshard,policy,"
         f"search_alone,torchrec,torchrec_default,size_greedy,size_lookup_greedy {few if quick else '--rounds=5'}",
         "steps": f"{torchrun} {scripts}/run_dlrm.py --checkpoint={made} --max-rows={100_000 if cpu else 1_000_000} "
         f"--planners=dreamshard,torchrec,torchrec_default --copies={1 if quick else 2} --json={folder}/steps.json",

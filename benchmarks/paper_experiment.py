@@ -156,7 +156,7 @@ def parse() -> argparse.Namespace:
     if args.quick:
         vars(args).update(QUICK)
     args.steps = args.steps.split(",")
-    args.seed, args.refine_seconds = 0, 0.0  # of the referee
+    args.seed = 0  # of the referee
     if unknown := sorted(set(args.steps) - set(STEPS)):
         parser.error(f"--steps must be some of {', '.join(STEPS)}; got {', '.join(unknown)}")
     return args

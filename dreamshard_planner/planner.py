@@ -37,13 +37,7 @@ from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.beyond import BeyondExactTraining
-from dreamshard_planner.planning.collective import (
-    Together,
-    check_patience,
-    check_ranks,
-    group_timeout_seconds,
-    plan_on_rank_0,
-)
+from dreamshard_planner.planning.collective import check_patience, check_ranks, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Countdown
@@ -90,10 +84,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             ``"thorough"`` for four times the candidates of the default. A count, so the clock decides no plan.
         search_seconds: cap on the search, on top of its effort; a plan it cuts short says so. Reading and rating the
             tables comes on top. TorchRec's ``timeout_seconds`` is one as well.
-        refine: ``"measure"`` to time the fused kernels of the best plans on this machine, under
-            :meth:`collective_plan` on the devices of all ranks at once, learn from them, search again, and choose by
-            all evidence. Tables stay split as they were. The plan then depends on what was measured.
-        refine_seconds: time for that; one call to the kernels may end later. The report says what it sufficed for.
         sharding_types: TorchRec's names of the sharding types to use; all by default. ``("table_wise",)`` is the
             setting of the DreamShard paper, and implied by ``recipe="paper"``.
         exact_training: leave out sharding types that change how a table is trained (data-parallel takes its in-backward
@@ -146,8 +136,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         seed: int = 0,
         effort: str = DEFAULT_EFFORT,
         search_seconds: float | None = None,
-        refine: str = "none",
-        refine_seconds: float = 60.0,
         sharding_types: Sequence[str] | None = None,
         exact_training: bool = True,
         optimizers_attached: bool = False,
@@ -162,8 +150,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             seed=seed,
             effort=effort,
             search_seconds=search_seconds,
-            refine=refine,
-            refine_seconds=refine_seconds,
             sharding_types=sharding_types,
             exact_training=exact_training,
             optimizers_attached=optimizers_attached,
@@ -217,7 +203,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         self._loop: SearchLoop | None = None
         self._keeps = True  # TorchRec's plan, where ours gains too little
         self._result: PlanResult | str = "plan first, on this rank (collective_plan plans on rank 0)"
-        self._together: Together | None = None
 
     def __copy__(self) -> DreamShardPlanner:
         other = type(self).__new__(type(self))
@@ -296,7 +281,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         searches = self._given.enumerator is None and not isinstance(self.plan_loader, JsonPlanLoader)
         beyond = estimator_of if searches and self._request.settings.exact_training else None
         session = PlanningSession.of(self._request, module, sharders, self._storage_reservation, beyond, in_rows)
-        self._loop = loop = SearchLoop(session, self._given, self.plan_loader, self._together, self._keeps, seconds)
+        self._loop = loop = SearchLoop(session, self._given, self.plan_loader, self._keeps, seconds)
         self._constraints = session.constraints
         self._enumerator, self._proposers = loop.enumerator, loop.proposers
         self._partitioner, self._perf_model = loop.partitioner, loop.perf_model
@@ -348,8 +333,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         in_groups: bool = True,
         device: str | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0 and broadcast; with ``refine`` all ranks measure. As in TorchRec, what the other ranks were
-        given does not matter. An error on rank 0 is raised on every rank, so that none waits for ever, as
+        """Plan on rank 0 and broadcast. As in TorchRec, what the other ranks were given does not matter. An error on
+        rank 0 is raised on every rank, so that none waits for ever, as
         :func:`~dreamshard_planner.planning.collective.plan_on_rank_0` says.
 
         Args:
@@ -363,8 +348,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         Raises:
             DreamShardError: where there is no process group; where its size is not that of the topology or a multiple
                 of it (in 2D parallelism every sharding group of ranks follows the same plan); or where the other ranks
-                would give up waiting before ``search_seconds`` are over, or between two calls to measure. How long they
-                wait is unknown for backends that don't say.
+                would give up waiting before ``search_seconds`` are over. How long they wait is unknown for backends
+                that don't say.
         """
         if pg is None:
             pg = dist.group.WORLD
@@ -375,29 +360,29 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             )
         ranks, patience_seconds = pg.size(), group_timeout_seconds(pg)
 
-        def make(together: Together) -> ShardingPlan:
-            refines = bool(self._request.settings.measuring_seconds)
-            if self._reads_topology:
-                self._read_topology(together, ranks, device or driver.compute_device())
+        def device_to_read() -> str | None:
+            """Return the kind of device to read; None to read nothing, as for the ranks of a single sharding group."""
+            all_ranks = self._request.all_ranks
+            reads = self._reads_topology and (all_ranks is None or ranks == all_ranks.world_size)
+            return (device or driver.compute_device()) if reads else None
+
+        def make() -> ShardingPlan:
+            if found is not None:
+                self._plan_for(*found)
             check_ranks(self._topology.world_size, self._request.all_ranks, ranks, in_groups)
-            check_patience(ranks, patience_seconds, self._request.settings.search_seconds, refines)
-            self._together = together
+            check_patience(ranks, patience_seconds, self._request.settings.search_seconds)
             return self.plan(module, get_default_sharders() if sharders is None else sharders)
 
         try:
+            found = gathered(pg, device_to_read)
             return plan_on_rank_0(make, pg)
         finally:
-            self._together = None
             del pg  # an error holds this frame, and must not keep the group, whose threads must not outlive Python
 
-    def _read_topology(self, together: Together, size: int, device: str) -> None:
-        """Plan for the hardware of all ranks; of a single sharding group's ranks nothing new is read."""
-        groups, all_ranks = self._request.settings.sharding_groups, self._request.all_ranks
-        if all_ranks is not None and size != all_ranks.world_size:
-            return
-        hardware = together.do(gathered, device)
+    def _plan_for(self, device: str, hardware: Sequence[RankHardware]) -> None:
+        """Take the topology of these ranks from now on."""
         topology = read_topology(device, hardware)
-        ranks = _Ranks.of(topology, groups)
+        ranks = _Ranks.of(topology, self._request.settings.sharding_groups)
         self._topology: Topology = ranks.topology
         checkpoint = resolve_for(ranks.topology, self._checkpoint, self._request.checkpoint.recipe)
         self._request = replace(self._request, checkpoint=checkpoint, hardware=told(topology, hardware), **vars(ranks))
@@ -405,8 +390,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
         """Digest, in hexadecimal, of all that the last plan was made from, the same in every process: what TorchRec's
-        covers, with memory to the byte, and tables with their statistics, checkpoint, recipe, seed, limits of search
-        and refinement, and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
+        covers, with memory to the byte, and tables with their statistics, checkpoint, recipe, seed, limits of search,
+        and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
 
         Raises:
             DreamShardError: before any plan, on this rank, unless an enumerator and a reservation are given that have
@@ -583,7 +568,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         """The last module planned once more, by other statistics and without a plan loader, beside this planner."""
         other, model = copy.copy(self), self._model()
         settings = model.request.settings
-        settings = replace(settings, statistics=statistics or settings.statistics, refine="none")
+        settings = replace(settings, statistics=statistics or settings.statistics)
         other._request, other.plan_loader = replace(model.request, settings=settings), None
         other._keeps = False
         other.plan(model.skeleton, model.context.sharders or ())

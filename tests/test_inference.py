@@ -329,14 +329,6 @@ def test_a_report_tells_served_tables_from_trained_ones(tmp_path: Path) -> None:
     assert {table.kernel for table in planner.report().tables} == {"quant", "fused"}
 
 
-def test_trained_tables_beside_served_ones_are_measured() -> None:
-    trained = EmbeddingBagCollection([EmbeddingBagConfig(20_000, 64, "u", feature_names=["g"])], device=META)
-    model = nn.ModuleDict({"served": bags(DataType.INT4), "trained": trained})
-    sharders = [*DEFAULT_SHARDERS, EmbeddingBagCollectionSharder()]
-    notes = plan_of(model, sharders=sharders, refine="measure", refine_seconds=1.0).report().notes
-    assert any("not measured, but predicted" in note.text for note in notes)
-
-
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside trained tables"])
 def test_the_search_reckons_as_the_formula_does(beside: bool) -> None:
     """Its sums leave a group where nothing is left of it, which the count of shards tells."""

@@ -7,7 +7,6 @@ import copy
 import json
 import random
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
-from dreamshard_planner.research.refine import RefineConfig
+from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.search.heuristics import HEURISTICS
 from dreamshard_planner.torchrec_components import RulePartitioner
 from dreamshard_planner.workload.pools import named_pool
@@ -258,73 +256,6 @@ def small_model() -> nn.Module:
         for i in range(10)
     ]
     return nn.Sequential(EmbeddingBagCollection(device=torch.device("meta"), tables=tables))
-
-
-@pytest.fixture
-def time_enough(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """To refine a little, on a machine however busy."""
-    short = partial(RefineConfig, rounds=1, repeats=1, final_repeats=1)
-    monkeypatch.setattr("dreamshard_planner.research.refinement.RefineConfig", short)
-    return {"batch_size": 32, "refine": "measure", "refine_seconds": 60.0}
-
-
-def test_refine_chooses_by_measurement(time_enough: dict) -> None:
-    model, topology = small_model(), Topology(2, "cpu", ddr_cap=2**33)
-    planner = DreamShardPlanner(topology=topology, **time_enough)
-    planner.plan(model, SHARDERS)
-    report = planner.report()
-    assert report.measured.total_ms <= report.measured_before.total_ms
-    assert len(report.measured.rank_ms) == 2 and all(ms > 0 for ms in report.measured.rank_ms)
-    assert "Measured on this machine" in str(report)
-    assert any("chosen by measuring" in note.text and "GiB of weights" in note.text for note in report.notes)
-
-
-def test_refine_measures_what_it_cannot_move_as_well(time_enough: dict) -> None:
-    """Blocks of rows and a replica beside column slices: all measured, none split otherwise."""
-    kinds = ["row_wise", "data_parallel", "column_wise", "table_wise"]
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=[kinds[1 + min(i, 2)]], min_partition=4) for i in range(10)
-    }
-    constraints["s"] = ParameterConstraints(sharding_types=["row_wise"])
-    sequences = EmbeddingCollection(
-        device=torch.device("meta"),
-        tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],
-    )
-    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), constraints=constraints, **time_enough)
-    planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)
-    report = planner.report()
-    assert {table.sharding_type for table in report.tables} == set(kinds)
-    assert all(ms > 0 for ms in report.measured.rank_ms)
-    assert not any("not measured" in note.text or "nothing was measured" in note.text for note in report.notes)
-
-
-def test_what_cannot_be_measured_is_a_note(time_enough: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per-sample weights of sequences have no kernel to measure; the tables beside them have."""
-    monkeypatch.setattr("dreamshard_planner.research.refinement.CALL_SECONDS", 0.0)  # then some sets at a time
-    sequences = EmbeddingCollection(
-        device=torch.device("meta"),
-        tables=[EmbeddingConfig(name="s", num_embeddings=50, embedding_dim=8, feature_names=["s"])],
-    )
-    arguments = time_enough | {"sharding_types": ("table_wise",)}
-    arguments["constraints"] = {"s": ParameterConstraints(is_weighted=True)}
-    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), **arguments)
-    planner.plan(nn.Sequential(small_model(), sequences), SHARDERS)
-    assert any("not measured, but predicted: table '1.s': sequence" in note.text for note in planner.report().notes)
-    assert planner.report().measured is not None
-    planner.plan(nn.Sequential(sequences), SHARDERS)
-    assert any("nothing was measured: table '0.s': sequence" in note.text for note in planner.report().notes)
-    planner = DreamShardPlanner(topology=Topology(2, "cpu", ddr_cap=2**33), cost_source="torchrec", **time_enough)
-    planner.plan(small_model(), SHARDERS)
-    assert any("nothing was measured: TorchRec's estimates" in note.text for note in planner.report().notes)
-
-
-def test_refine_needs_the_device_it_plans_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    planner = DreamShardPlanner(topology=Topology(2, "cuda"), refine="measure", refine_seconds=1.0)
-    with pytest.raises(DreamShardError, match="no CUDA device"):
-        planner.plan(small_model(), SHARDERS)
-    with pytest.raises(ValueError, match="refine must be"):
-        DreamShardPlanner(topology=Topology(2, "cpu"), refine="guess")
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 1.5, True])

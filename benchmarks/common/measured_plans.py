@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from common.set_clock import SetClock
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.given_plans import Rated
 from dreamshard_planner.workload.tables import Workload
@@ -39,7 +39,7 @@ def measured_costs(
         plans: as :class:`~dreamshard_planner.planning.given_plans.GivenPlans` rates them.
         context: that rated them.
         repeats: of each kernel.
-        arena: see :class:`~dreamshard_planner.measure.sets.SetClock`.
+        arena: see :class:`~common.set_clock.SetClock`.
         seed: of indices and order.
     """
     kernels = [_kernels(plan, context) for plan in plans]

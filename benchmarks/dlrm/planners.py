@@ -34,8 +34,7 @@ class Planned:
     options: dict[str, list[ShardingOption]]
     """Of each plan, on the first rank."""
     told: dict[str, dict[str, Any]]
-    """Of each plan, on the first rank: how long it took, ranks and splits of tables, and what it is predicted to
-    cost."""
+    """Of each plan, on the first rank: how long it took, ranks and splits of tables, and its predicted cost."""
     judge: DreamShardPlanner
     """Whose cost model predicts all of them."""
 

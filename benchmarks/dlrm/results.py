@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class Result:
     world_size: int
     planners: tuple[PlannerResult, ...]
     report: Report
-    """On dreamshard's plan, with what its kernels took in the steps."""
+    """On dreamshard's plan, with notes on the steps."""
 
     @classmethod
     def of(cls, ranks: Sequence[Trained], planned: Planned, scaling: str, config: Config, node: Node) -> Result:
@@ -137,8 +137,7 @@ class Result:
 
 
 def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> Report:
-    """A report of dreamshard's plan with what was measured in training, if it trained."""
-    mine = next((entry for entry in results if entry.name == "dreamshard"), None)
+    """Return a report with what was measured in training."""
     steps = noted(
         "measurement",
         [
@@ -147,16 +146,7 @@ def with_steps(report: Report, results: Sequence[PlannerResult], base: str) -> R
             for entry in results
         ],
     )
-    if mine is None:
-        return report.noting(steps)
-    rank_ms = tuple(map(sum, zip(mine.forward_ms, mine.backward_ms, strict=True)))
-    measured = replace(
-        report.chosen,
-        total_ms=max(rank_ms) + report.chosen.collectives_ms,
-        forward_ms=mine.forward_ms,
-        backward_ms=mine.backward_ms,
-    )
-    return replace(report, measured=measured).noting(steps)
+    return report.noting(steps)
 
 
 def ratio_interval(block_ms_CN: np.ndarray, base_ms_KN: np.ndarray, draws: int = 1000) -> tuple[float, float, float]:

@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from common.measured_costs import MeasuredCosts
+from common.set_clock import SetClock
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import collect
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.policy.reinforce import ReinforceConfig, reinforce_update
 from dreamshard_planner.research.paper_network import PaperCostNetwork, PaperFit, PaperFitConfig
 from dreamshard_planner.research.published import PAPER_REINFORCE, PaperPolicy, PaperPolicyConfig
-from dreamshard_planner.research.refine import MeasuredCosts, RefineConfig
 from paper.setting import Half
 from placements.placers import Contest
 
@@ -221,7 +221,7 @@ class MeasuredReward(Cost):
 
     def __init__(self, cost: Cost, clock: SetClock) -> None:
         super().__init__(cost.problem, cost.compute)
-        self._measured = MeasuredCosts(cost, clock, RefineConfig())
+        self._measured = MeasuredCosts(cost, clock)
 
     def reward_ms(self, assignment_BS: Tensor) -> Tensor:
         """As measured, one run of each set."""

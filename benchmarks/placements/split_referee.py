@@ -21,11 +21,11 @@ from rich.console import Console
 from torch import Tensor
 
 from common.provenance import commit
+from common.set_clock import SetClock
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.cost.roofline import dense_ms
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.search_space.sharding_types import TW
 from placements.split_contests import SplitContest, SplitTask
 from placements.split_placers import WHOLE, SplitField

@@ -23,7 +23,7 @@ from dreamshard_planner.cost.dataset import hardware_key, same_hardware
 from dreamshard_planner.devices import make_topology
 from dreamshard_planner.errors import ObservationError, StatisticsError
 from dreamshard_planner.planning.plan_inputs import topology_arguments
-from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.plan_file import SavedPlan, without_dropped
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.documents import (
     STRICT,
@@ -336,6 +336,9 @@ class Observation:
         """Read a file; ObservationError names the file and what is wrong with it."""
         known = range(OLDEST_VERSION, VERSION + 1)
         document = entries_of(path, FORMAT, known, "observe again", ObservationError)
+        runs = document.get("runs")
+        for run in runs if isinstance(runs, list) else ():
+            without_dropped(run.get("plan") if isinstance(run, dict) else None)
         return parsed(cls, document, path, ObservationError)
 
     @classmethod

@@ -1,23 +1,20 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""One rank plans, all ranks go on: with its plan, or with its error. None waits for a rank that failed. While it plans
-it may have all ranks do something together."""
+"""One rank plans, all ranks go on: with its plan, or with its error. None waits for a rank that failed."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner import errors
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.torch_state import neutral
 
 _KNOWN: tuple[type[Exception], ...]
@@ -26,10 +23,6 @@ _KNOWN += (errors.TaskError, DreamShardError, ValueError, TypeError, RuntimeErro
 KNOWN_ERRORS = {f"{known.__module__}.{known.__qualname__}": known for known in _KNOWN}
 """Errors that one text makes again on another rank."""
 
-CALL_SECONDS = 5.0
-"""After which ranks that measure talk to each other, about, so that none takes the others for dead."""
-PATIENCE_TO_MEASURE = 4
-"""Calls that ranks which measure together must be ready to wait for."""
 MAX_SHARE_OF_TIMEOUT = 0.75
 """Of the time that ranks wait for one another, how much may be asked for; the rest is for all else in planning."""
 
@@ -69,87 +62,36 @@ class Failure:
         return made(text)
 
 
-Job = Callable[[Ranks, dict[str, Any], Any], Any]
-"""``(ranks, kept, argument)``: what all ranks do together. Importable by name; ``kept`` stays on a rank between jobs.
-Whatever may fail on one rank alone belongs into ``ranks.gather``."""
-
-
-class Together:
-    """All ranks of a group, led by its first one: the others do what it asks for, until it has a plan."""
-
-    def __init__(self, pg: dist.ProcessGroup | None = None) -> None:
-        self.ranks = Ranks()
-        if pg is not None and pg.size() > 1:
-            on_host = get_local_size(pg.size())
-            self.ranks = Ranks(pg.rank(), pg.size(), pg.rank() % on_host, on_host, pg)
-        self._kept: dict[str, Any] = {}
-
-    def do(self, job: Job, argument: Any) -> Any:
-        """``job`` on all ranks; what it returns on this one, the first. Raises what it raises here."""
-        self.tell((job, argument))
-        return job(self.ranks, self._kept, argument)
-
-    def tell(self, message: Any) -> None:
-        """Send anything that pickles to the others."""
-        if self.ranks.size > 1:
-            self._exchange([pickle.dumps(message)])
-
-    def follow(self) -> Any:
-        """On the others: do what the first rank asks for; returns what it tells in the end."""
-        while True:
-            message = [b""]
-            self._exchange(message)
-            told = pickle.loads(message[0])
-            if not isinstance(told, tuple):
-                return told
-            job, argument = told
-            try:
-                with neutral():
-                    job(self.ranks, self._kept, argument)
-            except Exception:  # the first rank has it as well, and tells what comes of it
-                continue
-
-    def end(self) -> None:
-        """Of planning: from now on this rank is alone."""
-        self.ranks, self._kept = Ranks(), {}
-
-    def _exchange(self, message: list[bytes]) -> None:
-        with neutral():
-            dist.broadcast_object_list(message, group_src=0, group=self.ranks.group)
-
-
-def plan_on_rank_0(make: Callable[[Together], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:
-    """What ``make`` returns on rank 0 of the group, on every rank; the other ranks never call it, and do meanwhile what
-    it has them do.
+def plan_on_rank_0(make: Callable[[], ShardingPlan], pg: dist.ProcessGroup) -> ShardingPlan:
+    """Call ``make`` on rank 0 of the group, and return its plan on every rank.
 
     Raises:
-        BaseException: what ``make`` raised, on rank 0; on the others what :meth:`Failure.error` makes of it.
-        DreamShardError: where the plan does not pickle, on every rank.
+        BaseException: the error of ``make`` on rank 0; on the others the error that :meth:`Failure.error` makes of it.
+        DreamShardError: on every rank, if the plan does not pickle.
     """
-    together = Together(pg)
-    if together.ranks.size == 1:
-        return make(together)
+    if pg.size() == 1:
+        return make()
+    told: ShardingPlan | Failure | None = None
     failed = None
     try:
-        if together.ranks.rank == 0:
+        if pg.rank() == 0:
             try:
-                plan = make(together)
-                _require_pickles(plan)
-                told = plan
+                told = make()
+                _require_pickles(told)
             except BaseException as error:  # an interrupt as well: the other ranks are waiting
                 failed, told = error, Failure.of(error)
-            together.tell(told)
-            if failed is not None:
-                raise failed
-            return plan
-        told = together.follow()
+        with neutral():
+            message = [told]
+            dist.broadcast_object_list(message, group_src=0, group=pg)
+        if failed is not None:
+            raise failed
+        (told,) = message
         if isinstance(told, Failure):
             raise told.error() from None
-        return told
+        return cast("ShardingPlan", told)
     finally:
         # An error holds this frame: without this it would keep itself, and the group, whose threads must not outlive
         # Python.
-        together.end()
         del failed, pg
 
 
@@ -191,14 +133,13 @@ def check_ranks(planned: int, all_ranks: Topology | None, ranks: int, in_groups:
         )
 
 
-def check_patience(ranks: int, patience_seconds: float | None, search_seconds: float | None, refines: bool) -> None:
+def check_patience(ranks: int, patience_seconds: float | None, search_seconds: float | None) -> None:
     """Whether a plan is made while a process group waits.
 
     Args:
         ranks: of the process group.
         patience_seconds: for which ranks wait for one another; None where that is unknown.
         search_seconds: that rank 0 may search alone.
-        refines: whether the ranks measure together.
 
     Raises:
         DreamShardError: where not; says what would help.
@@ -211,12 +152,6 @@ def check_patience(ranks: int, patience_seconds: float | None, search_seconds: f
             f"rank 0 may plan for {seconds:g} s (search_seconds), but the other ranks wait for "
             f"{patience_seconds:g} s, the process group's timeout: give less than {most:g} s, or "
             "init_process_group(timeout=...) more"
-        )
-    if refines and patience_seconds < PATIENCE_TO_MEASURE * CALL_SECONDS:
-        raise DreamShardError(
-            f"ranks that measure together (refine) talk every {CALL_SECONDS:g} s or so, but the process group "
-            f"gives up after {patience_seconds:g} s: init_process_group(timeout=...) "
-            f"{PATIENCE_TO_MEASURE * CALL_SECONDS:g} s or more"
         )
 
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size, get_topology_domain_multiple
 from torchrec.distributed.planner.types import Topology
 
@@ -17,6 +18,7 @@ from dreamshard_planner.driver import Card
 from dreamshard_planner.measure.hardware import total_bytes
 from dreamshard_planner.measure.ranks import Ranks
 from dreamshard_planner.support.formatting import gb_per_s
+from dreamshard_planner.support.torch_state import neutral
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,20 @@ class RankHardware:
         return cls(driver.read_card() if compute_device == "cuda" else None, total_bytes())
 
 
-def gathered(ranks: Ranks, _kept: dict[str, Any], compute_device: str) -> list[RankHardware]:
-    """Read the hardware of all ranks; a job of :class:`~dreamshard_planner.planning.collective.Together`."""
-    return ranks.gather(lambda: RankHardware.here(compute_device))
+def gathered(pg: dist.ProcessGroup, compute_device: Callable[[], str | None]) -> tuple[str, list[RankHardware]] | None:
+    """Read the hardware of all ranks of a group, each its own; all ranks call this.
+
+    Args:
+        pg: the group.
+        compute_device: called on rank 0 alone. Returns ``cuda``, ``cpu`` or ``mtia``, or None to read nothing.
+
+    Returns:
+        The kind of device, and the hardware of each rank; None if nothing was read.
+    """
+    ranks = Ranks(pg.rank(), pg.size(), group=pg)
+    with neutral():
+        device = ranks.from_first(compute_device)
+        return None if device is None else (device, ranks.gather(lambda: RankHardware.here(device)))
 
 
 def read_topology(compute_device: str, ranks: Sequence[RankHardware], on_host: int | None = None) -> Topology:

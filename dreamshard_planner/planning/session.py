@@ -255,8 +255,8 @@ class PlanningSession:
         settings, guessed = self.request.settings, False
         least = settings.least_gain or 0.0
         if settings.least_gain is None:
-            # By TorchRec's estimates, by measurement, or as published: chosen otherwise than by our costs.
-            otherwise = settings.cost_source == "torchrec" or settings.measuring_seconds or settings.search is None
+            # By TorchRec's estimates, or as published: chosen otherwise than by our costs.
+            otherwise = settings.cost_source == "torchrec" or settings.search is None
             known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
             guessed = not known and not otherwise
             least = LEAST_GAIN if guessed else 0.0

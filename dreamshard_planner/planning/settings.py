@@ -30,8 +30,6 @@ class PlannerSettings:
     seed: int = 0
     effort: str = DEFAULT_EFFORT
     search_seconds: float | None = None
-    refine: str = "none"
-    refine_seconds: float = 60.0
     sharding_types: Sequence[str] | None = None
     exact_training: bool = True
     optimizers_attached: bool = False
@@ -43,11 +41,6 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         if self.least_gain is not None and not 0 <= self.least_gain < 1:
             raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
-        if self.refine not in ("none", "measure") or not self.refine_seconds > 0:
-            raise ValueError(
-                "refine must be 'none' or 'measure', with refine_seconds above 0; got "
-                f"{self.refine!r}, {self.refine_seconds}"
-            )
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
         if self.effort not in EFFORTS:
@@ -85,8 +78,3 @@ class PlannerSettings:
     def allowed_types(self) -> Sequence[str] | None:
         """Sharding types to use; None for all."""
         return self.sharding_types or RECIPES[self.recipe].sharding_types
-
-    @property
-    def measuring_seconds(self) -> float:
-        """For refining the plan by measurement; 0 for none."""
-        return self.refine_seconds if self.refine == "measure" else 0.0

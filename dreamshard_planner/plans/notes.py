@@ -14,7 +14,7 @@ CODES = {
     "assumption": "taken for granted since nobody said, and moves the figures",
     "cost": "the tables are beyond what the costs were learned from",
     "skew": "a block of rows is read more than the others",
-    "measurement": "what refinement measured",
+    "measurement": "what was measured in training",
     "search": "cut short",
     "source": "where costs come from",
     "optimizer": "costed as another one",

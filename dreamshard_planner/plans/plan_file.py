@@ -63,6 +63,8 @@ FORMAT = "dreamshard_planner plan"
 VERSION = 7
 OLDEST_VERSION = 6
 """Read as well; these files have neither pods nor TorchRec's own figures of a topology."""
+DROPPED = ("predicted.measured", "predicted.measured_before", "inputs.settings.refine_seconds")
+"""Entries that earlier versions wrote, and that :func:`without_dropped` removes."""
 BANDWIDTHS = {
     "HBM": "hbm_mem_bw",
     "DDR": "ddr_mem_bw",
@@ -305,7 +307,7 @@ class SavedPlan:
             check_shards(fqn, sharding, table.rows, table.dim, world_size)
         predicted = self.predicted
         rivals = [rival for rival in predicted.rivals if rival != ReportEntry.of(rival.name, None)]
-        for cost in filter(None, (predicted.chosen, *rivals, predicted.measured, predicted.measured_before)):
+        for cost in (predicted.chosen, *rivals):
             if not math.isfinite(cost.total_ms + cost.collectives_ms):
                 raise ValueError(f"a cost of {cost.name} is infinite")
             for of_ranks in (cost.forward_ms, cost.backward_ms):
@@ -367,10 +369,22 @@ class SavedPlan:
         """
         known = range(OLDEST_VERSION, VERSION + 1)
         document = entries_of(path, FORMAT, known, "plan and save again", PlanError)
-        saved = parsed(cls, {**document, "name": Path(path).name}, path, PlanError)
+        saved = parsed(cls, {**without_dropped(document), "name": Path(path).name}, path, PlanError)
         if saved.inputs.tables and not saved.alone_ms:
             raise PlanError(f"{path}: alone_ms has no table: plan and save again")
         return saved
+
+
+def without_dropped(document: Any) -> Any:
+    """Return the document of a plan without the entries of :data:`DROPPED`, which it loses in place."""
+    for entry in DROPPED:
+        *path, name = entry.split(".")
+        inner = document
+        for key in path:
+            inner = inner.get(key) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.pop(name, None)
+    return document
 
 
 def check_shards(fqn: str, sharding: TableSharding, rows: int, dim: int, world_size: int) -> None:

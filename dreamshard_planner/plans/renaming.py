@@ -73,8 +73,7 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
         replace(entry, used_bytes=_ordered(entry.used_bytes, names), limit_bytes=_ordered(entry.limit_bytes, names))
         for entry in predicted.memory
     )
-    measured = predicted.measured and _cost(predicted.measured, names)
-    predicted = replace(predicted, chosen=_cost(predicted.chosen, names), memory=memory, measured=measured)
+    predicted = replace(predicted, chosen=_cost(predicted.chosen, names), memory=memory)
     return replace(plan, sharding=sharding, predicted=predicted)
 
 

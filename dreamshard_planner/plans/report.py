@@ -156,10 +156,6 @@ class Predicted:
     """Milliseconds of each collective, both passes together."""
     notes: tuple[Note, ...] = ()
     """What moves the figures most first: assumptions, then the rest."""
-    measured: ReportEntry | None = None
-    """The chosen plan with its compute as measured on this machine, where ``refine="measure"`` chose it."""
-    measured_before: ReportEntry | None = None
-    """The plan that prediction would have chosen, measured beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,12 +190,11 @@ class Report(Predicted):
         notes = (
             *noted("cost", cost.notes(sharding)),
             *noted("skew", skews(cost, sharding).values()),
-            *noted("measurement", placement.notes),
             *notes,
             *noted("search", [cut_short] if placement.cut_short else []),
         )
         compared = [ReportEntry.of(rival.name, rival.costs) for rival in rivals or placement.rivals]
-        report = cls(
+        return cls(
             chosen=ReportEntry.of("dreamshard", placement.chosen.costs),
             rivals=tuple(sorted(compared, key=lambda rival: rival.total_ms)),
             cost_source=str(cost.compute.source),
@@ -210,14 +205,6 @@ class Report(Predicted):
             memory=memory_entries(cost, sharding),
             collectives=each_collective(cost, sharding),
         ).noting(notes)
-        refined = placement.refined
-        if refined is None or refined.measured is None:
-            return report
-        return replace(
-            report,
-            measured=ReportEntry.of("dreamshard", refined.measured),
-            measured_before=ReportEntry.of("before", refined.first),
-        )
 
     @property
     def predicted(self) -> Predicted:
@@ -265,9 +252,8 @@ class Report(Predicted):
         def told(entry: ReportEntry) -> dict[str, Any]:
             return {**document_of(entry), "feasible": entry.feasible, "rank_ms": entry.rank_ms}
 
-        document = {"verdict": self.verdict, **document_of(self), "rivals": tuple(map(told, self.rivals))}
-        single = {"chosen": self.chosen, "measured": self.measured, "measured_before": self.measured_before}
-        return document | {name: told(entry) for name, entry in single.items() if entry is not None}
+        plans = {"chosen": told(self.chosen), "rivals": tuple(map(told, self.rivals))}
+        return {"verdict": self.verdict, **document_of(self), **plans}
 
     def save_html(self, path: str | Path, title: str | None = None) -> None:
         """Write one HTML file with figures; see :func:`dreamshard_planner.plans.picture.save_html`."""
@@ -293,9 +279,6 @@ class Report(Predicted):
             f"{'plan':<20}{'total':>10}{'vs chosen':>11}{'collectives':>13}   {per_rank}",
         ]
         lines += [_line(entry, self.chosen) for entry in (self.chosen, *self.rivals)]
-        if self.measured is not None and self.measured_before is not None:
-            lines.append("Measured on this machine instead of predicted:")
-            lines += [_line(entry, self.measured) for entry in (self.measured, self.measured_before)]
         reshards = f", and {self.reshards:,} re-shards" if self.reshards else ""
         lines.append(f"The search evaluated {self.candidates:,} moves and swaps{reshards}.")
         lines += [f"Note: {note}." for note in self.notes if note.code == "search"]

@@ -6,7 +6,7 @@ Shapes: S shards, B placements, D ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from dreamshard_planner.search.exact import pack
 from dreamshard_planner.search.gathering import gathered
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig, local_search
-from dreamshard_planner.support.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -38,25 +37,6 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class RefineResult:
-    """The plan that measurement chose."""
-
-    assignment_S: Tensor
-    measured: PlacementCosts | None
-    """Compute by all evidence, collectives as modelled; None where the time did not suffice for one plan."""
-    first: PlacementCosts | None
-    """The same of the first start, measured beside it."""
-    plans: int
-    """Plans measured."""
-    sets: int
-    """Different fused groups measured."""
-    wanted_sets: int
-    """Of the first start, that could be measured."""
-    seconds: float
-    """Taken."""
-
-
-@dataclass(frozen=True)
 class Placement:
     """The chosen placement, and all that it was chosen from."""
 
@@ -65,10 +45,6 @@ class Placement:
     """Policy, greedy heuristics and whatever else was given, feasible or not."""
     candidates: int
     cut_short: bool
-    refined: RefineResult | None = None
-    """Where the plan was chosen by measurement."""
-    notes: tuple[str, ...] = ()
-    """For readers of the report."""
 
     @property
     def assignment_S(self) -> Tensor:
@@ -77,18 +53,6 @@ class Placement:
             raise ValueError("of this plan only costs are known")
         return self.chosen.assignment_S
 
-    def distinct(self) -> list[Tensor]:
-        """Feasible placements [S], the chosen one first, the others from cheap to dear; each once."""
-        ordered = [self.chosen, *sorted(self.rivals, key=lambda rival: rival.total_ms)]
-        feasible = [contender.assignment_S for contender in ordered if contender.assignment_S is not None]
-        return list({tuple(assignment_S.tolist()): assignment_S for assignment_S in feasible}.values())
-
-
-REFINEMENTS: Registry[Callable[..., Callable[..., Placement]]] = Registry(
-    measure="dreamshard_planner.research.refinement:Refinement"
-)
-"""What chooses by more than predictions: made from seconds, seed, settings of the search and the ranks that take part;
-called with cost, what was chosen to be placed, its placement, the workloads of all parts, device and threads."""
 
 MAX_ROLLOUT_RANKS = 128
 """Roll-outs x ranks played side by side; more take longer than the search and find nothing that it does not."""

@@ -18,7 +18,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
 )
 
-from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
@@ -55,7 +54,6 @@ class SearchLoop:
         session: the problem of the module.
         given: components to use instead of ours.
         plan_loader: the planner's; ours is bound to this problem.
-        together: the ranks that measure, with ``refine``.
         keeps: whether TorchRec's plan may be kept, where ours gains too little.
         seconds: cap on the search; None for none.
 
@@ -68,7 +66,6 @@ class SearchLoop:
         session: PlanningSession,
         given: GivenComponents,
         plan_loader: PlanLoader | None,
-        together: Together | None,
         keeps: bool,
         seconds: float | None,
     ) -> None:
@@ -104,8 +101,6 @@ class SearchLoop:
             seed=settings.seed,
             search_seconds=seconds,
             effort=settings.candidates,
-            refine_seconds=settings.measuring_seconds,
-            together=together,
             context=context,
             quickly=self._compares_many,
         )
@@ -153,9 +148,6 @@ class SearchLoop:
         made_by = "loaded by plan_loader"
         if proposals and self._ours is None:
             made_by = f"placed by the {type(self.partitioner).__name__} that was given"
-        unmeasured = []
-        if self._session.context.left_out and self._session.request.settings.measuring_seconds:
-            unmeasured.append("not measured: time for that went to a plan whose outputs ranks could not exchange")
         rated = []
         if self._given.perf_model is not None and proposals:
             rated.append(
@@ -172,7 +164,7 @@ class SearchLoop:
             placed=self._placed(),
             kept=self._kept,
             loaded=None if self._loader is None else self._loader.loaded,
-            notes=(*noted("measurement", unmeasured), *noted("search", rated)),
+            notes=noted("search", rated),
         )
         return PlanResult.of(self.session, came_to)
 
@@ -220,8 +212,7 @@ class SearchLoop:
             partitioner.partition_thoroughly(again, self._session.left, self._session.request.seconds)
         except PlannerError:  # no room is found without the ranks that it came with
             return plan
-        measured = self._session.request.settings.measuring_seconds and self._given.perf_model is None
-        return again if measured or self.perf_model.rate(again) < self.perf_model.rate(plan) else plan
+        return again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan
 
 
 def estimator_of(context: PlanningContext) -> DreamShardEstimator:

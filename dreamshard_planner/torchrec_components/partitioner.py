@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torchrec.distributed.planner.types import ParameterConstraints, Partitioner, ShardingOption, Topology
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.planning.collective import Together
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
 from dreamshard_planner.planning.placing import Outcome, place_proposal, wide_units_laid_down
-from dreamshard_planner.policy.place import REFINEMENTS, Placement
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
@@ -39,9 +35,6 @@ class DreamShardPartitioner(Partitioner):
         search_seconds: cap on the search, on top of the count of candidates; a third of it for a proposal that comes
             with ranks. None for no cap.
         effort: multiple of the default's work on packing tables that hardly fit.
-        refine_seconds: time for measuring plans on this machine's devices, see
-            :data:`~dreamshard_planner.policy.place.REFINEMENTS`; 0 for none. Spent once, on the first plan.
-        together: the ranks that measure; by default this one.
         context: shared by the components of one planner; made from the other arguments by default.
         quickly: :meth:`partition` places each proposal only so far that many can be compared, whatever the search.
 
@@ -59,8 +52,6 @@ class DreamShardPartitioner(Partitioner):
         seed: int = 0,
         search_seconds: float | None = None,
         effort: float = 1.0,
-        refine_seconds: float = 0.0,
-        together: Together | None = None,
         context: PlanningContext | None = None,
         quickly: bool = False,
     ) -> None:
@@ -68,9 +59,6 @@ class DreamShardPartitioner(Partitioner):
         self._search, self._quickly = search, quickly
         self._seed = checked_seed(seed)
         self._seconds, self._effort = search_seconds, effort
-        self._refinement = None
-        if refine_seconds:
-            self._refinement = REFINEMENTS["measure"](refine_seconds, seed, search or DEFAULT_SEARCH, together)
         self._context = context
         self.placed: list[Outcome] = []
 
@@ -98,7 +86,6 @@ class DreamShardPartitioner(Partitioner):
         self, proposal: list[ShardingOption], storage_constraint: Topology, quickly: bool, seconds: float | None
     ) -> Outcome:
         context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
-        threads = torch.get_num_threads()
         with single_thread():
             outcome = place_proposal(
                 context,
@@ -110,16 +97,8 @@ class DreamShardPartitioner(Partitioner):
                 packing=self._effort,
                 quickly=quickly,
             )
-            if self._refinement is not None and not quickly:
-                outcome = _refined(outcome, self._refinement, storage_constraint.compute_device, threads)
         outcome.read.assign(outcome.sharding)
         return outcome
-
-
-def _refined(outcome: Outcome, refine: Callable[..., Placement], device: str, threads: int) -> Outcome:
-    """The same with the placement that measuring chooses."""
-    placement = refine(outcome.cost, outcome.chosen, outcome.placement, outcome.read.workload_P, device, threads)
-    return replace(outcome, placement=placement, sharding=outcome.chosen.placed(placement.assignment_S))
 
 
 class RulePartitioner(Partitioner):

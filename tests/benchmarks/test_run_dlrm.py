@@ -82,8 +82,7 @@ def test_two_ranks_under_several_planners(tmp_path: Path) -> None:
         assert min(entry["forward_ms"] + entry["backward_ms"] + list(entry["predicted"]["forward_ms"])) > 0
         assert entry["name"] in done.stdout
     page = (tmp_path / "report.html").read_text()
-    assert "Predicted against measured" in page and "under the plan of lookup_greedy" in page
-    assert f"{result['planners'][0]['forward_ms'][1]:.3f}" in page
+    assert "under the plan of lookup_greedy" in page
     assert done.stdout.replace("\n", "").rstrip().endswith("report.html")
     assert "cost source" in done.stdout and "cut to 500 rows" in done.stdout
 

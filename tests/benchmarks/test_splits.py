@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import compare_placements
+from common.set_clock import SetClock
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.measure.kernels import Arena
-from dreamshard_planner.measure.sets import SetClock
 from dreamshard_planner.measure.timing import processor_time
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.tables import workloads_of
@@ -157,7 +157,7 @@ def test_referee_measures_and_continues(
     command = [
         str(BENCHMARKS / "compare_placements.py"), "--record", str(record), "--batch-size", "256",
         "--sharding-types", ",".join(TYPES), "--placers", "torchrec,torchrec_whole,dreamshard", "--rounds", "2",
-        "--refine-seconds", "0", "--oracle-seconds", "0.2", "--processor-time",
+        "--oracle-seconds", "0.2", "--processor-time",
     ]  # fmt: skip
     monkeypatch.setattr(compare_placements, "Field", lambda checkpoint, device: FIELD)  # fitted already
     for tasks in ("1", "2"):  # in processes of their own: test_placers.py

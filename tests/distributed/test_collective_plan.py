@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ from dreamshard_planner.cost.collectives import (
     fits_of,
 )
 from dreamshard_planner.measure.collectives import FEATURES, LOOKUPS_PER_SAMPLE, PAYLOADS, MeasuredCollectives, Payload
-from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure, check_patience
-from dreamshard_planner.research import refinement
-from dreamshard_planner.research.refine import RefineConfig
+from dreamshard_planner.planning import hardware
+from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 
@@ -235,49 +233,39 @@ def test_planning_as_long_as_the_others_wait_is_refused(launch: Callable[..., li
         assert f"the other ranks wait for {patience} s" in result[1] and f"give less than {most:g} s" in result[1]
 
 
-def test_ranks_that_measure_need_only_wait_for_each_other() -> None:
-    check_patience(2, 60.0, None, refines=True)
-    with pytest.raises(DreamShardError, match=r"gives up after 15 s: init_process_group\(timeout=...\) 20 s or more"):
-        check_patience(2, 15.0, None, refines=True)
+def _hardware_of_each(rank: Rank) -> tuple[str, list[int]]:
+    """Host memory of the ranks of the default topology, and the plan; only rank 0 plans without a topology."""
+    hardware.total_bytes = lambda: (rank.rank + 1) << 34
+    topology = None if rank.rank == 0 else Topology(rank.world_size, "cpu")
+    planner = DreamShardPlanner(topology=topology, stats=[])
+    plan = planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
+    return str(plan), [device.storage.ddr for device in planner._topology.devices]
 
 
-def _refined(rank: Rank) -> tuple[str, list[str], list[float]]:
-    refinement.RefineConfig = partial(RefineConfig, rounds=1, repeats=1, final_repeats=1)
-    planner = DreamShardPlanner(
-        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=60.0
-    )
-    plan = str(planner.collective_plan(TinyModel(rank.device), list(SHARDERS)))
-    if rank.rank:
-        return plan, [], []
-    report = planner.report()
-    return plan, [note.text for note in report.notes], list(report.measured.rank_ms)
+def test_rank_0_plans_for_the_hardware_of_all_ranks() -> None:
+    results = run_on_ranks(_hardware_of_each, world_size=2)
+    assert results[0][1] == [1 << 33, 2 << 33] and results[0][0] == results[1][0]
 
 
-def test_all_ranks_measure_for_one_plan(launch: Callable[..., list[Any]]) -> None:
-    results = launch(_refined)
-    assert len({plan for plan, *_ in results}) == 1
-    _, notes, rank_ms = results[0]
-    assert any(f"on {len(results)} ranks at once" in note for note in notes), notes
-    assert len(rank_ms) == len(results) and min(rank_ms) > 0
+def _hardware_unread(rank: Rank) -> str:
+    """The second rank cannot read its hardware."""
 
+    def fail() -> int:
+        raise OSError("no memory to tell")
 
-def _failing_elsewhere(rank: Rank) -> str:
-    """The second rank cannot measure."""
+    planner = DreamShardPlanner(stats=[])
     if rank.rank == 1:
-        refinement.SetClock = None
-    planner = DreamShardPlanner(
-        topology=Topology(rank.world_size, rank.device.type), refine="measure", refine_seconds=60.0
-    )
+        hardware.total_bytes = fail
     try:
         planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
-    except DreamShardError as error:
+    except (DreamShardError, OSError) as error:
         return str(error)
     return "a plan"
 
 
-def test_a_rank_that_cannot_measure_is_an_error_on_all(launch: Callable[..., list[Any]]) -> None:
-    errors = launch(_failing_elsewhere)
-    assert len(set(errors)) == 1 and "rank 1 failed: TypeError" in errors[0]
+def test_a_rank_that_cannot_read_its_hardware_is_an_error_on_all() -> None:
+    results = run_on_ranks(_hardware_unread, world_size=2)
+    assert results == ["rank 1 failed: OSError: no memory to tell", "no memory to tell"]
 
 
 def _in_state(rank: Rank) -> list[str]:

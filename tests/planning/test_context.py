@@ -76,7 +76,6 @@ CHANGES: dict[str, Callable[[], dict]] = {
     "effort": lambda: {"effort": "quick"},
     "search time": lambda: {"search_seconds": 5.0},
     "time": lambda: {"timeout_seconds": 100},
-    "refinement": lambda: {"refine": "measure", "refine_seconds": 0.2},
     "partitioner": lambda: {"partitioner": RulePartitioner("dim_greedy")},
 }
 

@@ -33,7 +33,7 @@ from tests.faults import PATIENCE_SECONDS
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tables.json"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCRIPT, FORMULA = "<script>alert('x')</script>", "$price_{a}$ \\frac & <b>"
-FIGURES = ["ranks", "plans", "tables", "memory", "measured"]
+FIGURES = ["ranks", "plans", "tables", "memory"]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,8 @@ def planned() -> PlannedJob:
 
 @pytest.fixture(scope="module")
 def report(planned: PlannedJob) -> Report:
-    """With a rival that does not fit, and measurements as refining or training would add them."""
-    found, halves = planned.report, (0.123, 0.234)
-    total_ms = 0.468 + found.chosen.collectives_ms
-    measured = ReportEntry("dreamshard", total_ms, found.chosen.collectives_ms, halves, halves)
-    before = replace(measured, name="before", backward_ms=(0.222, 0.333))
-    rivals = (*found.rivals, ReportEntry.of("column_greedy", None))
-    return replace(found, rivals=rivals, measured=measured, measured_before=before)
+    """With a rival that does not fit."""
+    return replace(planned.report, rivals=(*planned.report.rivals, ReportEntry.of("column_greedy", None)))
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +90,10 @@ def browse(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_figure_of_the_report_is_on_the_page(report: Report, file: Path) -> None:
     text = " ".join(Page(file).text)
-    entries = [
-        entry for entry in (report.chosen, report.measured, report.measured_before, *report.rivals) if entry.feasible
-    ]
+    entries = [entry for entry in (report.chosen, *report.rivals) if entry.feasible]
     shown = [value for entry in entries for value in (*entry.rank_ms, entry.collectives_ms)]
     shown += [entry.total_ms for entry in (report.chosen, *report.rivals) if entry.feasible]
-    shown += [*report.chosen.forward_ms, *report.chosen.backward_ms, *report.measured.forward_ms]
+    shown += [*report.chosen.forward_ms, *report.chosen.backward_ms]
     shown += [table.alone_ms for table in report.tables] + [value for _, value in report.collectives]
     assert len(shown) > 30
     assert not [value for value in shown if f"{value:.3f}" not in text]
@@ -196,17 +189,15 @@ def test_a_thousand_ranks_and_a_plan_without_tables(report: Report, tmp_path: Pa
     chosen = ReportEntry("dreamshard", 4.0, 1.0, many, many)
     memory = (MemoryEntry("HBM", (2**30,) * 1024, (2**32,) * 1024),)
     table = TableEntry("a" * 500, "row_wise", "fused", tuple(range(1024)), (0.001,) * 1024)
-    wide = replace(
-        report, chosen=chosen, rivals=(), memory=memory, measured=chosen, tables=(table,), measured_before=None
-    )
+    wide = replace(report, chosen=chosen, rivals=(), memory=memory, tables=(table,))
     wide.save_html(tmp_path / "wide.html")
     text = " ".join(Page(tmp_path / "wide.html").text)
     assert "0-1023" in text and f"{many[1000]:.3f}" in text and "a" * 500 in text
     drawn = re.findall(r"<svg.*?</svg>", (tmp_path / "wide.html").read_text(), re.DOTALL)
-    assert len(drawn) == 4 and max(map(len, drawn)) < 300_000  # areas, not thousands of bars
+    assert len(drawn) == 3 and max(map(len, drawn)) < 300_000  # areas, not thousands of bars
 
     nothing = ReportEntry("dreamshard", 0.0, 0.0, (0.0,), (0.0,))
-    empty = replace(report, chosen=nothing, rivals=(nothing,), memory=(), measured=None, tables=())
+    empty = replace(report, chosen=nothing, rivals=(nothing,), memory=(), tables=())
     empty.save_html(tmp_path / "empty.html")
     assert 'id="tables-section"' not in (tmp_path / "empty.html").read_text()
 

@@ -23,8 +23,10 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, JsonPlanLoader, PlanError, SavedPlan, compare
 from dreamshard_planner.devices import Machine
+from dreamshard_planner.observing.observation import Observation
 from dreamshard_planner.support.documents import document_of
 from tests.mixed_models import EveryTypeSharder, mixed_case
+from tests.observing.test_observing import observation
 from tests.planning.test_context import model, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")
@@ -89,6 +91,27 @@ def test_a_plan_s_document_is_all_that_the_plan_holds(made: tuple[DreamShardPlan
     ]
     held = {"list": [1, 2], "search_seconds": math.inf}
     assert document_of(held) == held and document_of(held)["list"] is not held["list"]
+
+
+def test_entries_of_earlier_versions_are_dropped(file: Path) -> None:
+    """Those of a plan's own file, and of the plan in an observation's."""
+
+    def as_before(plan: dict[str, Any]) -> None:
+        chosen = plan["predicted"]["chosen"]
+        plan["predicted"] |= {"measured": chosen, "measured_before": {**chosen, "name": "before"}}
+        plan["inputs"]["settings"]["refine_seconds"] = 60.0
+
+    now, document = SavedPlan.load(file), json.loads(file.read_text())
+    as_before(document)
+    file.write_text(json.dumps(document))
+    assert SavedPlan.load(file) == now
+    seen = observation(1)
+    seen = replace(seen, runs=(replace(seen.runs[0], plan=now),))
+    seen.save(file)
+    document = json.loads(file.read_text())
+    as_before(document["runs"][0]["plan"])
+    file.write_text(json.dumps(document))
+    assert Observation.load(file) == seen
 
 
 def test_an_optimizer_that_fbgemm_has_not_keeps_a_state_of_every_weight(made: tuple) -> None:

@@ -162,15 +162,6 @@ def test_where_torchrecs_planner_fails_the_report_says_so() -> None:
     assert said == {6.2: True, 20: False}
 
 
-def test_refinement_leaves_host_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    made, model = scarce_planner(refine="measure", refine_seconds=1.0)
-    made.plan(model, SHARDERS)
-    (note,) = [note for note in made.report().notes if note.code == "measurement"]
-    assert "nothing was measured" in note.text and "outside of device memory" in note.text
-    assert made.report().measured is None
-
-
 def test_optimizers_whose_kernels_are_unknown_are_noted(tmp_path: Path) -> None:
     adam, adagrad, sgd = torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD
     for optimizer, device, said in ((adam, "cpu", 1), (adagrad, "cpu", 0), (sgd, "cpu", 0), (adam, "cuda", 0)):

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from dreamshard_planner.plans.picture import drawing
 from dreamshard_planner.plans.picture.content import Content, ms
 from dreamshard_planner.plans.replan import Replan
-from dreamshard_planner.plans.report import MemoryEntry, ReportEntry, TableEntry
+from dreamshard_planner.plans.report import MemoryEntry, TableEntry
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import runs
 
@@ -134,39 +134,6 @@ def tables(content: Content) -> Figure:
         where.grid(axis="x", which="minor")
     kinds = dict.fromkeys((table.sharding_type, _colour(table)) for table in shown)
     _legend(alone, [Patch(color=colour, label=kind) for kind, colour in kinds])
-    return figure
-
-
-def measured(content: Content, timed: ReportEntry) -> Figure:
-    """Predicted and measured compute of each rank."""
-    figure, axes = _ranks_axes(content.world_size, "ms of forward and backward")
-    entries = {
-        "predicted": (content.chosen, drawing.BLUE, "o"),
-        "measured": (timed, drawing.VERMILION, "D"),
-    }
-    if content.report.measured_before is not None:
-        entries["measured, of the plan that prediction alone would take"] = (
-            content.report.measured_before,
-            drawing.GREY,
-            "v",
-        )
-    every = range(content.world_size)
-    many = content.world_size > MAX_BARS
-    if not many:
-        axes.vlines(every, content.chosen.rank_ms, timed.rank_ms, color=drawing.SOFT, linewidth=1.2)
-    for label, (entry, colour, marker) in entries.items():
-        axes.plot(
-            every,
-            entry.rank_ms,
-            color=colour,
-            marker=None if many else marker,
-            markersize=8,
-            linestyle="-" if many else "none",
-            label=label,
-        )
-    longest_ms = max(max(entry.rank_ms) for entry, *_ in entries.values())
-    axes.set_ylim(0, longest_ms * 1.1 or 1.0)
-    _legend(axes)
     return figure
 
 

@@ -72,8 +72,6 @@ def sections(content: Content) -> tuple[Section, ...]:
         found.append(_tables(content))
     if content.report.memory:
         found.append(_memory(content))
-    if content.report.measured is not None:
-        found.append(_measured(content, content.report.measured))
     return tuple(found)
 
 
@@ -202,36 +200,4 @@ def _memory(content: Content) -> Section:
         finding=" ".join(findings),
         draw=partial(charts.memory, content),
         grids=(Grid("Each rank", tuple(columns), rows),),
-    )
-
-
-def _measured(content: Content, measured: ReportEntry) -> Section:
-    chosen = content.chosen
-    predicted_ms, measured_ms = max(chosen.rank_ms), max(measured.rank_ms)
-    before = content.report.measured_before
-    times = [
-        of_rank for entry in (chosen, measured) for of_rank in (entry.forward_ms, entry.backward_ms, entry.rank_ms)
-    ]
-    rows = [
-        (
-            f"{rank}",
-            *(f"{of_rank[rank]:.3f}" for of_rank in times),
-            f"{measured.rank_ms[rank] / chosen.rank_ms[rank]:.3f}" if chosen.rank_ms[rank] else "",
-            *([f"{before.rank_ms[rank]:.3f}"] if before is not None else []),
-        )
-        for rank in range(content.world_size)
-    ]
-    passes = ("forward", "backward", "compute")
-    columns = ["rank", *(f"{what} {which}" for which in ("predicted", "measured") for what in passes)]
-    columns += ["measured / predicted", *(["measured of the plan before"] if before is not None else [])]
-    finding = f"The slowest rank was predicted to compute {ms(predicted_ms)} and measured at {ms(measured_ms)}."
-    if before is not None:
-        finding += f" The plan that prediction alone would take was measured at {ms(max(before.rank_ms))}."
-    return Section(
-        name="measured",
-        title="Predicted against measured",
-        caption="Compute of each rank, forward and backward together.",
-        finding=finding,
-        draw=partial(charts.measured, content, measured),
-        grids=(Grid("Each rank, ms", tuple(columns), rows),),
     )

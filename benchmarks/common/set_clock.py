@@ -6,8 +6,6 @@ Shapes: X sets, R repeats, 2 = forward and backward.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,9 +16,6 @@ from dreamshard_planner.measure.collect import REFERENCE_SETS
 from dreamshard_planner.measure.kernels import Arena, FusedKernel
 from dreamshard_planner.measure.timing import Samples, time_groups
 from dreamshard_planner.workload.tables import INDEX_BYTES, OUTPUT_BYTES, Workload
-
-_FIRST_SETS = 1
-"""Timed at once before it is known how long a set takes."""
 
 
 class SetClock:
@@ -47,47 +42,31 @@ class SetClock:
         self._arena = arena or Arena(device, seed=seed)
         self._reference = FusedKernel(REFERENCE_SETS[torch.device(device).type], device, seed, self._arena)
         self._order = torch.Generator().manual_seed(seed)
-        self._run_seconds: float | None = None
         self.usual_ms: Tensor | None = None
         """Of the reference set, when this clock was first used."""
-        self.peak_bytes = self._arena.held_bytes
-        """Of weights, states, indices, outputs and their gradients, so far."""
 
-    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int, seconds: float = math.inf) -> list[Samples | None]:
-        """All runs of each set; sets are interleaved, as many at a time as memory should hold. None for those that
-        ``seconds`` do not suffice for; the first ones are measured in any case."""
-        samples: list[Samples | None] = []
-        deadline = time.monotonic() + seconds
-        for some, their_bytes in self._at_once(sets, repeats, deadline):
-            begin = time.monotonic()
+    def samples(self, sets: Sequence[tuple[int, ...]], repeats: int) -> list[Samples]:
+        """Return all runs of each set; sets are interleaved, as many at a time as memory should hold."""
+        samples: list[Samples] = []
+        for some in self._at_once(sets):
             kernels = [
                 FusedKernel([self._workloads[i] for i in group], self._device, self._seed, self._arena)
                 for group in some
             ]
             samples += time_groups(kernels, repeats, generator=self._order, reference=self._reference)
-            self._run_seconds = (time.monotonic() - begin) / (len(some) * (repeats + 1))
-            self.peak_bytes = max(self.peak_bytes, self._arena.held_bytes + their_bytes)
-        return samples + [None] * (len(sets) - len(samples))
+        return samples
 
-    def _at_once(
-        self, sets: Sequence[tuple[int, ...]], repeats: int, deadline: float
-    ) -> Iterator[tuple[list[tuple[int, ...]], int]]:
-        """The sets, in order, in parts that memory holds and that end before the deadline, and their bytes."""
+    def _at_once(self, sets: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Yield the sets, in order, in parts that memory holds."""
         start = 0
         while start < len(sets):
-            left = deadline - time.monotonic()
-            most_sets = len(sets)
-            if left < math.inf:
-                most_sets = int(left / (self._run_seconds * (repeats + 1))) if self._run_seconds else _FIRST_SETS
-            if start and (left <= 0 or most_sets < 1):
-                return
             stop, part_bytes = start, 0
-            while stop < len(sets) and stop - start < max(1, most_sets):
+            while stop < len(sets):
                 group_bytes = self._bytes_of(sets[stop])
                 if stop > start and part_bytes + group_bytes > self._bytes_at_once:
                     break
                 stop, part_bytes = stop + 1, part_bytes + group_bytes
-            yield list(sets[start:stop]), part_bytes
+            yield list(sets[start:stop])
             start = stop
 
     def _bytes_of(self, group: tuple[int, ...]) -> int:
@@ -101,13 +80,11 @@ class SetClock:
         step_R1 = samples.reference_ms.sum(-1, keepdim=True)
         return samples.samples_ms * (self.usual_ms / step_R1) ** REFERENCE_STRENGTH
 
-    def __call__(self, sets: Sequence[tuple[int, ...]], repeats: int, seconds: float = math.inf) -> Tensor:
-        """Medians [X, 2] over the repeats; NaN for sets that ``seconds`` do not suffice for. The first call says what
-        speed of the machine is usual."""
-        timed = self.samples(sets, repeats, seconds)
-        done = [s.reference_ms.sum(-1) for s in timed if s is not None and s.reference_ms is not None]
+    def __call__(self, sets: Sequence[tuple[int, ...]], repeats: int) -> Tensor:
+        """Return the medians [X, 2] over the repeats. The first call says what speed of the machine is usual."""
+        timed = self.samples(sets, repeats)
+        done = [s.reference_ms.sum(-1) for s in timed if s.reference_ms is not None]
         if self.usual_ms is None and done:
             self.usual_ms = torch.cat(done).median()
-        unknown_2 = torch.full((2,), math.nan, dtype=torch.float64)
-        medians = [unknown_2 if s is None else self.corrected_ms(s).quantile(0.5, dim=0) for s in timed]
+        medians = [self.corrected_ms(s).quantile(0.5, dim=0) for s in timed]
         return torch.stack(medians) if medians else torch.zeros(0, 2, dtype=torch.float64)
