@@ -36,7 +36,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.errors import DreamShardError, InputWarning
-from dreamshard_planner.planning.beyond import BeyondExactTraining
 from dreamshard_planner.planning.collective import check_patience, check_ranks, group_timeout_seconds, plan_on_rank_0
 from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
@@ -54,7 +53,6 @@ from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.constraints import given_constraints, left_out_by_group
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import by_table
@@ -422,21 +420,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         if isinstance(self._result, str):
             raise DreamShardError(f"there is no report: {self._result}")
         return self._result.report
-
-    @neutral()
-    def beyond_exact_training(self) -> BeyondExactTraining | None:
-        """What sharding types that train differently would gain over the last plan; None where exact training leaves
-        out none, or where an enumerator or a plan loader was given. A search of its own, which takes about as long as
-        planning.
-
-        Raises:
-            DreamShardError: there is no plan yet on this rank.
-        """
-        result, settings = self._last(), self._request.settings
-        if (wider := result.model.wider) is None:
-            return None
-        effort = settings.candidates
-        return wider.search(result.plan, settings.search or DEFAULT_SEARCH.times(effort), settings.seed, effort)
 
     @property
     def options(self) -> list[ShardingOption]:

@@ -93,8 +93,6 @@ def explain(
     elif bottleneck is not None:
         entry = next((entry for entry in tables if entry.table == bottleneck), None)
         headline = f"{headline} {_remedy(entry, skews(rated.cost, rated.sharding).get(bottleneck))}"
-        own_ms = entry.splitting.gain_ms if entry is not None and entry.splitting is not None else 0.0
-        headline += _beyond(wider, given, rated, bottleneck, rank, max(0.0, own_ms))
         headline += _elsewhere(tables, bottleneck)
     elif tables and float(device_ms_D[rank]) >= float(device_ms_D.max()) * NEARLY:
         level = float(device_ms_D.max()) <= float(device_ms_D.mean()) * (1 + LEVEL)
@@ -238,20 +236,6 @@ class _Changes:
     def _change(self, sharding: Sharding, table: int) -> Change:
         total_ms = self._cost.overall_ms(sharding)
         return Change(_words(self._read, sharding, table), total_ms, self._now_ms - total_ms)
-
-
-def _beyond(wider: WiderSpace | None, given: GivenPlans, rated: Rated, table: str, rank: int, own_ms: float) -> str:
-    """What the best way to split a table would gain that exact training leaves out, where that is more than what
-    splitting it otherwise gains; empty where it leaves out none."""
-    if wider is None:
-        return ""
-    usable = wider.context.usable_options(wider.search_space)
-    others = _alternatives(wider.context, rated.options, usable, {table})
-    changes = _Changes(wider.context.read([*rated.options, *others], given.left), rated, wider.context, rank)
-    best = changes.of(table)["splitting"]
-    if best is None or best.gain_ms <= own_ms + 5e-4:
-        return f" {wider.opened_by} would allow nothing that gains{' more' * (own_ms > 0)}."
-    return f" With {wider.opened_by} {best.how} would gain {best.gain_ms:.3f} ms."
 
 
 def _alternatives(

@@ -75,16 +75,15 @@ def test_one_table_that_is_the_bottleneck_is_named_first_and_splitting_it_gains(
     assert other.waiting_ms == pytest.approx(found.rank_ms[found.rank] - other.rank_ms[other.rank])
 
 
-def test_what_exact_training_leaves_out_is_rated_where_it_would_split_the_bottleneck() -> None:
+def test_what_exact_training_leaves_out_is_named_where_it_would_split_the_bottleneck() -> None:
     module = model(512)
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
     types = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(8)}
     one = planner(hot=900.0, topology=TWO_GPUS, sharding_types=("table_wise", "column_wise"))
     one.plan(module, SHARDERS)
     found = one.explain()
-    assert found.bottleneck == "t2" and "With exact_training=False column_wise on ranks 0-1" in found.headline
-    gain_ms = float(found.headline.rpartition(" would gain ")[2].removesuffix(" ms."))
-    assert 0 < gain_ms <= one.beyond_exact_training().exact_ms - one.beyond_exact_training().total_ms + 1e-3
+    assert found.bottleneck == "t2"
+    assert "It is not split further: exact_training=False would allow column_wise." in found.headline
     fixed = planner(hot=900.0, topology=TWO_GPUS, constraints=types)
     fixed.plan(module, SHARDERS)
     told = str(fixed.explain())

@@ -187,20 +187,18 @@ def replicated(optimizer: type, **settings: Any) -> Any:
 def test_attached_optimizers_open_data_parallel(optimizer: type) -> None:
     closed, kinds = replicated(optimizer)
     assert "data_parallel" not in kinds
-    beyond = closed.beyond_exact_training()
-    assert beyond.opened_by == "optimizers_attached=True" and beyond.opened == (("data_parallel", 30),)
-    assert "optimizers_attached=True would allow" in str(beyond) and any(
+    assert any(
         "optimizers_attached=True allows data_parallel for 30 table(s) and trains exactly" in str(note)
         for note in closed.report().notes
     )
     attached, kinds = replicated(optimizer, optimizers_attached=True)
     assert "data_parallel" in kinds and not any("trains differently" in str(note) for note in attached.report().notes)
-    assert attached.report().chosen.total_ms <= beyond.total_ms * (1 + 1e-6) < closed.report().chosen.total_ms
+    assert attached.report().chosen.total_ms < closed.report().chosen.total_ms
 
 
 def test_optimizers_that_replicas_cannot_follow_keep_it_closed() -> None:
     made, kinds = replicated(Adam, optimizers_attached=True)
-    assert "data_parallel" not in kinds and made.beyond_exact_training().opened_by == "exact_training=False"
+    assert "data_parallel" not in kinds and made._last().model.wider.opened_by == "exact_training=False"
     named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
     with pytest.warns(UserWarning, match="takes the in-backward optimizer away"):
         made, kinds = replicated(Adam, optimizers_attached=True, constraints=named)
@@ -214,7 +212,7 @@ def test_replicas_of_several_sharding_groups_train_otherwise() -> None:
     """They follow the gradient of all groups at once, where other tables are averaged after a step of each group's."""
     groups = {"optimizers_attached": True, "sharding_groups": ShardingGroups(size=8)}
     made, kinds = replicated(SGD, **groups)
-    assert "data_parallel" not in kinds and made.beyond_exact_training().opened_by == "exact_training=False"
+    assert "data_parallel" not in kinds and made._last().model.wider.opened_by == "exact_training=False"
     named = {f"t{index}": ParameterConstraints(sharding_types=["data_parallel"]) for index in range(30)}
     made, kinds = replicated(SGD, constraints=named, **groups)
     assert kinds == {"data_parallel"} and any("gradient of all groups" in str(note) for note in made.report().notes)
