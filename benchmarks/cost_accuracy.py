@@ -38,6 +38,7 @@ from torch import Tensor
 from torchrec.distributed.planner.types import Topology
 
 from common.bootstrap import mean_interval
+from common.linear_cost import LinearCost
 from common.output import table_of, wide_console, write_result
 from common.provenance import provenance
 from dreamshard_planner.checkpoints.checkpoint import resolve
@@ -46,7 +47,6 @@ from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_networ
 from dreamshard_planner.cost.network import CostNetwork
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import GroupMix, collect, draw_sets
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.workload.tables import Workload
 from placements.placers import best_scale

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.linear_cost import LinearCost
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
@@ -21,7 +22,6 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan
 from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
 from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig

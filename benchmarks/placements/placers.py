@@ -25,6 +25,7 @@ from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
+from common.linear_cost import LinearCost
 from common.meta_model import meta_collection
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resolve
 from dreamshard_planner.cost.collectives import CollectiveModel
@@ -37,7 +38,6 @@ from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.tasks import Task
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.search.exact import solve
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search

@@ -25,6 +25,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from common.linear_cost import LinearCost
 from common.meta_model import feature_names, meta_collection
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
@@ -33,7 +34,6 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.search_space.alike_shards import EnumeratedOption
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.sharding_types import DP, TW

@@ -50,6 +50,7 @@ class _Counts:
     network_mape: tuple[float, float] | None = None
     """Of a validation, as the next two."""
     linear_mape: tuple[float, float] | None = None
+    """Errors of a linear model, in files of earlier versions."""
     policy_over_rule: dict[str, float] = field(default_factory=dict)
 
 

@@ -1,2 +1,2 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Published methods and rivals kept for comparison, and refinement by measuring."""
+"""Published methods that are kept for comparison."""

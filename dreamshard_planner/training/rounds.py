@@ -94,7 +94,7 @@ def learn(
         "extra_pools": list(config.extra_pools),
         "batch_sizes": np.unique(train_data.columns["batch_size"]).tolist(),
         "validation": {
-            **validate_cost(network, train_sets, test_sets),
+            **validate_cost(network, test_sets),
             **validate_policy(policy, network, test_tables, config),
         },
         "reinforce": asdict(statistics[-1]),

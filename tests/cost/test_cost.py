@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gpu_prior
+from common.linear_cost import LinearCost
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
@@ -23,7 +24,6 @@ from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, 
 from dreamshard_planner.errors import CheckpointError, TaskError
 from dreamshard_planner.measure.collect import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperFit, PaperFitConfig, fit_paper_network
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.training.config import QUICK

@@ -9,11 +9,11 @@ import pytest
 import torch
 from placement_tasks import ROOFLINE, make_cost
 
+from common.linear_cost import LinearCost
 from dreamshard_planner.cost.compute import WithExtras
 from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.workload.features import WORK
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.linear_cost import LinearCost
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import (
@@ -22,7 +23,6 @@ from dreamshard_planner.cost.network import CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
-from dreamshard_planner.research.linear_cost import LinearCost
 from dreamshard_planner.training import (
     TrainingConfig,
     pool_tables,
