@@ -28,6 +28,7 @@ from torchrec.distributed.planner.types import (
     CustomTopologyData,
     ParameterConstraints,
     Perf,
+    PlannerError,
     ShardingOption,
     Topology,
 )
@@ -267,7 +268,7 @@ def test_a_failing_estimate_leaves_the_shards() -> None:
     options = FastEnumerator(topology, 512).enumerate(model, sharders)
     before = by_kind(options)
     options[-1].compute_kernel, right = "none such", options[-1].compute_kernel
-    with pytest.raises(ValueError, match="none such"):
+    with pytest.raises(PlannerError, match="'none such', whose cost is unknown"):
         estimate_all(torchrec_estimators(topology), options, sharders)
     options[-1].compute_kernel = right
     assert by_kind(options) == before
