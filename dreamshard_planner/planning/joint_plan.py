@@ -25,13 +25,10 @@ from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_se
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.starts import JointOptions
 from dreamshard_planner.search_space.alike_shards import is_torchrecs, set_ranks
-from dreamshard_planner.search_space.cache_sizes import all_sized, coarse_sizes, finer_sizes, uses_host_memory
+from dreamshard_planner.search_space.cache_sizes import all_sized, other_sizes, uses_host_memory
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.towers import pinned_options
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
-
-CACHE_ROUNDS = 2
-"""Searches with caches of other sizes: coarse ones, then such as are near to those."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +140,18 @@ def with_cache_sizes(
     how: HowToSearch,
     found: JointPlan,
 ) -> JointPlan:
-    """A plan whose caches may have any size, where some table lies in host memory or nothing fits; never dearer.
+    """Search once more with caches of other sizes, if some table lies in host memory or nothing fits; never dearer.
 
     Args:
         context, options, topology, how: see :func:`joint_plan`.
-        found: what it came to, with caches of TorchRec's size; nothing follows where that took all its time.
+        found: the plan with caches of TorchRec's size; no search follows if it took all its time.
     """
     if found.result is not None and not uses_host_memory(found.proposal):
         return found
-    sizes = coarse_sizes(options, context.reader.load_factor)
-    for _ in range(CACHE_ROUNDS):
-        if not sizes or (found.result is not None and found.result.cut_short):
-            break
+    sizes = other_sizes(options, context.reader.load_factor)
+    if sizes and (found.result is None or not found.result.cut_short):
         context.complete(sizes)
-        options = [*options, *sizes]
-        found = joint_plan(context, options, topology, how, known=found)
-        sizes = finer_sizes(options, found.proposal)
+        found = joint_plan(context, [*options, *sizes], topology, how, known=found)
     proposal = all_sized(found.proposal, context.reader.load_factor)
     return found if proposal is found.proposal else replace(found, proposal=proposal)
 

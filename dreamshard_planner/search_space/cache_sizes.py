@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torchrec.distributed.planner.types import ShardingOption
@@ -14,50 +14,27 @@ from dreamshard_planner.search_space.kernels import CACHING, in_host_memory
 from dreamshard_planner.search_space.options import fqn_of
 from dreamshard_planner.workload.tables import CACHE_LOAD_FACTOR
 
-COARSE = (0.01, 0.05, 0.1, 0.4, 0.7)
+SHARES = (0.01, 0.05, 0.1, 0.4, 0.7)
 """Shares of a table's rows, beside TorchRec's fifth."""
-FINER = (0.5, 0.7, 1.4, 2.0)
-"""Of the share that was chosen."""
-LEAST, MOST = 0.001, 0.95
 
 
-class OwnCacheSize(OwnOption):
-    """Cached, with a load factor that nobody asked for."""
-
-
-def coarse_sizes(
-    options: Iterable[ShardingOption], given: Callable[[ShardingOption], float | None]
-) -> list[OwnCacheSize]:
-    """Each option of a cache whose size nobody gave, at other sizes; without estimates. Towers stay as they are.
+def other_sizes(options: Iterable[ShardingOption], given: Callable[[ShardingOption], float | None]) -> list[OwnOption]:
+    """Return each option of a cache whose size no user gave, at other sizes and without estimates. Towers stay as they
+    are.
 
     Args:
         options: of an enumerator.
         given: the load factor that a constraint or the module's ``fused_params`` ask for.
     """
-    return [
-        _sized(option, share)
+    sized = [
+        _with_share(option, share)
         for option in options
         if option.compute_kernel == CACHING and not option.dependency and given(option) is None
-        for share in COARSE
+        for share in SHARES
     ]
-
-
-def finer_sizes(options: Iterable[ShardingOption], plan: Sequence[ShardingOption]) -> list[OwnCacheSize]:
-    """The options of tables that a plan caches, somewhat smaller and larger than there; without estimates.
-
-    Args:
-        options: of which :func:`coarse_sizes` made some.
-        plan: of the same tables, one option each.
-    """
-    free = {fqn_of(option) for option in options if isinstance(option, OwnCacheSize)}
-    chosen = {fqn_of(option): _share(option) for option in plan if option.compute_kernel == CACHING}
-    return [
-        _sized(option, _share(option) * factor)
-        for option in options
-        if option.compute_kernel == CACHING and fqn_of(option) in free and chosen.get(fqn_of(option)) == _share(option)
-        for factor in FINER
-        if LEAST <= _share(option) * factor <= MOST
-    ]
+    for option in sized:
+        option.forget_estimates()
+    return sized
 
 
 def all_sized(plan: list[ShardingOption], given: Callable[[ShardingOption], float | None]) -> list[ShardingOption]:
@@ -66,7 +43,7 @@ def all_sized(plan: list[ShardingOption], given: Callable[[ShardingOption], floa
 
     Args:
         plan: one option for every table; itself where nothing changes.
-        given: see :func:`coarse_sizes`.
+        given: see :func:`other_sizes`.
     """
     cached = [option for option in plan if option.compute_kernel == CACHING]
     unsized = {fqn_of(option) for option in cached if given(option) is None}
@@ -80,17 +57,7 @@ def uses_host_memory(plan: Iterable[ShardingOption]) -> bool:
     return any(in_host_memory(option.compute_kernel) for option in plan)
 
 
-def _share(option: ShardingOption) -> float:
-    return option.cache_load_factor or CACHE_LOAD_FACTOR
-
-
-def _sized(option: ShardingOption, share: float) -> OwnCacheSize:
-    result = _with_share(option, share)
-    result.forget_estimates()
-    return result
-
-
-def _with_share(option: ShardingOption, share: float) -> OwnCacheSize:
-    result = OwnCacheSize.of(option)
-    result.cache_params = replace(option.cache_params or CacheParams(), load_factor=round(share, 4))
+def _with_share(option: ShardingOption, share: float) -> OwnOption:
+    result = OwnOption.of(option)
+    result.cache_params = replace(option.cache_params or CacheParams(), load_factor=share)
     return result
