@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dreamshard_planner.workload.features import FEATURE_INDEX
-
 
 def overall_ms(slowest_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
     """Cost of placements, [...]: the one formula for labels, search, benchmarks and reports,
@@ -116,61 +114,6 @@ class GivenCost(ComputeCost):
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """Forward and backward milliseconds [..., 2]; nothing for an empty group."""
         return torch.where(latent_XH[..., :1] > 0.5, latent_XH[..., 1:3], 0.0)
-
-
-class WithServing(ComputeCost):
-    """A compute cost of tables that are trained, and beside it one of quantized tables that are only served. TorchRec
-    fuses no table of one kind with one of the other, so each group has latents of one of them, and zeros. The first
-    channel counts shards of either."""
-
-    def __init__(self, trained: ComputeCost, served: ComputeCost, channels: int) -> None:
-        """``channels`` is how many latents the first has."""
-        both = f"{trained.source.detail}; quantized tables: {served.source}"
-        self.source = CostSource(trained.source.kind, both)
-        self.approximates = trained.approximates
-        self._trained, self._served, self._channels = trained, served, channels
-
-    @classmethod
-    def of(cls, trained: ComputeCost, served: ComputeCost, features_SF: Tensor) -> ComputeCost:
-        """For parts with these features: of either alone, or of both."""
-        is_served_S = features_SF[:, FEATURE_INDEX["served"]] > 0
-        if bool(is_served_S.all()) or not bool(is_served_S.any()):
-            return served if bool(is_served_S.any()) else trained
-        return cls(trained, served, trained.encode(features_SF[:1]).shape[-1])
-
-    def _split(self, latent_XH: Tensor) -> tuple[Tensor, Tensor]:
-        return latent_XH[..., 1 : 1 + self._channels], latent_XH[..., 1 + self._channels :]
-
-    def encode(self, features_SF: Tensor) -> Tensor:
-        """A count, and latents of both, the other's zero."""
-        served_S1 = features_SF[:, [FEATURE_INDEX["served"]]].double()
-        trained_SH, served_SH = self._trained.encode(features_SF).double(), self._served.encode(features_SF).double()
-        both = trained_SH * (1 - served_S1), served_SH * served_S1
-        return torch.cat([torch.ones_like(served_S1), *both], dim=-1)
-
-    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """Forward and backward milliseconds [..., 2]."""
-        trained_XH, served_XH = self._split(latent_XH)
-        return self._trained.group_cost_ms(trained_XH) + self._served.group_cost_ms(served_XH)
-
-    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
-        """Of both."""
-        trained_XH, served_XH = self._split(latent_XH)
-        return self._trained.approximate_ms(trained_XH) + self._served.approximate_ms(served_XH)
-
-    def extra_ms(self, latent_XH: Tensor) -> Tensor:
-        """Of both."""
-        trained_XH, served_XH = self._split(latent_XH)
-        return self._trained.extra_ms(trained_XH) + self._served.extra_ms(served_XH)
-
-    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """Of both, by the parts that each rates."""
-        is_served_S = features_SF[:, FEATURE_INDEX["served"]] > 0
-        trained_XH, served_XH = self._split(latent_XH)
-        notes = [f"quantized tables: {note}" for note in self._served.notes(features_SF[is_served_S], served_XH)]
-        if not bool(is_served_S.all()):
-            notes += self._trained.notes(features_SF[~is_served_S], trained_XH[trained_XH[:, 0] > 0])
-        return tuple(notes)
 
 
 class WithExtras(ComputeCost):

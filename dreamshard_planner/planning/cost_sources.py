@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, fits_of
-from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras, WithServing
+from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras
 from dreamshard_planner.cost.interconnect import Interconnect
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
@@ -28,10 +28,15 @@ from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.alike_shards import counted, ranks_of
+from dreamshard_planner.search_space.kernels import serves
+from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import OPTIMIZERS
 
 FREE = CollectiveModel(1, 1.0, 0.0, "part of TorchRec's estimates")
 """Exchanges that cost nothing of their own."""
+_QUANTIZED = (
+    "the model has quantized tables, whose kernels were not measured: bandwidths give the costs of all its tables"
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,12 @@ class NetworkCosts:
         return replace(links, all_reduce=replace(all_reduce, shared_bytes_per_ms=shared))
 
     def cost(self, read: ReadProblem, compute: ComputeCost) -> Cost:
-        """The cost of a problem's shardings."""
+        """Return the cost of a problem's shardings. Bandwidths cost a problem that has quantized tables as a whole: no
+        network has learned these kernels, and costs of two sources do not compare."""
         problem = read.problem
-        trained = compute.needed_by(problem.features_PF)
-        compute = WithServing.of(trained, RooflineCost.of_topology(self.topology), problem.features_PF)
+        if bool(problem.features_PF[:, FEATURE_INDEX["served"]].any()):
+            compute = RooflineCost.of_topology(self.topology)
+        compute = compute.needed_by(problem.features_PF)
         sync_ms_P = read.synced_bytes_P * self.sync_ms_per_byte
         extras = (read.dense_elements_P, read.ssd_bytes_P, sync_ms_P, read.is_estimated_P)
         if not any(bool(extra_P.any()) for extra_P in extras):
@@ -88,18 +95,21 @@ class NetworkCosts:
         """What a reader of a plan's cost should know of where it came from."""
         measured = not self.takes_estimates and _measured(self.topology, self.checkpoint).keys() >= {*OPERATIONS}
         uncounted = self.links().lookups is None and self.topology.world_size > 1 and not self.takes_estimates
+        quantized = self.uses_network and any(serves(option.compute_kernel) for option in plan)
+        uses_network = self.uses_network and not quantized
         return (
             *noted("assumption", default_notes(self.topology, links_measured=measured)),
             *noted("source", [_uncounted_lookups(self.checkpoint)] if uncounted else []),
-            *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=self.uses_network)),
-            *noted("optimizer", costed_optimizers(plan, reader, self.topology, self._unknown())),
+            *noted("source", [_QUANTIZED] if quantized else []),
+            *noted("source", checkpoint_notes(self.checkpoint, self.topology, uses_network=uses_network)),
+            *noted("optimizer", costed_optimizers(plan, reader, self.topology, self._unknown(uses_network))),
         )
 
-    def _unknown(self) -> Collection[str]:
+    def _unknown(self, uses_network: bool) -> Collection[str]:
         """Optimizers that the costs do not tell from row-wise Adagrad."""
         if self.takes_estimates:
             return ()
-        network = self.checkpoint.cost if self.uses_network else None
+        network = self.checkpoint.cost if uses_network else None
         if network is None:
             return ("other",)
         return OPTIMIZERS.keys() - {*network.optimizers, *self.checkpoint.metadata.get("corrections", {})}
