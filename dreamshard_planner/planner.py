@@ -209,11 +209,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         return other
 
     @property
-    def statistics(self) -> TableStatistics | None:
-        """The argument of this name."""
-        return self._request.settings.statistics
-
-    @property
     def optimizers_attached(self) -> bool:
         """The argument of this name, for plans to come."""
         return self._request.settings.optimizers_attached

@@ -42,7 +42,7 @@ def measured_costs(
         arena: see :class:`~common.set_clock.SetClock`.
         seed: of indices and order.
     """
-    kernels = [_kernels(plan, context) for plan in plans]
+    kernels = [_kernels(plan) for plan in plans]
     workloads = list(dict.fromkeys(workload for some in kernels for kernel in some for workload in kernel.workloads))
     index = {workload: at for at, workload in enumerate(workloads)}
     sets = [[tuple(sorted(index[workload] for workload in kernel.workloads)) for kernel in some] for some in kernels]
@@ -62,24 +62,12 @@ def measured_costs(
     return costs
 
 
-def _kernels(plan: Rated, context: PlanningContext) -> list[_Kernel]:
+def _kernels(plan: Rated) -> list[_Kernel]:
     """Of all ranks."""
-    workload_P = _workloads(plan, context)
     parts: dict[tuple[int, int], list[int]] = {}
     for rank, part in zip(*(rows_X.tolist() for rows_X in plan.cost.problem.laid(plan.sharding)), strict=True):
         parts.setdefault((rank, int(plan.read.problem.group_P[part])), []).append(part)
     return [
-        _Kernel(rank, tuple(some), tuple(workload_P[part] for part in some))
+        _Kernel(rank, tuple(some), tuple(plan.read.workload_P[part] for part in some))
         for (rank, _), some in sorted(parts.items())
     ]
-
-
-def _workloads(plan: Rated, context: PlanningContext) -> dict[int, Workload]:
-    """What each part asks of its kernel."""
-    workloads = {}
-    for choices, options in zip(plan.read.options, plan.read.problem.tables, strict=True):
-        wholes = context.reader.workloads(choices, context.topology)
-        for whole, choice, option in zip(wholes, choices, options, strict=True):
-            for shard, part in zip(choice.shards, option.parts, strict=True):
-                workloads[part] = whole.part(*shard.size, first_row=shard.offset[0])
-    return workloads

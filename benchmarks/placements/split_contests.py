@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ from dreamshard_planner.search_space.slices import own_slices
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
-from dreamshard_planner.workload.tables import Table, Workload, workloads_of
+from dreamshard_planner.workload.tables import Table, workloads_of
 from placements.contests import draw_contests, least_capacity_bytes
 
 HEAT = (1.5, 4.0)
@@ -250,18 +249,6 @@ class SplitTask:
             )
             for table in self.contest.tables
         }
-
-    @cached_property
-    def workload_P(self) -> list[Workload]:
-        """What each part of the problem asks of its kernel."""
-        workloads: list[Workload | None] = [None] * len(self.read.shard_P)
-        for choices, options in zip(self.read.options, self.read.problem.tables, strict=True):
-            for whole, choice, option in zip(
-                self.reader.workloads(choices, self.topology), choices, options, strict=True
-            ):
-                for shard, part in zip(choice.shards, option.parts, strict=True):
-                    workloads[part] = whole.part(*shard.size)
-        return workloads
 
     def sharding(self, plan: ShardingPlan) -> Sharding:
         """What a TorchRec plan says, in terms of the problem: types, shards and ranks as TorchRec would run them."""

@@ -168,7 +168,7 @@ def play_splits(
         # TorchRec undercounts the row-wise optimizer state of column slices, and may plan more than there is room for.
         plans[name] = plan if plan is not None and task.cost.problem.fits(plan) else None
     known = {name: plan for name, plan in plans.items() if plan is not None}
-    clock = SetClock(task.workload_P, args.device, arena, seed=args.seed)
+    clock = SetClock(task.read.workload_P, args.device, arena, seed=args.seed)
     if known and args.oracle_seconds:
         measured = MeasuredShardings(task, clock)
         measured.time(list(known.values()), 5)

@@ -55,10 +55,9 @@ class MeasuredBlocks:
         self._folder, self._sets, self._repeats = Path(folder), sets, repeats
         self._hardware, self._seed, self._ranks, self._stack = hardware, seed, ranks, ExitStack()
         self._blocks: list[CostDataset] = []
+        self._number = 0
         try:
-            self._number = max(ranks.gather(self._read_blocks)) + 1
-            of_ranks = ranks.gather(lambda: [group for block in self._blocks for group in map(tuple, block.sets)])
-            places = self._places(of_ranks)
+            places = self._places(ranks.gather(self._read_blocks))
         except BaseException:
             self._stack.close()
             raise
@@ -73,8 +72,8 @@ class MeasuredBlocks:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _read_blocks(self) -> int:
-        """Lock this rank's part of the folder and read its blocks; returns the highest number of a block."""
+    def _read_blocks(self) -> list[tuple[Workload, ...]]:
+        """Lock this rank's part of the folder and read its blocks; returns their sets."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stack.enter_context(open_locked(self._folder / f"rank{self._ranks.rank}.lock"))
@@ -82,13 +81,12 @@ class MeasuredBlocks:
             raise DatasetError(str(error)) from error
         except OSError as error:
             raise DatasetError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
-        numbers = [-1]
         found = [(path, _BLOCK.fullmatch(path.name)) for path in sorted(self._folder.iterdir())]
         for path, rank, number in [(path, int(match[1]), int(match[2])) for path, match in found if match]:
-            numbers.append(number)
+            self._number = max(self._number, number + 1)
             if rank % self._ranks.size == self._ranks.rank:
                 self._blocks.append(self._checked(path))
-        return max(numbers)
+        return [tuple(group) for block in self._blocks for group in block.sets]
 
     def _checked(self, path: Path) -> CostDataset:
         block = CostDataset.load(path)

@@ -89,12 +89,6 @@ class Arena:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @property
-    def held_bytes(self) -> int:
-        """Of all that is shared here, now."""
-        buffers = [*self._weights.values(), self._states_N, self._noise_N]
-        return self._index_bytes_held + sum(buffer.nbytes for buffer in buffers)
-
     def weights(self, dtype: torch.dtype) -> Tensor:
         """The weight buffer [N] of one precision, filled on first use."""
         if dtype not in self._weights:

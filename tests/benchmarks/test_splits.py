@@ -70,7 +70,7 @@ def test_options_are_torchrecs_and_halvings_come_on_top(tasks: list[SplitTask]) 
             widths = {shard.size[1] for choice in split for shard in choice.shards}
             assert all(width >= task.contest.min_partition for width in widths)
         workload = {w.name: w for w in workloads_of(task.contest.tables, task.contest.batch_size)}
-        for part, shard in zip(task.workload_P, task.read.shard_P, strict=True):
+        for part, shard in zip(task.read.workload_P, task.read.shard_P, strict=True):
             assert [part.rows, part.dim] == shard.size
             assert part.lookups == pytest.approx(workload[part.name.split(".")[-1]].lookups)
 
@@ -142,7 +142,7 @@ def test_data_parallel_counts_its_gradient() -> None:
     dense = next(index for index, option in enumerate(options) if option.kernel == "dense")
     found = SPLIT_FIELD.placers["torchrec_whole"](task).changed(smallest, dense, (0,))
     with processor_time():
-        measured = MeasuredShardings(task, SetClock(task.workload_P, "cpu", Arena("cpu", size_bytes=1 << 26)))
+        measured = MeasuredShardings(task, SetClock(task.read.workload_P, "cpu", Arena("cpu", size_bytes=1 << 26)))
         measured.time([found], 1)
     elements = task.contest.tables[smallest].rows * task.contest.tables[smallest].dim
     kernels_ms = sum(float(measured.set_ms[kernel].sum()) for kernel in measured.sets_of(found)[0])
