@@ -7,6 +7,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS
@@ -18,6 +19,7 @@ from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTy
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.kernels import (
     CPU_OPTIMIZERS,
+    CPU_OUTPUTS,
     CPU_WEIGHTS,
     KERNELS,
     KEY_VALUE,
@@ -295,8 +297,7 @@ def doubtful_inputs(
                 f"{-(-dim // DIM_STEP) * DIM_STEP}"
             )
         if compute_device == "cpu":
-            given = (constraints or {}).get(table.name)
-            found += _unrunnable_on_cpu(table, (given and given.sharding_types) or ())
+            found += _unrunnable_on_cpu(table, (constraints or {}).get(table.name, ParameterConstraints()))
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
         counted = {} if statistics is None or table.module in remapping else statistics
@@ -310,8 +311,8 @@ def doubtful_inputs(
     return tuple(found)
 
 
-def _unrunnable_on_cpu(table: ShardableTable, types: Sequence[str]) -> Iterator[str]:
-    """Tell why FBGEMM's CPU kernels cannot train a table of these sharding types; quantized tables are served alone."""
+def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
+    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint; quantized tables are served alone."""
     if not table.parameter.is_floating_point():
         return
     declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded
@@ -322,9 +323,19 @@ def _unrunnable_on_cpu(table: ShardableTable, types: Sequence[str]) -> Iterator[
             f"table {table.fqn!r} has weights of {weights}, and FBGEMM's CPU kernels train "
             f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
         )
-    fused = not types or any(kind not in SHARDING_TYPES or not SHARDING_TYPES[kind].is_replicated for kind in types)
-    optimizer = optimizer_name(table.parameter, fused_params(table.module, table.sharder))
-    if fused and optimizer not in CPU_OPTIMIZERS:
+    types = constraint.sharding_types
+    if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
+        return  # without fused kernels
+    params = fused_params(table.module, table.sharder, constraint.output_dtype)
+    output = str(params.get("output_dtype", SparseType.FP32).as_dtype()).removeprefix("torch.")
+    if output not in CPU_OUTPUTS:
+        yield (
+            f"table {table.fqn!r} has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
+            f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
+            "train it on GPUs"
+        )
+    optimizer = optimizer_name(table.parameter, params)
+    if optimizer not in CPU_OPTIMIZERS:
         yield (
             f"table {table.fqn!r} has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
             "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "

@@ -50,6 +50,8 @@ CPU_OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_rowwise_adagrad", "emainp
 Seen by running every optimizer of FBGEMM 1.8."""
 CPU_WEIGHTS = ("float32", "float16")
 """Types of weights that FBGEMM's fused and dense kernels train on CPUs; others fail in the first step."""
+CPU_OUTPUTS = ("float32", "float16")
+"""Types of pooled or gathered outputs that FBGEMM's fused kernels have on CPUs; others fail in the first step."""
 SERVING_KERNELS = tuple(name for name, kernel in KERNELS.items() if kernel.serves)
 
 

@@ -34,7 +34,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from dreamshard_planner import TableStatistics
 from dreamshard_planner.search_space.constraints import doubtful_inputs
-from dreamshard_planner.search_space.kernels import CPU_OPTIMIZERS, CPU_WEIGHTS
+from dreamshard_planner.search_space.kernels import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.search_space.modules import exchange_codecs, sharder_of_tables, without_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -198,3 +198,16 @@ def test_facts_on_cpu_kernels_are_those_of_this_fbgemm() -> None:
     types = [one for one in SparseType if one in (SparseType.FP32, SparseType.FP16, SparseType.BF16)]
     trained = {str(one.as_dtype()).removeprefix("torch.") for one in types if trains(weights_precision=one)}
     assert trained == set(CPU_WEIGHTS)
+    put_out = {str(one.as_dtype()).removeprefix("torch.") for one in types if trains(output_dtype=one)}
+    assert put_out == set(CPU_OUTPUTS)
+
+
+@pytest.mark.parametrize("by_sharder", [True, False])
+def test_outputs_that_cpu_kernels_cannot_give_are_warned_of(by_sharder: bool) -> None:
+    model = collection(table("t"))
+    params = {"output_dtype": SparseType.BF16 if by_sharder else SparseType.FP16}
+    sharders = [EmbeddingBagCollectionSharder(fused_params=params)]
+    constraints = {} if by_sharder else {"t": ParameterConstraints(output_dtype=DataType.BF16)}
+    assert doubtful_inputs(model, sharders, None, "cuda", constraints) == ()
+    (doubt,) = doubtful_inputs(model, sharders, None, "cpu", constraints)
+    assert "table 't' has outputs of bfloat16, and FBGEMM's fused kernels on CPUs give float32 and float16" in doubt
