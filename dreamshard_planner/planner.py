@@ -36,7 +36,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.errors import DreamShardError, InputWarning
-from dreamshard_planner.planning.collective import check_patience, check_ranks, group_timeout_seconds, plan_on_rank_0
+from dreamshard_planner.planning.collective import check_patience, check_ranks, plan_on_rank_0
 from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Countdown
@@ -58,6 +58,7 @@ from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.torchrec_components.compat import group_timeout_seconds
 from dreamshard_planner.torchrec_components.loop import GivenComponents, SearchLoop, enumerated, estimator_of
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics

@@ -27,7 +27,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.search.heuristics import HEURISTICS
-from dreamshard_planner.torchrec_components import RulePartitioner
+from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from dreamshard_planner.workload.pools import named_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

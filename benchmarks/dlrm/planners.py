@@ -22,7 +22,7 @@ from dlrm.node import Node
 from dlrm.options import ONLY, OURS, WITHOUT, Config
 from dreamshard_planner import Checkpoint, DreamShardPlanner, TableStatistics
 from dreamshard_planner.search_space.sharding_types import DP
-from dreamshard_planner.torchrec_components import RulePartitioner
+from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from dreamshard_planner.workload.tables import Table
 
 

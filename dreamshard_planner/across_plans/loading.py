@@ -46,6 +46,7 @@ from dreamshard_planner.across_plans.reads import (
 from dreamshard_planner.across_plans.rules import STEP_COUNT, needs_no_step_count
 from dreamshard_planner.errors import CheckpointError, DreamShardError
 from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.torchrec_components.compat import unread_metadata
 
 
 def load_across_plans(
@@ -82,8 +83,8 @@ def load_across_plans(
 def users_error(failure: CheckpointException) -> BaseException:
     """The first rank's own error, where it is meant for users."""
     errors = [error for error, _ in failure.failures.values()]
-    if "metadata is None" in str(errors[0]):  # what the reader said of it comes behind
-        return CheckpointError(str(errors[0]).rpartition("failed: ")[2])
+    if (reason := unread_metadata(errors[0])) is not None:
+        return CheckpointError(reason)
     return next((error for error in errors if isinstance(error, DreamShardError)), failure)
 
 

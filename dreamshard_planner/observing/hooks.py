@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -20,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner.errors import ObservationError
 from dreamshard_planner.observing.recorder import Mark, Step, StepRecorder
+from dreamshard_planner.torchrec_components import compat
 
 COLLECTIVES = {
     "all_to_all_single": ("all_to_all", "input", 1),
@@ -36,10 +36,7 @@ CARRIED = {"torchrec.distributed.comm_ops": "outputs", "torchrec.distributed.dis
 def lookups_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """Every sharded module of a model with its path, and each of its lookups with its sharding type."""
     for path, module in get_unwrapped_module(model).named_modules():
-        kinds: Any = getattr(module, "_sharding_types", None) or getattr(module, "_sharding_type_to_sharding", ())
-        # Sharded modules keep their lookups in a plain list, out of reach of modules().
-        lookups: Any = getattr(module, "_lookups", ())
-        for kind, lookup in zip(kinds, lookups, strict=False):
+        for kind, lookup in compat.lookups_of(module):
             yield path, module, kind, lookup
 
 
@@ -88,7 +85,7 @@ class Hooks:
             step.backward_runs = False
             step.add("backward", start, self._clock.mark())
 
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        compat.after_backward(ended)
 
     def listen_to_kernel(self, name: str, kernel: nn.Module, called: Callable[[Step, Tensor, Tensor], None]) -> None:
         """Forward, and backward with the optimizer, of one of FBGEMM's modules.
@@ -174,7 +171,7 @@ class Hooks:
             return original(*given, **named)
         operation, argument, place = COLLECTIVES[function]
         group = named.get("group")
-        forward = torch._C._current_graph_task_id() == -1
+        forward = not compat.is_in_backward()
         if not forward:
             self._backward(step)
         name = _name(CARRIED[caller], operation, forward, dist.get_world_size(group))

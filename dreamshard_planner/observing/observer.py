@@ -41,6 +41,7 @@ from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.support.files import check_writable
+from dreamshard_planner.torchrec_components.compat import default_store
 from dreamshard_planner.workload.sampling import EVERY, BatchSampler
 from dreamshard_planner.workload.tables import FeatureStatistics, costed_optimizer
 
@@ -212,7 +213,7 @@ def _run_id(path: str) -> str:
     ranks meet at the process group's store, and none waits for another."""
     name = os.path.basename(path)
     _BEGUN[name] += 1
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     key = f"dreamshard_planner/observe/{_BEGUN[name]} {name}"
     return store.compare_set(key, "", secrets.token_hex(8)).decode()
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 import torch.distributed as dist
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
 from torchrec.distributed.types import ShardingPlan
@@ -93,15 +92,6 @@ def plan_on_rank_0(make: Callable[[], ShardingPlan], pg: dist.ProcessGroup) -> S
         # An error holds this frame: without this it would keep itself, and the group, whose threads must not outlive
         # Python.
         del failed, pg
-
-
-def group_timeout_seconds(pg: dist.ProcessGroup) -> float | None:
-    """How long ranks of the group wait for one another; None where its backend does not say."""
-    try:
-        device = torch.device(dist.distributed_c10d._get_object_coll_device(pg))
-        return pg._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def check_ranks(planned: int, all_ranks: Topology | None, ranks: int, in_groups: bool) -> None:

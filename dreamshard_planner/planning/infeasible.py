@@ -15,6 +15,7 @@ from dreamshard_planner.cost.problem import MEMORY_KINDS, Problem, has_room
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, reasons_in_words
 from dreamshard_planner.search_space.options import lacks_room
 from dreamshard_planner.support.formatting import memory_in_words
+from dreamshard_planner.torchrec_components.compat import last_planner_error
 
 LeftOut = Callable[[str], Mapping[str, str]]
 """The sharding types in parts that a table may not take, and why, by its name."""
@@ -25,14 +26,14 @@ MAX_NAMED = 5
 def reason_first(error: PlannerError, proposers: Iterable[object], timeout_seconds: float | None) -> str:
     """What TorchRec says where no proposal fits, with the reason before its own advice and figures, which are of
     memory; without them where no proposal failed."""
-    advice, last, reason = str(error).partition("Last planner error:")
-    if reason.strip() == str(None):
+    advice, reason = last_planner_error(error)
+    if reason is None:
         names = ", ".join(type(proposer).__name__ for proposer in proposers)
         more = " or more timeout_seconds" if timeout_seconds else ""
         return (
             f"{names} proposed nothing that got a cost: other proposers (by default the planner's own){more} would help"
         )
-    return f"{reason.strip()}\nTorchRec: {advice.strip()}" if last and reason.strip() else str(error)
+    return f"{reason}\nTorchRec: {advice}" if reason else str(error)
 
 
 def infeasible(problem: Problem, proven: bool, left_out: LeftOut) -> PlannerError:

@@ -19,6 +19,7 @@ from dreamshard_planner.search_space.alike_shards import runs_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import FUSED, fuses_as, is_known, kernel_of
 from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload
 
 
@@ -162,8 +163,8 @@ def group_key(option: ShardingOption, table: Table, config: Any, fused_params: d
         table.weighted,
         getattr(option, "has_feature_processor", False),
         table.optimizer,
-        repr(getattr(tensor, "_optimizer_classes", None)),
-        repr(getattr(tensor, "_optimizer_kwargs", None)),
+        repr(compat.optimizer_classes(tensor)),
+        repr(compat.optimizer_arguments(tensor)),
         table.pooled,
         option.name if fused_params.get("use_one_tbe_per_table") or not is_known(option.compute_kernel) else None,
         fused_params.get("output_dtype"),

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding import get_ec_index_dedup
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.planner.utils import sharder_name
@@ -45,6 +44,7 @@ from dreamshard_planner.search_space.modules import (
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
 from dreamshard_planner.search_space.replica_rules import replicas_follow
+from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import (
@@ -194,10 +194,7 @@ class OptionReader:
         return [self._workloads[key] for key in keys]
 
     def _dedups(self, option: ShardingOption) -> bool:
-        """Whether TorchRec sends a rank's repeated ids of a sequence table once, as its sharder, or a global, asks."""
-        sharder = self._sharder(option)
-        asks = getattr(sharder, "_use_index_dedup", None)
-        return asks is not None and (asks or get_ec_index_dedup())
+        return compat.dedups_ids(self._sharder(option))
 
     def _constraint(self, option: ShardingOption) -> ParameterConstraints:
         return constraint_of(self._constraints, option.name, fqn_of(option)) or ParameterConstraints()
@@ -226,7 +223,7 @@ class OptionReader:
         """Whether somebody set an in-backward optimizer for the option's table, which it may lose."""
         if brings_optimizer(option.module[1]):
             return False
-        return bool(getattr(option.tensor, "_optimizer_classes", None) or self._fused_params(option).get("optimizer"))
+        return bool(compat.optimizer_classes(option.tensor) or self._fused_params(option).get("optimizer"))
 
     def pooling_factors(self, option: ShardingOption) -> list[float]:
         """Pooling factor per feature of the option's table: statistics, else what the option says."""
@@ -329,7 +326,7 @@ class OptionReader:
     def kernel_params(self, option: ShardingOption) -> dict[str, Any]:
         """Return the arguments of the option's kernel: the sharder's, the optimizer's, and the option's own."""
         of_sharder, stored = self._fused_params(option), getattr(option, "key_value_params", None)
-        of_optimizer = (getattr(option.tensor, "_optimizer_kwargs", None) or [{}])[0]
+        of_optimizer = compat.optimizer_arguments(option.tensor)
         of_store = {} if stored is None else {name: value for name, value in vars(stored).items() if value is not None}
         return {**of_sharder, **of_optimizer, **set_fused_params(option, of_sharder), **of_store}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchrec.distributed.planner.types import DeviceHardware, Storage, Topology
 
 from dreamshard_planner.errors import DreamShardError
+from dreamshard_planner.torchrec_components.compat import resize_topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +58,7 @@ class ShardingGroups:
             [world.devices[place * step + replica * stride].storage for replica in range(replicas)]
             for place in range(self.size)
         ]
-        one._world_size = self.size
-        one._local_world_size = self._on_host(world.local_world_size, replicas)
-        one._intra_group_size = self._on_host(world.intra_group_size, replicas)
-        one._devices = [
+        devices = [
             DeviceHardware(
                 rank=place,
                 storage=Storage(*(min(getattr(s, kind) for s in alike) for kind in ("hbm", "ddr", "ssd"))),
@@ -68,6 +66,8 @@ class ShardingGroups:
             )
             for place, alike in enumerate(storages)
         ]
+        local, host = (self._on_host(ranks, replicas) for ranks in (world.local_world_size, world.intra_group_size))
+        resize_topology(one, self.size, local, host, devices)
         return one
 
     def sync_ms_per_byte(self, world: Topology) -> float:

@@ -45,6 +45,7 @@ from dreamshard_planner.search_space.modules import (
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.torchrec_components.compat import tells_of_missing_modules
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -220,7 +221,7 @@ def left_out_by_group(
     """Which tables a constraint's device group left out, in words; None unless TorchRec's error is of modules without a
     plan, and there are such tables."""
     others = [name for name, c in constraints.items() if c.device_group and c.device_group != compute_device]
-    if not others or "not present in the sharding plan" not in str(error):
+    if not others or not tells_of_missing_modules(error):
         return None
     groups = sorted({constraints[name].device_group for name in others})
     return (

@@ -8,16 +8,11 @@ row-wise shards have two or three. Each size is estimated once.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner import shard_estimators
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.estimator import estimator as perf_estimators
-from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
@@ -26,7 +21,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 from dreamshard_planner.search_space.alike_shards import SHARDS, EnumeratedOption, counted
@@ -34,6 +28,7 @@ from dreamshard_planner.search_space.kernels import KERNELS, is_known, serves
 from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.options import by_table, fqn_of, refused
 from dreamshard_planner.support.torch_state import collector_paused
+from dreamshard_planner.torchrec_components import compat
 
 TableKey = tuple[int, str]
 """A table's module, by ``id``, and its name there."""
@@ -57,7 +52,7 @@ class OncePerSize(ShardEstimator):
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """See ``torchrec.distributed.planner.types.ShardEstimator``; raises what the wrapped estimator raises."""
-        result = _result_of_size_alone(self._estimator)
+        result = compat.estimate_of_size_alone(self._estimator)
         if result is None:
             self._estimator.estimate(sharding_options, *args, **kwargs)
             return
@@ -69,7 +64,7 @@ class OncePerSize(ShardEstimator):
         try:
             for option, probes in zip(sharding_options, probes_of, strict=True):
                 option.shards = list(probes.values())
-            _quick(self._estimator).estimate(sharding_options, *args, **kwargs)
+            compat.quick(self._estimator).estimate(sharding_options, *args, **kwargs)
         finally:
             for option, shards in zip(sharding_options, held, strict=True):
                 vars(option).update(shards)
@@ -77,46 +72,6 @@ class OncePerSize(ShardEstimator):
             result_of = {size: getattr(probe, result) for size, probe in probes.items()}
             for shard, size in zip(kept, sizes, strict=True):
                 setattr(shard, result, result_of[size])
-
-
-def _result_of_size_alone(estimator: ShardEstimator) -> str | None:
-    """The attribute of shards that ``estimator`` sets, if from nothing of them but their sizes; else None."""
-    if type(estimator) is shard_estimators.EmbeddingStorageEstimator:
-        return "storage"
-    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
-        estimator = estimator._estimator
-    if type(estimator) is not perf_estimators.EmbeddingPerfEstimator:
-        return None
-    hook = getattr(estimator.config.post_process_perfs, "__func__", None)
-    return "perf" if hook is HardwarePerfConfig.post_process_perfs else None
-
-
-class _QuicklyScanned(EmbeddingPerfEstimatorConfig):
-    """TorchRec's default hardware. TorchRec searches ``dir()`` of it for annotated methods some fifteen times per
-    shard, most of an estimate's time; so that lists none but methods with attributes, which annotations are."""
-
-    def __init__(self) -> None:
-        members = {name: getattr(type(self), name) for name in super().__dir__() if not name.startswith("_")}
-        self._annotated = [
-            name for name, member in members.items() if callable(member) and getattr(member, "__dict__", True)
-        ]
-
-    def __dir__(self) -> list[str]:
-        return self._annotated
-
-
-def _quick(estimator: ShardEstimator) -> ShardEstimator:
-    """``estimator``, or a copy of it that does the same with less searching."""
-    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
-        name, part = "_estimator", _quick(estimator._estimator)
-    elif type(estimator) is perf_estimators.EmbeddingPerfEstimator:
-        unchanged = type(estimator.config) is EmbeddingPerfEstimatorConfig and not vars(estimator.config)
-        name, part = "_config", _QuicklyScanned() if unchanged else estimator.config
-    else:
-        return estimator
-    result = copy.copy(estimator)
-    setattr(result, name, part)
-    return result
 
 
 class TrainedOrServed(ShardEstimator):
@@ -175,7 +130,7 @@ def torchrec_estimators(
 ) -> list[ShardEstimator]:
     """The estimators of perf and of storage that the installed ``EmbeddingEnumerator`` makes, faster; quantized tables
     have TorchRec's perf of inference."""
-    perf, storage = EmbeddingEnumerator(topology, batch_size=1, constraints=constraints)._estimators
+    perf, storage = compat.default_estimators(topology, constraints)
     served = type(perf)(topology=topology, constraints=constraints, is_inference=True)
     return [TrainedOrServed(OncePerSize(perf), OncePerSize(served)), OncePerSize(storage)]
 
@@ -186,11 +141,7 @@ def estimate_all(
     sharders: Sequence[ModuleSharder[nn.Module]],
 ) -> None:
     """Let every estimator set its part of every shard, in place, whatever version of TorchRec is installed."""
-    live = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-    if "sharder_data_map" in inspect.signature(shard_estimators.EmbeddingPerfEstimator.estimate).parameters:
-        arguments = {"sharder_data_map": build_sharder_data_map(live)}
-    else:
-        arguments = {"sharder_map": live}
+    arguments = compat.sharders_for_estimators(sharders)
     for estimator in estimators:
         estimator.estimate(sharding_options, **arguments)
 
@@ -251,7 +202,7 @@ class FastEnumerator(EmbeddingEnumerator):
                     return super().enumerate(module, sharders)
                 return self._in_parts(module, sharders, [*tables], at_once)
         except ValueError as error:
-            if "buckets" not in str(error):
+            if not compat.tells_of_buckets(error):
                 raise
             raise refused(
                 f"{error} Give the table's managed collision module a number of buckets that is a multiple of the "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
@@ -23,6 +22,7 @@ from dreamshard_planner.search_space.kernels import is_known, kernel_of, serves
 from dreamshard_planner.search_space.modules import Quantized
 from dreamshard_planner.search_space.options import type_of
 from dreamshard_planner.search_space.sharding_types import MOST_CUDA_COLUMNS, SHARDING_TYPES, Case, Reason
+from dreamshard_planner.torchrec_components import compat
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Situation:
     @property
     def grid_takes_varied_batches(self) -> bool:
         """Whether the installed TorchRec runs grid_shard on batches whose size varies by feature."""
-        return hasattr(GridPooledEmbeddingDist, "_preprocess_batch_size_per_rank_per_feature")
+        return compat.grid_takes_varied_batches()
 
     @property
     def replicas_are_updated(self) -> bool:
@@ -198,10 +198,9 @@ def optimizer_name(parameter: torch.Tensor, fused_params: dict[str, Any] | None)
     (``apply_optimizer_in_backward``) or in the sharder's fused parameters; by default FBGEMM's SGD. The name of its
     class, where TorchRec knows no such kernel."""
     optimizer = (fused_params or {}).get("optimizer")
-    classes, arguments = (getattr(parameter, f"_optimizer_{what}", None) for what in ("classes", "kwargs"))
-    if classes:
+    if classes := compat.optimizer_classes(parameter):
         # As TorchRec: an argument of this name has precedence over the class.
-        optimizer = (arguments or [{}])[0].get("optimizer")
+        optimizer = compat.optimizer_arguments(parameter).get("optimizer")
         if optimizer is None:
             try:
                 optimizer = optimizer_type_to_emb_opt_type(classes[0])

@@ -26,9 +26,7 @@ from torchrec.quant.embedding_modules import MODULE_ATTR_QUANT_STATE_DICT_SPLIT_
 
 from dreamshard_planner.search_space.input_checks import check_per_feature
 from dreamshard_planner.search_space.options import refused
-
-INNER_SHARDERS = ("_ebc_sharder", "_e_sharder", "_embedding_collection_sharder")
-"""Where TorchRec's sharders of modules around a collection keep the collection's."""
+from dreamshard_planner.torchrec_components.compat import sharder_of_tables
 
 
 def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
@@ -86,13 +84,6 @@ def remaps_ids(module: nn.Module) -> bool:
 def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
     """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
-
-
-def sharder_of_tables(sharder: ModuleSharder[nn.Module] | None) -> ModuleSharder[nn.Module] | None:
-    """The one that TorchRec shards a module's tables with: where feature processors, ITEP or managed collisions are
-    around a collection, the collection's, whose settings the outer one may not show."""
-    inner = next((vars(sharder)[name] for name in INNER_SHARDERS if name in vars(sharder)), None) if sharder else None
-    return sharder if inner is None else sharder_of_tables(inner)
 
 
 def exchange_codecs(sharder: ModuleSharder[nn.Module] | None) -> dict[str, Any]:

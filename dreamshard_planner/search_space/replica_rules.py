@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dreamshard_planner.search_space.legality import optimizer_name
+from dreamshard_planner.torchrec_components import compat
 
 _KERNEL = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
 FUSED_DEFAULTS = {name: float(_KERNEL[name].default) for name in ("learning_rate", "eps")}
@@ -85,9 +86,8 @@ UNCHANGING = frozenset(
 def in_backward_arguments(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
     """Arguments of a table's fused kernel, as TorchRec puts them together: those of ``apply_optimizer_in_backward``
     before the sharder's. Without an ``"optimizer"`` where none was given."""
-    own = (getattr(parameter, "_optimizer_kwargs", None) or [{}])[0]
-    arguments = {**(fused_params or {}), **own}
-    if getattr(parameter, "_optimizer_classes", None) or arguments.get("optimizer") is not None:
+    arguments = {**(fused_params or {}), **compat.optimizer_arguments(parameter)}
+    if compat.optimizer_classes(parameter) or arguments.get("optimizer") is not None:
         arguments["optimizer"] = optimizer_name(parameter, dict(fused_params or {}))
     return arguments
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
@@ -45,6 +44,7 @@ from dreamshard_planner.search_space.replica_rules import (
     replica_rule,
     why_not_replicas,
 )
+from dreamshard_planner.torchrec_components import compat
 
 _FORWARD = inspect.signature(DenseTableBatchedEmbeddingBagsCodegen.forward)
 
@@ -69,7 +69,7 @@ def attach_optimizers(model: nn.Module) -> tuple[str, ...]:
     dense: list[str] = []
     for path, module in get_unwrapped_module(model).named_modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            for lookup in module._lookups:  # a plain list, and DDP around what is replicated
+            for _, lookup in compat.lookups_of(module):
                 if isinstance(lookup, DistributedDataParallel):
                     attached += [f"{path}.{name}".lstrip(".") for name in _attach(module, lookup, refused)]
                 else:
@@ -106,7 +106,7 @@ def _attach(
     that have to do without, and why."""
     prefix = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
     optimizers: list[ReplicaOptimizer] = []
-    ranks = module._env.world_size  # in 2D parallelism of a sharding group
+    ranks = compat.ranks_of_module(module)
     for kernel in replicas.module.modules():
         if not isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
             continue
@@ -115,7 +115,7 @@ def _attach(
             name: module.get_parameter(name)
             for name in (f"{prefix}.{table.name}.weight" for table in kernel.config.embedding_tables)
         }
-        if "optimizer" not in given or any(hasattr(p, "_in_backward_optimizers") for p in parameters.values()):
+        if "optimizer" not in given or any(map(compat.in_backward_optimizers, parameters.values())):
             continue
         if reason := why_not_replicas(given, data_type_to_dtype(kernel.config.data_type)):
             refused.update(dict.fromkeys(parameters, reason))
@@ -123,7 +123,7 @@ def _attach(
             optimizers.append(ReplicaOptimizer(kernel.emb_module, parameters, given, replicas, ranks))
             _check_bounds(kernel, given)
     if optimizers:
-        module._optim.optimizers.extend(("", optimizer) for optimizer in optimizers)
+        compat.add_fused_optimizers(module, optimizers)
         by_weights = {optimizer.weights: optimizer for optimizer in optimizers}
         replicas.register_comm_hook((replicas.process_group, by_weights), _average_and_update)
         replicas.register_forward_pre_hook(partial(_before_forward, optimizers))
@@ -182,7 +182,7 @@ class ReplicaOptimizer(FusedOptimizer):
                 state[parameter][f"{name.split('.')[-2]}.momentum1"] = momentum
         super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": self._learning_rate}])
         for parameter in parameters.values():
-            vars(parameter)["_in_backward_optimizers"] = [self]  # where in_backward_optimizer_filter looks
+            compat.set_in_backward_optimizers(parameter, [self])
 
     @torch.no_grad()
     def update(self, gradient: Tensor) -> None:
@@ -232,8 +232,7 @@ def _average_and_update(state, bucket):  # type: ignore[no-untyped-def]  # DDP c
         return averaged.value()
 
     # DDP sets the gradients by a callback that it queues after this hook: a callback of a callback comes later.
-    engine = Variable._execution_engine
-    engine.queue_callback(partial(engine.queue_callback, partial(_clear, by_weights.values())))
+    compat.after_backward(partial(compat.after_backward, partial(_clear, by_weights.values())))
     return allreduce_hook(process_group, bucket).then(update)
 
 
@@ -267,7 +266,9 @@ def _check_bounds(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, argu
         return
     number = BoundsCheckMode[mode.name.removeprefix("V2_")].value
     module, device = kernel.emb_module, kernel.emb_module.weights.device
-    rows_F = torch.tensor([module.embedding_specs[table][0] for table in kernel._feature_table_map], device=device)
+    rows_F = torch.tensor(
+        [module.embedding_specs[table][0] for table in compat.table_of_feature(kernel)], device=device
+    )
     warned = torch.zeros(1, dtype=torch.int64, device=device)
 
     def checked(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,7 +24,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DistributedModelParallel, DreamShardPlanner, TableStatistics
-from dreamshard_planner.torchrec_components import RulePartitioner
+from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 
 SHARDERS = (EmbeddingBagCollectionSharder(),)
 LOCAL_BATCH = 16

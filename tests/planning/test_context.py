@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlanLoader,
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.support.fingerprint import canonical
-from dreamshard_planner.torchrec_components import RulePartitioner
+from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -25,7 +25,7 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
-from dreamshard_planner.torchrec_components import DreamShardPartitioner
+from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.search_space.rank_constraints import LegalRanks
-from dreamshard_planner.torchrec_components import RulePartitioner
+from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from tests.mixed_models import EveryTypeSharder, mixed_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*evenly divided:UserWarning")

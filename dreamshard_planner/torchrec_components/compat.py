@@ -1,0 +1,222 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""The insides of TorchRec, torch and FBGEMM that the package reads: private attributes, differences between releases,
+and texts of errors. Each function names the class it reads. Read in TorchRec 1.6 to 1.9 and torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torchrec.distributed.embedding import get_ec_index_dedup
+from torchrec.distributed.planner import shard_estimators
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.estimator import estimator as perf_estimators
+from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
+from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
+from torchrec.distributed.planner.types import DeviceHardware, ParameterConstraints, ShardEstimator, Topology
+from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
+from torchrec.distributed.types import ModuleSharder
+from torchrec.optim.keyed import KeyedOptimizer
+
+# Parameters and sharders
+
+
+def optimizer_classes(parameter: Tensor) -> Sequence[type] | None:
+    """Return the classes that ``apply_optimizer_in_backward`` gave a parameter; None without."""
+    return getattr(parameter, "_optimizer_classes", None)
+
+
+def optimizer_arguments(parameter: Tensor) -> dict[str, Any]:
+    """Return the arguments that ``apply_optimizer_in_backward`` gave with the first class; empty without."""
+    return (getattr(parameter, "_optimizer_kwargs", None) or [{}])[0]
+
+
+def in_backward_optimizers(parameter: Tensor) -> list[Any] | None:
+    """Return the optimizers by which ``in_backward_optimizer_filter`` tells a sharded parameter; None without."""
+    return getattr(parameter, "_in_backward_optimizers", None)
+
+
+def set_in_backward_optimizers(parameter: Tensor, optimizers: list[Any]) -> None:
+    """Let ``in_backward_optimizer_filter`` find optimizers of a sharded parameter."""
+    vars(parameter)["_in_backward_optimizers"] = optimizers
+
+
+def sharder_of_tables(sharder: ModuleSharder[nn.Module] | None) -> ModuleSharder[nn.Module] | None:
+    """Return the sharder of a module's tables: where feature processors, ITEP or managed collisions are around a
+    collection, the collection's, whose settings the outer sharder may not show."""
+    inner_names = ("_ebc_sharder", "_e_sharder", "_embedding_collection_sharder")
+    inner = next((vars(sharder)[name] for name in inner_names if name in vars(sharder)), None) if sharder else None
+    return sharder if inner is None else sharder_of_tables(inner)
+
+
+def dedups_ids(sharder: ModuleSharder[nn.Module] | None) -> bool:
+    """Whether an ``EmbeddingCollectionSharder``, or TorchRec's global switch, sends a rank's repeated ids once."""
+    asks = getattr(sharder, "_use_index_dedup", None)
+    return asks is not None and (asks or get_ec_index_dedup())
+
+
+def grid_takes_varied_batches() -> bool:
+    """Whether grid_shard runs on batches whose size varies by feature, as ``GridPooledEmbeddingDist`` of TorchRec 1.9
+    does."""
+    return hasattr(GridPooledEmbeddingDist, "_preprocess_batch_size_per_rank_per_feature")
+
+
+# Estimators
+
+
+def default_estimators(topology: Topology, constraints: dict[str, ParameterConstraints] | None) -> list[ShardEstimator]:
+    """Return the estimators of perf and of storage that ``EmbeddingEnumerator`` makes."""
+    return EmbeddingEnumerator(topology, batch_size=1, constraints=constraints)._estimators
+
+
+def sharders_for_estimators(sharders: Iterable[ModuleSharder[nn.Module]]) -> dict[str, Any]:
+    """Return the argument of ``ShardEstimator.estimate`` that describes sharders: live ones in TorchRec 1.6, their data
+    from 1.7 on."""
+    live = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    if "sharder_data_map" in inspect.signature(shard_estimators.EmbeddingPerfEstimator.estimate).parameters:
+        return {"sharder_data_map": build_sharder_data_map(live)}
+    return {"sharder_map": live}
+
+
+def estimate_of_size_alone(estimator: ShardEstimator) -> str | None:
+    """Return ``perf`` or ``storage``, whichever ``estimator`` sets from nothing of a shard but its size; None for any
+    estimator but TorchRec's ``EmbeddingPerfEstimator`` and ``EmbeddingStorageEstimator``.
+
+    A hardware configuration that overrides ``post_process_perfs`` sees all shards together. Its annotated methods see
+    sizes alone, in TorchRec's ``ShardPerfContext``.
+    """
+    if type(estimator) is shard_estimators.EmbeddingStorageEstimator:
+        return "storage"
+    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
+        estimator = estimator._estimator
+    if type(estimator) is not perf_estimators.EmbeddingPerfEstimator:
+        return None
+    hook = getattr(estimator.config.post_process_perfs, "__func__", None)
+    return "perf" if hook is HardwarePerfConfig.post_process_perfs else None
+
+
+class _QuicklyScanned(EmbeddingPerfEstimatorConfig):
+    """TorchRec's default hardware. TorchRec searches ``dir()`` of it for annotated methods some fifteen times per
+    shard, most of an estimate's time. This lists only methods with attributes, which annotations are."""
+
+    def __init__(self) -> None:
+        members = {name: getattr(type(self), name) for name in super().__dir__() if not name.startswith("_")}
+        self._annotated = [
+            name for name, member in members.items() if callable(member) and getattr(member, "__dict__", True)
+        ]
+
+    def __dir__(self) -> list[str]:
+        return self._annotated
+
+
+def quick(estimator: ShardEstimator) -> ShardEstimator:
+    """Return a copy of an ``EmbeddingPerfEstimator`` that does the same with less searching."""
+    result = copy.copy(estimator)
+    if type(estimator) is shard_estimators.EmbeddingPerfEstimator:
+        result._estimator = quick(estimator._estimator)
+    elif type(estimator) is perf_estimators.EmbeddingPerfEstimator:
+        if type(estimator.config) is EmbeddingPerfEstimatorConfig and not vars(estimator.config):
+            result._config = _QuicklyScanned()
+    return result
+
+
+# Topologies
+
+
+def resize_topology(
+    topology: Topology, world_size: int, local_world_size: int, intra_group_size: int, devices: list[DeviceHardware]
+) -> None:
+    """Give a ``Topology`` other ranks, in place."""
+    topology._world_size, topology._local_world_size = world_size, local_world_size
+    topology._intra_group_size, topology._devices = intra_group_size, devices
+
+
+# Sharded modules
+
+
+def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the sharding type and the lookup of every group of a sharded module's tables; nothing for other modules.
+
+    ``ShardedEmbeddingBagCollection`` and ``ShardedEmbeddingCollection`` keep lookups in a plain list, out of reach of
+    ``modules()``; the lookup of replicas is wrapped in DDP.
+    """
+    kinds: Any = getattr(module, "_sharding_types", None) or getattr(module, "_sharding_type_to_sharding", ())
+    lookups: Any = getattr(module, "_lookups", ())
+    yield from zip(kinds, lookups, strict=False)
+
+
+def ranks_of_module(module: Any) -> int:
+    """Return the ranks over which a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection`` lies: in 2D
+    parallelism those of a sharding group."""
+    return module._env.world_size
+
+
+def add_fused_optimizers(module: Any, optimizers: Iterable[KeyedOptimizer]) -> None:
+    """Let optimizers join the fused optimizer of a ``ShardedEmbeddingBagCollection`` or
+    ``ShardedEmbeddingCollection``."""
+    module._optim.optimizers.extend(("", optimizer) for optimizer in optimizers)
+
+
+def table_of_feature(kernel: Any) -> list[int]:
+    """Return the index of every feature's table in TorchRec's module around a kernel (``BaseBatchedEmbedding``)."""
+    return kernel._feature_table_map
+
+
+# Autograd and process groups of torch
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call back when autograd's engine has nothing left to do in the current backward pass."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def default_store() -> Any:
+    """Return the store at which the ranks of the default process group meet."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout_seconds(group: dist.ProcessGroup) -> float | None:
+    """Return how long ranks of a group wait for one another; None if its backend does not say."""
+    try:
+        device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+# Texts of errors
+
+
+def tells_of_buckets(error: ValueError) -> bool:
+    """Whether ``EmbeddingEnumerator`` refused a managed collision module's number of buckets."""
+    return "buckets" in str(error)
+
+
+def tells_of_missing_modules(error: Exception) -> bool:
+    """Whether ``EmbeddingShardingPlanner`` found modules that no plan has."""
+    return "not present in the sharding plan" in str(error)
+
+
+def last_planner_error(error: Exception) -> tuple[str, str | None]:
+    """Split the text of ``EmbeddingShardingPlanner`` into its advice and the reason why the last proposal failed; the
+    reason is empty if it gives none, and None if no proposal failed."""
+    advice, _, reason = str(error).partition("Last planner error:")
+    return advice.strip(), None if reason.strip() == str(None) else reason.strip()
+
+
+def unread_metadata(error: BaseException) -> str | None:
+    """Return why ``torch.distributed.checkpoint`` read no metadata; None for other errors."""
+    return str(error).rpartition("failed: ")[2] if "metadata is None" in str(error) else None
