@@ -17,7 +17,7 @@ from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchPro
 from torchrec.distributed.planner.types import Perf, PlannerError, Shard, ShardingOption, Topology
 
 from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search_space.alike_shards import counted
+from dreamshard_planner.search_space.options import counted
 
 BASELINE, WHOLE_BASELINE = "torchrec", "torchrec_whole"
 """What reports call TorchRec's plan, and its plan of whole tables."""

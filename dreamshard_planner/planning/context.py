@@ -22,7 +22,6 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.problem.allocated import AllocatedStorage
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.constraints import PlanningConstraints
 from dreamshard_planner.search_space.enumeration import (
     FastEnumerator,
@@ -32,10 +31,10 @@ from dreamshard_planner.search_space.enumeration import (
     unpriced,
 )
 from dreamshard_planner.search_space.kernels import is_known
-from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.search_space.slices import own_slices, without_idle_halves
 from dreamshard_planner.search_space.usable_options import as_constrained, usable_options
+from dreamshard_planner.search_space.variants import own_slices, without_idle_halves
 from dreamshard_planner.support.formatting import first_of, size_in_words
 from dreamshard_planner.support.torch_state import neutral
 from dreamshard_planner.workload.statistics import TableStatistics

@@ -27,8 +27,8 @@ from dreamshard_planner.plans.verdict import ESTIMATE_PARTS
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.alike_shards import counted, ranks_of
 from dreamshard_planner.search_space.kernels import serves
+from dreamshard_planner.search_space.options import counted, ranks_of
 from dreamshard_planner.workload.features import FEATURE_INDEX
 from dreamshard_planner.workload.tables import OPTIMIZERS
 

@@ -14,9 +14,8 @@ from dreamshard_planner.planning.beyond import WiderSpace, counted_types, others
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.search.joint import JointConfig, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search_space.alike_shards import is_torchrecs
 from dreamshard_planner.search_space.kernels import memory_of
-from dreamshard_planner.search_space.options import by_table, fqn_of
+from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
 QUICK = JointConfig(starts=2, reshards=6_000, candidates=3_000)

@@ -29,7 +29,7 @@ from dreamshard_planner.search_space.input_checks import available_bytes
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, sharding_in_words
 from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
-from dreamshard_planner.search_space.slices import NarrowSlices, narrower_slices
+from dreamshard_planner.search_space.variants import NarrowSlices, narrower_slices
 from dreamshard_planner.support.formatting import ranks_in_words
 
 MAX_TABLES = 5

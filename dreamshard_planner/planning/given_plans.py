@@ -29,10 +29,20 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableShard
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
-from dreamshard_planner.search_space.alike_shards import counted, places_of, ranks_of, set_ranks
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.legality import Cut
-from dreamshard_planner.search_space.options import by_table, cannot_lie_so, fqn_of, lacks_room, refused, type_of
+from dreamshard_planner.search_space.options import (
+    by_table,
+    cannot_lie_so,
+    counted,
+    fqn_of,
+    lacks_room,
+    places_of,
+    ranks_of,
+    refused,
+    set_ranks,
+    type_of,
+)
 from dreamshard_planner.search_space.sharding_types import MISSED_ROWS, SHARDING_TYPES
 from dreamshard_planner.support.formatting import memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread

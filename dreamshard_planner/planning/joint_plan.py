@@ -24,10 +24,10 @@ from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.joint import DEFAULT_JOINT, JointResult, joint_search
 from dreamshard_planner.search.local_search import SearchConfig
 from dreamshard_planner.search.starts import JointOptions
-from dreamshard_planner.search_space.alike_shards import is_torchrecs, set_ranks
-from dreamshard_planner.search_space.cache_sizes import all_sized, other_sizes, uses_host_memory
+from dreamshard_planner.search_space.options import is_torchrecs, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW
 from dreamshard_planner.search_space.towers import pinned_options
+from dreamshard_planner.search_space.variants import all_sized, other_sizes, uses_host_memory
 from dreamshard_planner.support.torch_state import collector_paused, neutral, single_thread
 
 

@@ -20,8 +20,7 @@ from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import Report, ReportEntry
-from dreamshard_planner.search_space.alike_shards import ranks_of
-from dreamshard_planner.search_space.options import fqn_of, same_options
+from dreamshard_planner.search_space.options import fqn_of, ranks_of, same_options
 
 LEAST_GAIN = 0.03
 """Of the predicted cost of TorchRec's plan, where lookups per sample are guessed."""

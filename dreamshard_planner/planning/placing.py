@@ -19,8 +19,7 @@ from dreamshard_planner.policy.place import InfeasibleError, Placement, place
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search.laying import lay_wide
 from dreamshard_planner.search.local_search import SearchConfig
-from dreamshard_planner.search_space.alike_shards import ranks_of
-from dreamshard_planner.search_space.options import same_options
+from dreamshard_planner.search_space.options import ranks_of, same_options
 from dreamshard_planner.search_space.towers import pin
 
 QUICK_SEARCH = SearchConfig(starts=1, candidates=100, perturbed=0)

@@ -30,8 +30,7 @@ from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.units import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
-from dreamshard_planner.search_space.alike_shards import places_of
-from dreamshard_planner.search_space.options import fqn_of, refused, type_of
+from dreamshard_planner.search_space.options import fqn_of, places_of, refused, type_of
 from dreamshard_planner.support.formatting import ranks_in_words, some_of
 from dreamshard_planner.support.torch_state import neutral, single_thread
 

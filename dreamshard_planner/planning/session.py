@@ -43,7 +43,6 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
-from dreamshard_planner.search_space.alike_shards import counted
 from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import (
     PlanningConstraints,
@@ -54,9 +53,9 @@ from dreamshard_planner.search_space.constraints import (
 )
 from dreamshard_planner.search_space.input_checks import available_bytes, check_topology, needed_bytes
 from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
-from dreamshard_planner.search_space.options import by_table
+from dreamshard_planner.search_space.options import by_table, counted
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges
-from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.usable_options import as_constrained
 from dreamshard_planner.workload.statistics import TableStatistics
 

@@ -15,10 +15,9 @@ from torchrec.distributed.types import CacheParams
 from dreamshard_planner.cost.collectives import Collective
 from dreamshard_planner.cost.problem import MEMORY_KINDS
 from dreamshard_planner.cost.roofline import DENSE_PASSES
-from dreamshard_planner.search_space.alike_shards import runs_of
 from dreamshard_planner.search_space.input_checks import needed_bytes
 from dreamshard_planner.search_space.kernels import FUSED, fuses_as, is_known, kernel_of
-from dreamshard_planner.search_space.options import fqn_of
+from dreamshard_planner.search_space.options import fqn_of, runs_of
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.tables import OUTPUT_BYTES, Table, Workload
 

@@ -42,7 +42,7 @@ from dreamshard_planner.search_space.modules import (
     table_configs,
 )
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
-from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix

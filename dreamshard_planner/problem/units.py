@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import Unit
-from dreamshard_planner.search_space.alike_shards import ranks_of
-from dreamshard_planner.search_space.options import cannot_lie_so, fqn_of, type_of
+from dreamshard_planner.search_space.options import cannot_lie_so, fqn_of, ranks_of, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Ranks
 
 

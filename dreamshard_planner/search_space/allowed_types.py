@@ -13,7 +13,7 @@ from torchrec.distributed.planner.utils import sharder_name
 
 from dreamshard_planner.search_space.legality import Situation, broken, inexact, optimizer_name
 from dreamshard_planner.search_space.modules import Quantized, ShardableTable, fused_params
-from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.search_space.replica_rules import replicas_follow
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import nearest

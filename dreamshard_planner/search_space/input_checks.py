@@ -15,8 +15,7 @@ from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
-from dreamshard_planner.search_space.alike_shards import counted
-from dreamshard_planner.search_space.options import fqn_of, lacks_room, refused
+from dreamshard_planner.search_space.options import counted, fqn_of, lacks_room, refused
 
 MAX_BYTES = 2**60
 """Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit

@@ -17,10 +17,9 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
-from dreamshard_planner.search_space.alike_shards import counted, runs_of
 from dreamshard_planner.search_space.kernels import is_known, kernel_of, serves
 from dreamshard_planner.search_space.modules import Quantized
-from dreamshard_planner.search_space.options import type_of
+from dreamshard_planner.search_space.options import counted, runs_of, type_of
 from dreamshard_planner.search_space.sharding_types import MOST_CUDA_COLUMNS, SHARDING_TYPES, Case, Reason
 from dreamshard_planner.torchrec_components import compat
 

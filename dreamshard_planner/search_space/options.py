@@ -1,14 +1,209 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's sharding options by table: what a table is called, which options are its own, and which shard it alike."""
+"""TorchRec's sharding options: names and types of their tables, and their shards, of which equal ones are kept once.
+
+Options x ranks is millions of shards where models and clusters are large; TorchRec makes an object, two lists and an
+estimate of each, and looks at nothing but their sizes.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain, islice, repeat
+from operator import add
+from typing import Any, Self
 
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.planner.types import Perf, PlannerError, PlannerErrorType, Shard, ShardingOption, Storage
 
 from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, ShardingTypeSpec
+
+SHARDS = {"shards", "_runs", "_ranks", "_shards"}
+"""Attributes that hold shards, of TorchRec's options and of ours."""
+_ATOMS = (str, int, type(None))
+"""Of which copies are the same object."""
+
+
+@dataclass(slots=True)
+class AlikeShards:
+    """Shards of one option that follow on each other, of one size and with the same estimates."""
+
+    first: Shard
+    """It holds the estimates of all."""
+    step: tuple[int, int]
+    """Rows and columns from one to the next."""
+    count: int = 1
+
+    def offset(self, index: int) -> list[int]:
+        """Row and column at which one of them starts."""
+        row, column = self.first.offset
+        return [row + index * self.step[0], column + index * self.step[1]]
+
+    def all(self) -> list[Shard]:
+        """Each as TorchRec has it."""
+        one = self.first
+        return [Shard([*one.size], self.offset(index), one.storage, one.perf) for index in range(self.count)]
+
+    def copied(self, estimated: bool = True) -> AlikeShards:
+        """The same, to estimate otherwise."""
+        one = self.first
+        estimates = (one.storage, one.perf) if estimated else ()
+        return AlikeShards(Shard([*one.size], [*one.offset], *estimates), self.step, self.count)
+
+
+def alike(shards: Iterable[Shard]) -> list[AlikeShards]:
+    """Shards of one option without ranks, those that are alike once."""
+    runs: list[AlikeShards] = []
+    row = column = 0  # where the next one of the last run would start
+    for shard in shards:
+        if runs:
+            run = runs[-1]
+            one = run.first
+            if shard.size == one.size and shard.storage == one.storage and shard.perf == one.perf:
+                if run.count == 1:
+                    row, column = shard.offset
+                    run.step = (row - one.offset[0], column - one.offset[1])
+                if shard.offset[0] == row and shard.offset[1] == column:
+                    run.count += 1
+                    row, column = row + run.step[0], column + run.step[1]
+                    continue
+        runs.append(AlikeShards(shard, (0, 0)))
+    return runs
+
+
+class EnumeratedOption(ShardingOption):
+    """TorchRec's option, whose shards are kept as :class:`AlikeShards` until somebody asks for each of them. Deep
+    copies share tensor and module, as TorchRec's do, and the shards' estimates, which TorchRec replaces and never
+    changes in place. Enumerators and partitioners copy many of them."""
+
+    _runs: list[AlikeShards] | None
+    _ranks: list[int | None] | None
+    _shards: list[Shard]
+
+    @classmethod
+    def of(cls, option: ShardingOption) -> Self:
+        """``option`` with its own attributes, not copied; a list of shards without ranks as those that are alike."""
+        result = cls.__new__(cls)
+        result.__dict__.update(vars(option))
+        shards = result.__dict__.pop("shards", None)
+        if shards is not None and any(shard.rank is not None for shard in shards):
+            result.shards = shards
+        elif shards is not None:
+            result._runs, result._ranks = alike(shards), None
+        return result
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Each of them, which from now on may be changed one by one."""
+        if self._runs is not None:
+            shards = [*chain.from_iterable(run.all() for run in self._runs)]
+            for shard, rank in zip(shards, self._ranks or (), strict=self._ranks is not None):
+                shard.rank = rank
+            self.shards = shards
+        return self._shards
+
+    @shards.setter
+    def shards(self, shards: list[Shard]) -> None:
+        self._runs, self._ranks, self._shards = None, None, shards
+
+    def forget_estimates(self) -> None:
+        """Leave sizes and offsets alone."""
+        self._runs, self._ranks = [run.copied(estimated=False) for run in runs_of(self)], None
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards) if self._runs is None else sum(run.count for run in self._runs)
+
+    @property
+    def total_perf(self) -> float:
+        """Added up one by one, as TorchRec does, to the last bit."""
+        each = (repeat(shard.perf.total, count) for shard, count in counted(self))
+        return reduce(add, chain.from_iterable(each), 0)
+
+    @property
+    def total_storage(self) -> Storage:
+        total = Storage(hbm=0, ddr=0, ssd=0)
+        for shard, count in counted(self):
+            one = shard.storage
+            total += Storage(hbm=count * one.hbm, ddr=count * one.ddr, ssd=count * one.ssd)
+        return total
+
+    def __hash__(self) -> int:
+        ranks = tuple(ranks_of(self))
+        shards = tuple((*shard.size, *shard.offset, shard.storage, shard.perf, n) for shard, n in counted(self))
+        return hash((self.fqn, self.sharding_type, self.compute_kernel, shards, ranks, self.cache_params))
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> EnumeratedOption:
+        result = type(self).of(self)
+        for name, value in vars(self).items():
+            if name not in ("_tensor", "_module", "_shards", "_runs") and not isinstance(value, _ATOMS):
+                setattr(result, name, copy.deepcopy(value, memo))
+        if self._runs is None:
+            result.shards = [Shard([*s.size], [*s.offset], s.storage, s.perf, s.rank) for s in self._shards]
+        else:
+            result._runs = [run.copied() for run in self._runs]
+        return result
+
+
+class OwnOption(EnumeratedOption):
+    """An option of the planner's own, which TorchRec's enumerator does not offer."""
+
+
+def is_torchrecs(option: ShardingOption) -> bool:
+    """Whether TorchRec's enumerator offers the option."""
+    return not isinstance(option, OwnOption)
+
+
+def runs_of(option: ShardingOption) -> list[AlikeShards]:
+    """The option's shards, alike ones once where it keeps them so."""
+    kept = option._runs if isinstance(option, EnumeratedOption) else None
+    return [AlikeShards(shard, (0, 0)) for shard in option.shards] if kept is None else kept
+
+
+def counted(option: ShardingOption) -> list[tuple[Shard, int]]:
+    """Shards that the option keeps, and how many each stands for. Estimates are set on these."""
+    return [(run.first, run.count) for run in runs_of(option)]
+
+
+def places_of(option: ShardingOption) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """First row and column of each shard, and how many rows and columns it has."""
+    kept = option._runs if isinstance(option, EnumeratedOption) else None
+    if kept is None:
+        return [(_pair(shard.offset), _pair(shard.size)) for shard in option.shards]
+    return [(_pair(run.offset(index)), _pair(run.first.size)) for run in kept for index in range(run.count)]
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    rows, columns = values
+    return rows, columns
+
+
+def ranks_of(option: ShardingOption) -> list[int | None]:
+    """Of each shard."""
+    if isinstance(option, EnumeratedOption) and option._runs is not None:
+        return [None] * option.num_shards if option._ranks is None else [*option._ranks]
+    return [shard.rank for shard in option.shards]
+
+
+def set_ranks(option: ShardingOption, ranks: Sequence[int | None] | None) -> None:
+    """Set those of all shards; None to take them away."""
+    if isinstance(option, EnumeratedOption) and option._runs is not None:
+        option._ranks = None if ranks is None else [*ranks]
+        return
+    for shard, rank in zip(option.shards, repeat(None) if ranks is None else ranks, strict=ranks is not None):
+        shard.rank = rank
+
+
+def set_perf(option: ShardingOption, perf: Sequence[Perf]) -> None:
+    """Set that of all shards; those that are kept once share it."""
+    left, kept = iter(perf), counted(option)
+    perf_of = [[*islice(left, count)] for _, count in kept]
+    if any(one is not of_run[0] for of_run in perf_of for one in of_run):  # alike in size alone
+        kept, perf_of = [(shard, 1) for shard in option.shards], [[one] for one in perf]
+    for (shard, _), of_run in zip(kept, perf_of, strict=True):
+        shard.perf = of_run[0]
 
 
 def refused(reason: str) -> PlannerError:

@@ -13,10 +13,9 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
-from dreamshard_planner.search_space.alike_shards import ranks_of
 from dreamshard_planner.search_space.kernels import serves
 from dreamshard_planner.search_space.modules import exchange_codecs, fused_params
-from dreamshard_planner.search_space.options import fqn_of, type_of
+from dreamshard_planner.search_space.options import fqn_of, ranks_of, type_of
 from dreamshard_planner.support.formatting import first_of, ranks_in_words
 
 MAX_NAMED = 5

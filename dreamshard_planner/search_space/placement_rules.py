@@ -1,11 +1,34 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Rules of the user's on where tables lie, whatever that costs: together, apart, on certain ranks."""
+"""The user's rules on where tables lie: together, apart, on certain ranks; and the limits of ranks that they become.
+
+Policy, greedy rules and search keep within limits, whatever these count. A table that may lie on some ranks only needs
+one of a count that is nothing on all other ranks; tables that are apart need one each of a count that is one on every
+rank. Tables that are together get their rank beforehand, heavy groups first, each on the rank with least to do; all
+others are placed around them.
+
+Shapes: P parts, D ranks, R rules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+from torch import Tensor
+from torchrec.distributed.planner.types import Topology
+
+from dreamshard_planner.plans.plan_file import TableSharding
+from dreamshard_planner.search_space.modules import ShardableTable
+from dreamshard_planner.search_space.options import refused
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import nearest, ranks_in_words
+from dreamshard_planner.workload.statistics import TableStatistics
+from dreamshard_planner.workload.tables import FeatureStatistics
 
 
 @dataclass(frozen=True)
@@ -82,3 +105,191 @@ def _ranks(name: str, ranks: Sequence[int]) -> tuple[int, ...]:
     if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
         raise ValueError(f"on_ranks of table {name!r} must be ranks from 0 on, at least one; got {ranks!r}")
     return tuple(sorted(set(ranks)))
+
+
+PLENTY = 2**20
+"""Count of a rule on ranks that it allows: more than there are parts."""
+
+
+@dataclass(frozen=True)
+class LegalRanks:
+    """Where the tables of a model may lie; tables by fully qualified name."""
+
+    world_size: int
+    host_size: int
+    allowed: Mapping[str, frozenset[int]]
+    """Of tables that may not lie everywhere."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Groups whose members are allowed one and the same rank."""
+    apart: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        rules: PlacementRules,
+        tables: Sequence[ShardableTable],
+        topology: Topology,
+        statistics: TableStatistics | None = None,
+    ) -> LegalRanks:
+        """The rules for a model.
+
+        Args:
+            rules: the user's.
+            tables: of the model.
+            topology: its ranks.
+            statistics: how features read their tables; others are taken to read one row per sample.
+
+        Raises:
+            PlannerError: a rule names no table, one table by several names alone, or a rank that there is not; a
+                table belongs to an embedding tower; or no ranks are left for tables that are together, or apart.
+        """
+        fqns = _fully_qualified(rules.names, tables)
+        towers = {table.fqn for table in tables if table.in_tower}
+        for name, named in fqns.items():
+            if towers.intersection(named):
+                raise refused(f"placement_rules name {name!r}, a table of an embedding tower: its host is TorchRec's")
+        ranks = range(topology.world_size)
+        allowed: dict[str, frozenset[int]] = {}
+        for name, given in rules.on_ranks.items():
+            if given[-1] not in ranks:
+                raise refused(f"on_ranks of table {name!r} names rank {given[-1]}; there are ranks 0 to {ranks[-1]}")
+            for fqn in fqns[name]:
+                allowed[fqn] = allowed.get(fqn, frozenset(ranks)) & frozenset(given)
+        together, apart = (tuple(_members(group, fqns) for group in groups) for groups in (rules.together, rules.apart))
+        _settle(allowed, together, apart, _shares(tables, statistics or {}), topology.world_size)
+        legal = cls(topology.world_size, topology.intra_group_size, allowed, together, apart)
+        legal._check_apart()
+        return legal
+
+    def left_out(self, fqn: str) -> dict[str, str]:
+        """Sharding types that the rules leave a table no place for, and why."""
+        everywhere = frozenset(range(self.world_size))
+        ranks, reason = self.allowed.get(fqn, everywhere), None
+        if ranks != everywhere:
+            reason = f"placement_rules leave it {ranks_in_words(ranks)}"
+        others = sorted({other for group in self.apart if fqn in group for other in group} - {fqn})
+        if others and self.world_size > 1:
+            reason = reason or f"it would lie on every rank, and placement_rules keep it apart from {others[0]!r}"
+        if reason is None:
+            return {}
+        firsts = range(0, self.world_size, self.host_size)
+        hosts = [host for first in firsts if (host := frozenset(range(first, first + self.host_size))) <= ranks]
+        wide = {"world", "host"} if not hosts or (others and len(firsts) == 1 < self.world_size) else {"world"}
+        return {kind: reason for kind, spec in SHARDING_TYPES.items() if spec.span in wide}
+
+    def limits(self, fqn_P: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """What parts need of each rule's count, int64 [P, R], and what ranks have of it, int64 [D, R]."""
+        groups: dict[frozenset[int], set[str]] = {}
+        for fqn, ranks in self.allowed.items():
+            groups.setdefault(ranks, set()).add(fqn)
+        rules: list[tuple[set[str], list[int]]] = [
+            (members, [PLENTY * (rank in ranks) for rank in range(self.world_size)])
+            for ranks, members in groups.items()
+        ]
+        rules += [(set(group), [1] * self.world_size) for group in self.apart]
+        need_PR = torch.tensor([[int(fqn in members) for members, _ in rules] for fqn in fqn_P], dtype=torch.int64)
+        room_DR = torch.tensor([room_D for _, room_D in rules], dtype=torch.int64).T
+        return need_PR.view(len(fqn_P), len(rules)), room_DR.reshape(self.world_size, len(rules))
+
+    def check(self, shardings: Mapping[str, TableSharding], name: str) -> None:
+        """PlannerError, naming rule and tables, for a plan that breaks a rule of ranks or of being apart, or has tables
+        on several ranks that belong on one, whichever that is."""
+        held = {fqn: {shard.rank for shard in sharding.shards} for fqn, sharding in shardings.items()}
+        one_rank = {fqn for group in self.together for fqn in group}
+        for fqn, ranks in self.allowed.items():
+            if fqn not in one_rank and not held[fqn] <= ranks:
+                raise refused(
+                    f"{name} has table {fqn!r} on {ranks_in_words(held[fqn])}, and it may be on {ranks_in_words(ranks)}"
+                )
+        for group in self.together:
+            if len(set().union(*(held[fqn] for fqn in group))) > 1:
+                raise refused(f"{name} does not have tables {list(group)} together")
+        for group in self.apart:
+            holders: dict[int, str] = {}
+            for fqn in group:
+                for shard in shardings[fqn].shards:
+                    if (other := holders.get(shard.rank)) is not None:
+                        what = f"tables {other!r} and {fqn!r}" if other != fqn else f"two shards of table {fqn!r}"
+                        raise refused(f"{name} has {what} on {ranks_in_words([shard.rank])}, not apart")
+                    holders[shard.rank] = fqn
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of a plan should know."""
+        return (
+            "the plan keeps placement_rules; rivals that break them count as infeasible",
+            *(
+                f"placement_rules: {', '.join(group)} are together on {ranks_in_words(self.allowed[group[0]])}"
+                for group in self.together
+            ),
+        )
+
+    def _check_apart(self) -> None:
+        """PlannerError where tables that are apart cannot all find a rank."""
+        for group in self.apart:
+            ranks = [self.allowed.get(fqn, range(self.world_size)) for fqn in group]
+            possible = np.zeros((len(group), self.world_size), dtype=np.int8)
+            for row, allowed in enumerate(ranks):
+                possible[row, list(allowed)] = 1
+            if (maximum_bipartite_matching(csr_array(possible), perm_type="column") < 0).any():
+                union = ranks_in_words(set().union(*ranks))
+                raise refused(f"the {len(group)} tables {list(group)} cannot be apart: they have {union} to share")
+
+
+def _shares(tables: Sequence[ShardableTable], statistics: Mapping[str, FeatureStatistics]) -> dict[str, float]:
+    """What each table asks of a rank, as a share of what all tables ask: of bytes, or of columns read if that is
+    more."""
+
+    def lookups(table: ShardableTable) -> float:
+        features = table.feature_names
+        return sum(statistics[name].pooling_factor if name in statistics else 1.0 for name in features)
+
+    size = {table.fqn: float(table.parameter.numel() * table.parameter.element_size()) for table in tables}
+    work = {table.fqn: lookups(table) * table.parameter.shape[1] for table in tables}
+    all_size, all_work = max(1.0, sum(size.values())), max(1.0, sum(work.values()))
+    return {fqn: max(size[fqn] / all_size, work[fqn] / all_work) for fqn in size}
+
+
+def _settle(
+    allowed: dict[str, frozenset[int]],
+    together: Sequence[tuple[str, ...]],
+    apart: Sequence[Sequence[str]],
+    share: Mapping[str, float],
+    world_size: int,
+) -> None:
+    """Give every group that is together a rank, in place: by the shares of tables whose rank is settled already."""
+    every, loads = frozenset(range(world_size)), [0.0] * world_size
+    grouped = {fqn for group in together for fqn in group}
+    for fqn, ranks in allowed.items():
+        if len(ranks) == 1 and fqn not in grouped:
+            loads[min(ranks)] += share[fqn]
+    share_of = {group: sum(share[fqn] for fqn in group) for group in together}
+    for group in sorted(together, key=lambda group: (-share_of[group], group)):
+        ranks = every.intersection(*(allowed.get(fqn, every) for fqn in group))
+        rivals = {other for others in apart if set(group) & set(others) for other in others} - set(group)
+        free = [rank for rank in ranks if not any(allowed.get(rival) == frozenset({rank}) for rival in rivals)]
+        if not free:
+            why = "on_ranks" if not ranks else "on_ranks and apart"
+            raise refused(f"no rank is left for tables {list(group)} together: {why} leave them none in common")
+        rank = min(free, key=lambda rank: (loads[rank], rank))
+        loads[rank] += share_of[group]
+        allowed.update(dict.fromkeys(group, frozenset({rank})))
+
+
+def _fully_qualified(names: Iterable[str], tables: Sequence[ShardableTable]) -> dict[str, list[str]]:
+    """The tables that each name means."""
+    known: dict[str, list[str]] = {}
+    for table in tables:
+        for name in {table.name, table.fqn}:
+            known.setdefault(name, []).append(table.fqn)
+    for name in names:
+        if name not in known:
+            raise refused(f"placement_rules name table {name!r}, which the model does not have{nearest(name, known)}")
+    return {name: sorted(known[name]) for name in names}
+
+
+def _members(group: Sequence[str], fqns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The tables of a group, each once, by whichever names."""
+    members = tuple(dict.fromkeys(fqn for name in group for fqn in fqns[name]))
+    if len(members) < 2:
+        raise refused(f"placement_rules have a group {list(group)}, all of which are one table, {members[0]!r}")
+    return members

@@ -13,8 +13,7 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.planner.utils import reset_shard_rank
 
-from dreamshard_planner.search_space.alike_shards import ranks_of, set_ranks
-from dreamshard_planner.search_space.options import by_table, fqn_of, lacks_room, same_option
+from dreamshard_planner.search_space.options import by_table, fqn_of, lacks_room, ranks_of, same_option, set_ranks
 
 
 def pin(proposal: Sequence[ShardingOption], topology: Topology) -> None:

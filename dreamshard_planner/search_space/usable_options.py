@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.alike_shards import counted, is_torchrecs
 from dreamshard_planner.search_space.legality import broken_cut
-from dreamshard_planner.search_space.options import by_table, fqn_of, refused, type_of
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, refused, type_of
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 from dreamshard_planner.support.formatting import first_of
 

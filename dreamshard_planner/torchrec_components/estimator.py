@@ -9,8 +9,8 @@ import torch
 from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOption
 
 from dreamshard_planner.planning.context import WithContext
-from dreamshard_planner.search_space.alike_shards import set_perf
 from dreamshard_planner.search_space.kernels import is_known
+from dreamshard_planner.search_space.options import set_perf
 from dreamshard_planner.support.torch_state import neutral
 
 

@@ -20,10 +20,9 @@ from dreamshard_planner.planning.joint_plan import (
 )
 from dreamshard_planner.planning.placing import Countdown, stage_seconds
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
-from dreamshard_planner.search_space.alike_shards import set_ranks
-from dreamshard_planner.search_space.cache_sizes import uses_host_memory
-from dreamshard_planner.search_space.options import by_table, refused
+from dreamshard_planner.search_space.options import by_table, refused, set_ranks
 from dreamshard_planner.search_space.sharding_types import TW
+from dreamshard_planner.search_space.variants import uses_host_memory
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
 
 

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, JsonPlanLoader, PlacementRules, TableStatistics
 from dreamshard_planner.errors import InputWarning
-from dreamshard_planner.search_space.rank_constraints import LegalRanks
+from dreamshard_planner.search_space.placement_rules import LegalRanks
 from dreamshard_planner.torchrec_components.partitioner import RulePartitioner
 from tests.mixed_models import EveryTypeSharder, mixed_case
 

@@ -10,9 +10,9 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.search_space.alike_shards import is_torchrecs
 from dreamshard_planner.search_space.enumeration import FastEnumerator
-from dreamshard_planner.search_space.slices import Halves, own_slices, without_idle_halves
+from dreamshard_planner.search_space.options import is_torchrecs
+from dreamshard_planner.search_space.variants import Halves, own_slices, without_idle_halves
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
