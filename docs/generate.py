@@ -79,8 +79,7 @@ def sharding_types() -> str:
 
 def never_proposed() -> str:
     """Reasons of the sharding types' table."""
-    from dreamshard_planner.search_space.legality import MIXED_MEAN
-    from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, Reason
+    from dreamshard_planner.search_space.sharding_types import MIXED_MEAN, SHARDING_TYPES, Reason
 
     def rows(reasons: Mapping[str, Sequence[Reason[Any]]], proposed: str) -> Iterator[str]:
         for reason in dict.fromkeys(chain(*reasons.values())):

@@ -22,8 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner import DreamShardPlanner, ShardingGroups
 from dreamshard_planner.planning.kept import LEAST_GAIN
 from dreamshard_planner.search_space.kernels import CACHING
-from dreamshard_planner.search_space.legality import Situation, broken, inexact, optimizer_name
-from dreamshard_planner.search_space.modules import table_configs
+from dreamshard_planner.search_space.modules import ShardableTable, TableModule, table_configs
 from dreamshard_planner.search_space.sharding_types import (
     CW,
     DP,
@@ -31,6 +30,8 @@ from dreamshard_planner.search_space.sharding_types import (
     RW,
     TWCW,
     TWRW,
+    broken,
+    inexact,
 )
 from tests.mixed_models import MixedCase, expected_shards, mixed_case
 
@@ -197,12 +198,10 @@ def check_constraints(case: MixedCase, planner: DreamShardPlanner, options, seed
             sized = option.compute_kernel == CACHING and option.cache_load_factor and given.cache_params is None
             asked = CacheParams(load_factor=option.cache_load_factor) if sized else given.cache_params
             assert option.cache_params == asked, where
-        config = table_configs(module)[option.name]
-        situation = Situation(
-            module, config, case.topology.compute_device, optimizer_name(option.tensor, sharder.fused_params)
-        )
-        assert broken(kind, situation) is None, where
-        assert named is not None or not case.settings["exact_training"] or inexact(kind, situation) is None, where
+        owner = TableModule(option.path, module, sharder)
+        facts = ShardableTable(owner, option.name, option.tensor).facts(case.topology.compute_device)
+        assert broken(kind, facts) is None, where
+        assert named is not None or not case.settings["exact_training"] or inexact(kind, facts) is None, where
         rows, dim = option.tensor.shape
         sizes = expected_shards(kind, rows, dim, given and given.min_partition, case.topology)
         given_sizes = [list(shard.size) for shard in option.shards]

@@ -30,7 +30,6 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
-from dreamshard_planner.search_space.legality import Cut
 from dreamshard_planner.search_space.options import (
     by_table,
     cannot_lie_so,
@@ -44,6 +43,7 @@ from dreamshard_planner.search_space.options import (
     type_of,
 )
 from dreamshard_planner.search_space.sharding_types import MISSED_ROWS, SHARDING_TYPES
+from dreamshard_planner.search_space.usable_options import misses_rows
 from dreamshard_planner.support.formatting import memory_in_words, nearest
 from dreamshard_planner.support.torch_state import single_thread
 
@@ -229,7 +229,7 @@ class GivenPlans:
 
 def _check_rows(option: ShardingOption) -> None:
     """PlannerError, naming table and rows, where TorchRec would look rows up elsewhere than they lie."""
-    if MISSED_ROWS not in type_of(option).broken_cuts or not Cut(option, "").misses_rows:
+    if MISSED_ROWS not in type_of(option).broken_cuts or not misses_rows(option):
         return
     rows = [size[0] for (_, column), size in places_of(option) if column == 0]
     named = ", ".join(map(str, rows[:NAMED])) + (", ..." if len(rows) > NAMED else "")

@@ -9,9 +9,9 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.search_space.kernels import DENSE
-from dreamshard_planner.search_space.legality import inexact
 from dreamshard_planner.search_space.options import fqn_of, type_of
 from dreamshard_planner.search_space.replica_rules import DENSE_KERNELS
+from dreamshard_planner.search_space.sharding_types import inexact
 
 MAX_NAMED = 5
 
@@ -20,7 +20,7 @@ def training_notes(plan: Sequence[ShardingOption], reader: OptionReader, compute
     """A sentence per sharding type and reason: which tables train differently than whole ones, and why."""
     changed: dict[tuple[str, str], list[str]] = {}
     for option in plan:
-        reason = inexact(option.sharding_type, reader.situation(option, compute_device))
+        reason = inexact(option.sharding_type, reader.facts(option, compute_device))
         if reason is not None:
             changed.setdefault((option.sharding_type, reason), []).append(fqn_of(option))
     return [
@@ -49,7 +49,7 @@ def lost_optimizers(plan: Sequence[ShardingOption], reader: OptionReader, comput
     replicated = [
         fqn_of(option)
         for option in trained
-        if type_of(option).is_replicated and not reader.situation(option, compute_device).replicas_are_updated
+        if type_of(option).is_replicated and not reader.facts(option, compute_device).replicas_follow
     ]
     cut = (option for option in trained if not type_of(option).is_replicated)
     dense = [fqn_of(option) for option in cut if option.compute_kernel == DENSE]

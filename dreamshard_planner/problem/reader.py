@@ -30,20 +30,12 @@ from dreamshard_planner.problem.parts import Parts, group_key, set_fused_params
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.constraints import constraint_of
-from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature
+from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature, per_feature
 from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
-from dreamshard_planner.search_space.legality import Situation, is_mean, is_weighted, optimizer_name
-from dreamshard_planner.search_space.modules import (
-    Quantized,
-    brings_optimizer,
-    fused_params,
-    per_feature,
-    remaps_ids,
-    table_configs,
-)
+from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.replica_rules import replicas_follow
+from dreamshard_planner.search_space.sharding_types import TableFacts
 from dreamshard_planner.torchrec_components import compat
 from dreamshard_planner.workload.features import feature_matrix
 from dreamshard_planner.workload.statistics import TableStatistics
@@ -92,10 +84,7 @@ class OptionReader:
         self._statistics: Mapping[str, FeatureStatistics] = statistics or {}
         self._optimizers_attached, self._in_groups = optimizers_attached, in_groups
         self._sharders = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-        self._configs: dict[nn.Module, dict[str, Any]] = {}
-        self._weighted: dict[nn.Module, bool] = {}
-        self._remaps: dict[nn.Module, bool] = {}
-        self._fused: dict[tuple[nn.Module, DataType | None], dict[str, Any]] = {}
+        self._owners: dict[nn.Module, TableModule] = {}
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._unplaced: dict[str, dict[str, str]] = {}
         self._legal = legal
@@ -123,9 +112,9 @@ class OptionReader:
         read: dict[str, list[Option]] = {fqn: [] for fqn in tables}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
             table = self.table(option, topology)
-            key = group_key(option, table, self._config(option), self._fused_params(option))
+            key = group_key(option, table, self._shardable(option).config, self._fused_params(option))
             group = groups.setdefault(key, len(groups))
-            element_bytes = wire_bytes(option, self._sharder(option), self._fused_params(option))
+            element_bytes = wire_bytes(option, self._shardable(option).sharder, self._fused_params(option))
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
             rows = parts.add(option, table, whole, group, exchanges, with_storage)
             units = units_of(option, rows, topology)
@@ -194,29 +183,21 @@ class OptionReader:
         return [self._workloads[key] for key in keys]
 
     def _dedups(self, option: ShardingOption) -> bool:
-        return compat.dedups_ids(self._sharder(option))
+        return compat.dedups_ids(self._shardable(option).sharder)
 
     def _constraint(self, option: ShardingOption) -> ParameterConstraints:
         return constraint_of(self._constraints, option.name, fqn_of(option)) or ParameterConstraints()
 
-    def _config(self, option: ShardingOption) -> Any:
-        module = option.module[1]
-        if module not in self._configs:
-            self._configs[module] = table_configs(module)
-        return self._configs[module].get(option.name)
+    def _shardable(self, option: ShardingOption) -> ShardableTable:
+        path, module = option.module
+        if module not in self._owners:
+            self._owners[module] = TableModule(path, module, self._sharders.get(sharder_name(type(module))))
+        return ShardableTable(self._owners[module], option.name, option.tensor)
 
-    def situation(self, option: ShardingOption, compute_device: str) -> Situation:
-        """Of the option's table, for what its type changes in training."""
-        return Situation(
-            option.module[1],
-            self._config(option),
-            compute_device,
-            optimizer_name(option.tensor, self._fused_params(option)),
-            self._optimizers_attached,
-            replicas_follow(option.tensor, self._fused_params(option), option.module[1]),
-            Quantized.of(option.module[1], self._sharder(option), option.tensor, self._config(option)),
-            in_groups=self._in_groups,
-            dtype=option.tensor.dtype,
+    def facts(self, option: ShardingOption, compute_device: str) -> TableFacts:
+        """Facts of the option's table, for what its type changes in training."""
+        return self._shardable(option).facts(
+            compute_device, option.output_dtype, attached=self._optimizers_attached, in_groups=self._in_groups
         )
 
     def in_backward(self, option: ShardingOption) -> bool:
@@ -249,19 +230,19 @@ class OptionReader:
             dim=dim,
             data_type=str(option.tensor.dtype).removeprefix("torch."),
             features=tuple(self._feature_names(option)),
-            pooling="none" if not option.is_pooled else "mean" if is_mean(self._config(option)) else "sum",
-            weighted=self._is_weighted(option.module[1]),
+            pooling="none" if not option.is_pooled else "mean" if is_mean(self._shardable(option).config) else "sum",
+            weighted=self._shardable(option).owner.is_weighted,
             optimizer=self._optimizer(option),
         )
 
     def _optimizer(self, option: ShardingOption) -> str:
         if serves(option.compute_kernel):
             return NO_OPTIMIZER
-        return optimizer_name(option.tensor, self._fused_params(option))
+        return self._shardable(option).optimizer(option.output_dtype)
 
     def _feature_names(self, option: ShardingOption) -> list[str]:
         """Features of the option's table; unnamed ones where the module has no configs."""
-        config = self._config(option)
+        config = self._shardable(option).config
         if config is not None:
             return list(config.feature_names)
         return option.feature_names or [""] * len(option.input_lengths)
@@ -299,7 +280,7 @@ class OptionReader:
         rows, dim = option.tensor.shape
         weight_bytes: float = option.tensor.element_size()
         if is_served := serves(option.compute_kernel):
-            config = self._config(option)
+            config = self._shardable(option).config
             dim = config.embedding_dim
             weight_bytes = quantized_bytes(config.data_type, dim)
         on_host = topology.compute_device == "cpu"
@@ -311,7 +292,7 @@ class OptionReader:
             output_share=sum(shares) / len(names),
             weight_bytes=weight_bytes,
             pooled=option.is_pooled,
-            weighted=self._is_weighted(option.module[1]) or bool(constraint.is_weighted),
+            weighted=self._shardable(option).owner.is_weighted or bool(constraint.is_weighted),
             optimizer=costed_optimizer(self._optimizer(option)),
             memory="device" if on_host else memory_of(option.compute_kernel),
             cache_load_factor=self.load_factor(option) or CACHE_LOAD_FACTOR,
@@ -340,7 +321,7 @@ class OptionReader:
         """Why the rows that a feature looks up are unknown although its ids are known; None where that is not so."""
         if feature.ids is None:
             return None
-        if self._remaps_ids(option.module[1]):
+        if self._shardable(option).owner.remaps_ids:
             return "its ids are mapped to rows as they come (managed collisions, ITEP)"
         if feature.ids.end > option.tensor.shape[0]:
             return f"its ids reach up to {feature.ids.end - 1:,}, the table has {option.tensor.shape[0]:,} rows"
@@ -367,21 +348,5 @@ class OptionReader:
             for feature, reason in self._unplaced.get(option.fqn, {}).items()
         )
 
-    def _sharder(self, option: ShardingOption) -> ModuleSharder[nn.Module] | None:
-        return self._sharders.get(sharder_name(type(option.module[1])))
-
     def _fused_params(self, option: ShardingOption) -> dict[str, Any]:
-        key = option.module[1], option.output_dtype
-        if key not in self._fused:
-            self._fused[key] = fused_params(option.module[1], self._sharder(option), option.output_dtype)
-        return self._fused[key]
-
-    def _is_weighted(self, module: nn.Module) -> bool:
-        if module not in self._weighted:
-            self._weighted[module] = is_weighted(module)
-        return self._weighted[module]
-
-    def _remaps_ids(self, module: nn.Module) -> bool:
-        if module not in self._remaps:
-            self._remaps[module] = remaps_ids(module)
-        return self._remaps[module]
+        return self._shardable(option).owner.fused_params(option.output_dtype)

@@ -11,11 +11,9 @@ from torchrec.distributed.planner.enumerators import GUARDED_SHARDING_TYPES_FOR_
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 
-from dreamshard_planner.search_space.legality import Situation, broken, inexact, optimizer_name
-from dreamshard_planner.search_space.modules import Quantized, ShardableTable, fused_params
+from dreamshard_planner.search_space.modules import ShardableTable
 from dreamshard_planner.search_space.placement_rules import LegalRanks
-from dreamshard_planner.search_space.replica_rules import replicas_follow
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES, broken, inexact
 from dreamshard_planner.support.formatting import nearest
 
 NOT_OFFERED = "the sharder does not offer it"
@@ -61,19 +59,13 @@ class AllowedTypes:
         """
         supported = table.sharder.sharding_types(self.compute_device)
         named = constraint.sharding_types or None
-        given = fused_params(table.module, table.sharder, constraint.output_dtype)
-        situation = Situation(
-            table.module,
-            table.config,
+        facts = table.facts(
             self.compute_device,
-            optimizer_name(table.parameter, given),
-            self.optimizers_attached,
-            replicas_follow(table.parameter, given, table.module),
-            Quantized.of(table.module, table.sharder, table.parameter, table.config),
-            bool(constraint.batch_sizes) or varied_batches,
-            self.in_groups,
-            bool(constraint.is_weighted) or weighted_batches,
-            table.parameter.dtype,
+            constraint.output_dtype,
+            attached=self.optimizers_attached,
+            in_groups=self.in_groups,
+            varied_batches=bool(constraint.batch_sizes) or varied_batches,
+            weighted_batches=bool(constraint.is_weighted) or weighted_batches,
         )
         ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
         processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
@@ -87,7 +79,7 @@ class AllowedTypes:
                 return "its constraint's sharding_types leave it out"
             if self.sharding_types is not None and kind not in self.sharding_types:
                 return "the planner's sharding_types leave it out"
-            if why := ruled_out.get(kind) or broken(kind, situation):
+            if why := ruled_out.get(kind) or broken(kind, facts):
                 return why
             if not self._offers(table, kind, constraint):
                 kernels = table.sharder.compute_kernels(kind, self.compute_device)
@@ -102,10 +94,10 @@ class AllowedTypes:
 
         kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
         left_out = {kind: why for kind in kinds if (why := reason(kind))}
-        differ = {kind: why for kind in kinds if kind not in left_out and (why := inexact(kind, situation))}
+        differ = {kind: why for kind in kinds if kind not in left_out and (why := inexact(kind, facts))}
         # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
         nothing_else = not any(
-            self._offers(table, kind, constraint) and not inexact(kind, situation) for kind in SHARDING_TYPES
+            self._offers(table, kind, constraint) and not inexact(kind, facts) for kind in SHARDING_TYPES
         )
         if self.exact_training and named is None and not nothing_else:
             left_out |= {

@@ -16,7 +16,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTypes, reasons_in_words
-from dreamshard_planner.search_space.input_checks import check_per_feature
+from dreamshard_planner.search_space.input_checks import check_per_feature, per_feature
 from dreamshard_planner.search_space.kernels import (
     CPU_OPTIMIZERS,
     CPU_OUTPUTS,
@@ -27,25 +27,16 @@ from dreamshard_planner.search_space.kernels import (
     is_known,
     serves,
 )
-from dreamshard_planner.search_space.legality import (
-    LATE_MEANS,
-    MIXED_MEAN,
-    is_mean,
-    optimizer_name,
-    without_mixed_means,
-)
 from dreamshard_planner.search_space.modules import (
     ShardableTable,
-    fused_params,
-    per_feature,
-    remaps_ids,
+    is_mean,
     shardable_tables,
     table_configs,
 )
 from dreamshard_planner.search_space.options import refused
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES
 from dreamshard_planner.support.formatting import some_of
-from dreamshard_planner.torchrec_components.compat import tells_of_missing_modules
+from dreamshard_planner.torchrec_components.compat import optimizer_name, tells_of_missing_modules
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
@@ -283,7 +274,6 @@ def doubtful_inputs(
     tables = shardable_tables(module, sharders)
     groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
     planned = {table.path for table in tables if groups.get(table.name, compute_device) == compute_device}
-    remapping = {module for module in {table.module for table in tables} if remaps_ids(module)}
     for table in tables:
         if (group := groups.get(table.name, compute_device)) != compute_device and table.path in planned:
             found.append(
@@ -301,7 +291,7 @@ def doubtful_inputs(
             found += _unrunnable_on_cpu(table, (constraints or {}).get(table.name, ParameterConstraints()))
         if dim > MAX_MEANT_DIM:
             found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
-        counted = {} if statistics is None or table.module in remapping else statistics
+        counted = {} if statistics is None or table.owner.remaps_ids else statistics
         for name in table.feature_names:
             ids = counted[name].ids if name in counted else None
             if ids is not None and ids.end > rows:
@@ -327,7 +317,7 @@ def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) 
     types = constraint.sharding_types
     if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
         return  # without fused kernels
-    params = fused_params(table.module, table.sharder, constraint.output_dtype)
+    params = table.owner.fused_params(constraint.output_dtype)
     output = str(params.get("output_dtype", SparseType.FP32).as_dtype()).removeprefix("torch.")
     if output not in CPU_OUTPUTS:
         yield (
@@ -380,6 +370,29 @@ def _keep_means_apart(
                 )
             constraints[name].sharding_types = kept
             constraints.left_out[fqns[name]].update((kind, why) for kind in types[name] or () if kind not in kept)
+
+
+def without_mixed_means(
+    types: Mapping[str, Collection[str]], means: Collection[str], in_rows: bool = False
+) -> dict[str, list[str]]:
+    """The types that the tables of one module may be given whatever the others are: a mean-pooled table in blocks of
+    rows leaves no other type to any table of its module, see ``MIXED_MEAN``.
+
+    Args:
+        types: what each table may be by itself.
+        means: the tables with mean pooling.
+        in_rows: whether blocks of rows are wanted, of all tables.
+
+    Returns:
+        By table; blocks of rows where they are wanted or some mean-pooled table may be nothing else, no such blocks of
+        mean-pooled tables elsewhere. A list may be empty.
+    """
+    kept = {name: list(kinds) for name, kinds in types.items()}
+    if len(types) == 1:
+        return kept
+    if means and in_rows or any(LATE_MEANS.issuperset(types[name]) for name in means):
+        return {name: [kind for kind in kinds if kind in LATE_MEANS] for name, kinds in kept.items()}
+    return kept | {name: [kind for kind in kept[name] if kind not in LATE_MEANS] for name in means}
 
 
 def _usable_kernels(

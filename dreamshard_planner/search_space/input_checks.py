@@ -38,6 +38,23 @@ def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
             raise refused(f"table {table!r}: batch_sizes must be whole numbers from 1, got {value!r}")
 
 
+def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:
+    """One value per feature; a single value holds for all of them.
+
+    Raises:
+        PlannerError: where the lengths don't match, or a value is no number or cannot be meant.
+    """
+    check_per_feature(values, table, what)
+    if len(values) == count:
+        return list(values)
+    if len(values) == 1:
+        return list(values) * count
+    raise refused(
+        f"table {table!r} serves {count} features, but its constraints give {len(values)} {what}: {list(values)}. "
+        "Give one per feature."
+    )
+
+
 def checked_seed(seed: int) -> int:
     """The seed; TypeError unless it is a whole number, ValueError for one that torch's generators do not take."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self, TypeGuard
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.fused_params import FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_PARAM
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_sparse_type
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
@@ -24,9 +26,9 @@ from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.quant.embedding_modules import MODULE_ATTR_QUANT_STATE_DICT_SPLIT_SCALE_BIAS as SPLIT_ATTRIBUTE
 
-from dreamshard_planner.search_space.input_checks import check_per_feature
-from dreamshard_planner.search_space.options import refused
-from dreamshard_planner.torchrec_components.compat import sharder_of_tables
+from dreamshard_planner.search_space.replica_rules import replicas_follow
+from dreamshard_planner.search_space.sharding_types import Quantized, TableFacts
+from dreamshard_planner.torchrec_components.compat import grid_takes_varied_batches, optimizer_name, sharder_of_tables
 
 
 def table_configs(module: nn.Module, deep: bool = True) -> dict[str, Any]:
@@ -76,11 +78,6 @@ def of_modules(paths: Iterable[str]) -> str:
     return f"of module{'s' if len(named) > 1 else ''} {', '.join(named)}"
 
 
-def remaps_ids(module: nn.Module) -> bool:
-    """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
-    return any(isinstance(child, ManagedCollisionCollection | GenericITEPModule) for child in module.modules())
-
-
 def brings_optimizer(module: nn.Module) -> TypeGuard[FusedEmbeddingBagCollection | FusedEmbeddingCollection]:
     """Whether the module has an optimizer of its own, which it keeps whatever its tables' sharding type."""
     return isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
@@ -106,56 +103,81 @@ def fused_params(
     return given | {"optimizer": optimizer}
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """How a quantized table is stored."""
-
-    shards_apart: bool
-    """Whether its shards will have scales and biases apart from their weights, as its sharder or its module asks."""
-    columns_are_dims: bool
-    """Whether a column of its tensor is a dimension of its embeddings: not where scales lie in the rows, or a weight
-    takes several bytes."""
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, sharder: ModuleSharder[nn.Module] | None, weights: Tensor, config: Any
-    ) -> Self | None:
-        """Of a table of ``module``; None for tables that are trained."""
-        if not isinstance(sharder, BaseQuantEmbeddingSharder):
-            return None
-        apart = (sharder.fused_params or {}).get(SPLIT_PARAM, getattr(module, SPLIT_ATTRIBUTE, False))
-        return cls(bool(apart), weights.shape[1] == getattr(config, "embedding_dim", None))
+def is_mean(config: Any) -> bool:
+    """Whether a table's config asks for mean pooling."""
+    return getattr(config, "pooling", None) is PoolingType.MEAN
 
 
-def per_feature(values: Sequence[float], count: int, table: str, what: str) -> list[float]:
-    """One value per feature; a single value holds for all of them.
+@dataclass(frozen=True, eq=False)
+class TableModule:
+    """A module whose tables TorchRec shards, with what all of its tables share."""
 
-    Raises:
-        PlannerError: where the lengths don't match, or a value is no number or cannot be meant.
-    """
-    check_per_feature(values, table, what)
-    if len(values) == count:
-        return list(values)
-    if len(values) == 1:
-        return list(values) * count
-    raise refused(
-        f"table {table!r} serves {count} features, but its constraints give {len(values)} {what}: {list(values)}. "
-        "Give one per feature."
-    )
+    path: str
+    """Fully qualified name of the module."""
+    module: nn.Module
+    sharder: ModuleSharder[nn.Module] | None
+
+    @cached_property
+    def configs(self) -> dict[str, Any]:
+        """See :func:`table_configs`."""
+        return table_configs(self.module)
+
+    @cached_property
+    def is_weighted(self) -> bool:
+        """Whether lookups carry weights, also where it only wraps such a module: feature processors give them."""
+        says = (getattr(child, "is_weighted", None) for child in self.module.modules())
+        return any(is_weighted() for is_weighted in says if callable(is_weighted))
+
+    @cached_property
+    def is_sequence(self) -> bool:
+        return any(isinstance(child, EmbeddingCollectionInterface) for child in self.module.modules())
+
+    @cached_property
+    def remaps_ids(self) -> bool:
+        """Whether ids are given rows while training, so that nobody knows an id's row beforehand."""
+        remapping = ManagedCollisionCollection | GenericITEPModule
+        return any(isinstance(child, remapping) for child in self.module.modules())
+
+    def fused_params(self, output_dtype: DataType | None = None) -> dict[str, Any]:
+        """Arguments of the fused kernels of the tables, see :func:`fused_params`."""
+        if output_dtype not in self._fused_params:
+            self._fused_params[output_dtype] = fused_params(self.module, self.sharder, output_dtype)
+        return self._fused_params[output_dtype]
+
+    @cached_property
+    def _fused_params(self) -> dict[DataType | None, dict[str, Any]]:
+        return {}
 
 
 @dataclass(frozen=True)
 class ShardableTable:
     """A table that TorchRec would shard."""
 
-    path: str
-    """Fully qualified name of its module."""
+    owner: TableModule
     name: str
-    module: nn.Module
-    sharder: ModuleSharder[nn.Module]
-    parameter: nn.Parameter
-    config: Any
-    """Its ``EmbeddingBagConfig`` or ``EmbeddingConfig``; None where the module has none."""
+    parameter: Tensor
+
+    @property
+    def path(self) -> str:
+        """Fully qualified name of its module."""
+        return self.owner.path
+
+    @property
+    def module(self) -> nn.Module:
+        return self.owner.module
+
+    @property
+    def sharder(self) -> Any:
+        return self.owner.sharder
+
+    @property
+    def fqn(self) -> str:
+        return f"{self.path}.{self.name}".removeprefix(".")
+
+    @property
+    def config(self) -> Any:
+        """Its ``EmbeddingBagConfig`` or ``EmbeddingConfig``; None where the module has none."""
+        return self.owner.configs.get(self.name)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -167,9 +189,54 @@ class ShardableTable:
         """Whether TorchRec wants it on one host with others."""
         return isinstance(self.module, EmbeddingTower | EmbeddingTowerCollection)
 
+    def optimizer(self, output_dtype: DataType | None = None) -> str:
+        """See :func:`~dreamshard_planner.torchrec_components.compat.optimizer_name`."""
+        return optimizer_name(self.parameter, self.owner.fused_params(output_dtype))
+
     @property
-    def fqn(self) -> str:
-        return f"{self.path}.{self.name}".removeprefix(".")
+    def quantized(self) -> Quantized | None:
+        """Storage of a quantized table; None for tables that are trained."""
+        if not isinstance(self.sharder, BaseQuantEmbeddingSharder):
+            return None
+        apart = (self.sharder.fused_params or {}).get(SPLIT_PARAM, getattr(self.module, SPLIT_ATTRIBUTE, False))
+        return Quantized(bool(apart), self.parameter.shape[1] == getattr(self.config, "embedding_dim", None))
+
+    def facts(
+        self,
+        compute_device: str,
+        output_dtype: DataType | None = None,
+        *,
+        attached: bool = False,
+        in_groups: bool = False,
+        varied_batches: bool = False,
+        weighted_batches: bool = False,
+    ) -> TableFacts:
+        """Facts that decide which sharding types the table may have.
+
+        Args:
+            compute_device: of the topology.
+            output_dtype: of the table's constraint.
+            attached: whether in-backward optimizers are attached to replicas.
+            in_groups: whether the ranks form several sharding groups.
+            varied_batches: whether features of its module are known to come in batches of different sizes.
+            weighted_batches: whether batches are known to carry weights of lookups.
+        """
+        given = self.owner.fused_params(output_dtype)
+        return TableFacts(
+            compute_device=compute_device,
+            optimizer=optimizer_name(self.parameter, given),
+            weight_bytes=self.parameter.dtype.itemsize,
+            is_mean=is_mean(self.config),
+            is_weighted=weighted_batches or self.owner.is_weighted,
+            is_sequence=self.owner.is_sequence,
+            bag_mode=self.module.mode if isinstance(self.module, nn.EmbeddingBag) else None,
+            attached=attached,
+            replicas_follow=attached and replicas_follow(self.parameter, given, self.module),
+            quantized=self.quantized,
+            varied_batches=varied_batches,
+            grid_takes_varied_batches=grid_takes_varied_batches(),
+            in_groups=in_groups,
+        )
 
 
 def unsharded_modules(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Module]]) -> list[str]:
@@ -197,7 +264,6 @@ def shardable_tables(module: nn.Module, sharders: Iterable[ModuleSharder[nn.Modu
         if sharder is None:
             queue += [(f"{path}.{name}" if path else name, grandchild) for name, grandchild in child.named_children()]
             continue
-        configs = table_configs(child)
-        for name, parameter in sharder.shardable_parameters(child).items():
-            found.append(ShardableTable(path, name, child, sharder, parameter, configs.get(name)))
+        owner = TableModule(path, child, sharder)
+        found += [ShardableTable(owner, *named) for named in sharder.shardable_parameters(child).items()]
     return found

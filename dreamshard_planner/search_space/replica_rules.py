@@ -20,7 +20,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner.search_space.legality import optimizer_name
 from dreamshard_planner.torchrec_components import compat
 
 _KERNEL = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
@@ -88,7 +87,7 @@ def in_backward_arguments(parameter: Tensor, fused_params: Mapping[str, Any] | N
     before the sharder's. Without an ``"optimizer"`` where none was given."""
     arguments = {**(fused_params or {}), **compat.optimizer_arguments(parameter)}
     if compat.optimizer_classes(parameter) or arguments.get("optimizer") is not None:
-        arguments["optimizer"] = optimizer_name(parameter, dict(fused_params or {}))
+        arguments["optimizer"] = compat.optimizer_name(parameter, fused_params)
     return arguments
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from dreamshard_planner.search_space.kernels import DENSE, FUSED_KERNELS, KEY_VALUE, SERVING_KERNELS
-
-if TYPE_CHECKING:
-    from dreamshard_planner.search_space.legality import Cut, Situation
 
 Case = TypeVar("Case")
 Ranks = Literal["rank", "host", "world"]
@@ -36,6 +33,64 @@ class Exchange:
     def operation(self) -> str:
         """The one that names it."""
         return self.forward or self.backward
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a quantized table is stored."""
+
+    shards_apart: bool
+    """Whether its shards will have scales and biases apart from their weights, as its sharder or its module asks."""
+    columns_are_dims: bool
+    """Whether a column of its tensor is a dimension of its embeddings: not where scales lie in the rows, or a weight
+    takes several bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFacts:
+    """Facts that decide whether a table may be sharded by some type."""
+
+    compute_device: str
+    optimizer: str
+    """FBGEMM's name of the in-backward optimizer, in lower case."""
+    weight_bytes: int
+    """Bytes of one weight."""
+    is_mean: bool
+    is_weighted: bool
+    """Whether lookups carry weights: the module asks for them, or batches are known to have them."""
+    is_sequence: bool
+    bag_mode: str | None
+    """Mode of an ``nn.EmbeddingBag``; None for other modules."""
+    attached: bool
+    """Whether in-backward optimizers are attached to the replicas of data-parallel tables."""
+    replicas_follow: bool
+    """Whether they do what the table's own would, see ``replica_rules.py``; False where none are attached."""
+    quantized: Quantized | None
+    """Storage of a quantized table; None for tables that are trained."""
+    varied_batches: bool
+    """Whether features of its module are known to come in batches of different sizes."""
+    grid_takes_varied_batches: bool
+    """Whether the installed TorchRec runs grid_shard on such batches."""
+    in_groups: bool
+    """Whether the ranks form several sharding groups (2D parallelism)."""
+
+
+@dataclass(frozen=True)
+class CutFacts:
+    """Facts that decide whether a table may be cut as one option does."""
+
+    kernel: str
+    compute_device: str
+    is_bag: bool
+    """Whether the table is an ``nn.EmbeddingBag``."""
+    has_slices: bool
+    """Whether no shard has all columns."""
+    lacks_rows: bool
+    """Whether some shard has none."""
+    is_too_wide: bool
+    """Whether a GPU would train more columns at once than FBGEMM's kernels can."""
+    misses_rows: bool
+    """Whether some block starts or ends elsewhere than TorchRec's lookup assumes."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +129,11 @@ class ShardingTypeSpec:
     """Of sequence tables; None: the same."""
     kernels: tuple[str, ...] = FUSED_KERNELS
     """Compute kernels that TorchRec may give it."""
-    broken: tuple[Reason[Situation], ...] = ()
+    broken: tuple[Reason[TableFacts], ...] = ()
     """Tables for which TorchRec accepts it and computes wrongly or crashes: never proposed, whoever asks."""
-    broken_cuts: tuple[Reason[Cut], ...] = ()
+    broken_cuts: tuple[Reason[CutFacts], ...] = ()
     """The same of single options."""
-    inexact: tuple[Reason[Situation], ...] = ()
+    inexact: tuple[Reason[TableFacts], ...] = ()
     """Tables that train differently than whole ones: proposed where a table's constraint names the type, which is
     consent, or with ``exact_training=False``."""
     pooled_on: tuple[str, ...] = ("cuda",)
@@ -116,7 +171,7 @@ ELEMENTWISE_OPTIMIZERS = frozenset({"sgd", "exact_sgd", "exact_adagrad", "adam"}
 """FBGEMM's names of the in-backward optimizers whose state has the shape of the weights: a column slice updates its
 columns as the whole table would. Others keep a state, or a norm, per row, and every slice then has one of its own."""
 
-STATE_PER_SLICE: Reason[Situation] = Reason(
+STATE_PER_SLICE: Reason[TableFacts] = Reason(
     "optimizers that are not element-wise (row-wise Adagrad, LAMB, ...)",
     lambda s: s.optimizer not in ELEMENTWISE_OPTIMIZERS,
     "every column slice keeps a row-wise optimizer state of its own",
@@ -124,109 +179,109 @@ STATE_PER_SLICE: Reason[Situation] = Reason(
 MOST_CUDA_COLUMNS = 1024
 """Of one shard: FBGEMM's optimizers refuse more, and its pooled forward has returned zeros for more."""
 
-OPTIMIZER_OUTSIDE: Reason[Situation] = Reason(
+OPTIMIZER_OUTSIDE: Reason[TableFacts] = Reason(
     "unless optimizers are attached to the replicas",
     lambda s: not s.attached,
     "it takes the in-backward optimizer away, unless this package's DistributedModelParallel or "
     "attach_optimizers(model) gives it back (planned with optimizers_attached=True)",
 )
-REPLICAS_OF_GROUPS: Reason[Situation] = Reason(
+REPLICAS_OF_GROUPS: Reason[TableFacts] = Reason(
     "several sharding groups (2D parallelism)",
     lambda s: s.in_groups,
     "its replicas step by the gradient of all groups, and other tables by that of their group, to be averaged",
 )
-HALF_REPLICAS: Reason[Situation] = Reason(
+HALF_REPLICAS: Reason[TableFacts] = Reason(
     "attached optimizers of half-precision weights",
-    lambda s: s.attached and s.dtype.itemsize < 4,
+    lambda s: s.attached and s.weight_bytes < 4,
     "each replica's gradient is rounded to the type of the weights before ranks average it, and one below 3e-8 is zero "
     "in float16; fused kernels sum in float32, and on GPUs round weights at random by default",
 )
-REPLICAS_DIFFER: Reason[Situation] = Reason(
+REPLICAS_DIFFER: Reason[TableFacts] = Reason(
     "attached optimizers, and any but SGD, Adagrad and row-wise Adagrad without weight decay",
     lambda s: s.attached and not s.replicas_follow,
     "no optimizer of its replicas does what the table's own does in the backward",
 )
-SUMS_FOR_MEANS: Reason[Situation] = Reason(
+SUMS_FOR_MEANS: Reason[TableFacts] = Reason(
     "mean pooling",
     lambda s: s.is_mean,
     "TorchRec returns sums where mean pooling is asked for",
 )
-WEIGHTED_MEANS: Reason[Situation] = Reason(
+WEIGHTED_MEANS: Reason[TableFacts] = Reason(
     "mean pooling of weighted lookups, also where only batches have weights, as is_weighted of a constraint or "
     "statistics say",
     lambda s: s.is_mean and s.is_weighted,
     "TorchRec divides weighted means by the sum of the weights, and those of whole tables by the number of lookups",
 )
-MEANS_ADDED_UP: Reason[Situation] = Reason(
+MEANS_ADDED_UP: Reason[TableFacts] = Reason(
     "mean pooling of quantized tables",
     lambda s: s.quantized is not None and s.is_mean,
     "TorchRec adds up the means of a quantized table's blocks",
 )
-SCALES_IN_ROWS: Reason[Situation] = Reason(
+SCALES_IN_ROWS: Reason[TableFacts] = Reason(
     "quantized tables whose scales lie in their rows",
     lambda s: s.quantized is not None and not s.quantized.shards_apart,
     "TorchRec shards quantized tables by rows or columns where scales lie apart from weights, as "
     "fused_params of the sharders say (DEFAULT_SHARDERS of torchrec.inference.modules do)",
 )
-SCALES_IN_COLUMNS: Reason[Situation] = Reason(
+SCALES_IN_COLUMNS: Reason[TableFacts] = Reason(
     "quantized tables of which a column is no embedding dimension",
     lambda s: s.quantized is not None and not s.quantized.columns_are_dims,
     "its columns are bytes, among them scales, and TorchRec would cut through them (quantize it after "
     "torchrec.quant's quant_prep_enable_quant_state_dict_split_scale_bias_for_types)",
 )
-QUANTIZED_SEQUENCES: Reason[Situation] = Reason(
+QUANTIZED_SEQUENCES: Reason[TableFacts] = Reason(
     "quantized EmbeddingCollection on CPUs",
     lambda s: s.quantized is not None and s.compute_device == "cpu" and s.is_sequence,
     "TorchRec has no such sharding of quantized sequences on CPUs",
 )
-DENSE_SEQUENCES: Reason[Situation] = Reason(
+DENSE_SEQUENCES: Reason[TableFacts] = Reason(
     "EmbeddingCollection on CPUs",
     lambda s: s.compute_device == "cpu" and s.is_sequence,
     "TorchRec's dense kernel for CPU cannot do without pooling, and crashes",
 )
-VARIED_GRIDS: Reason[Situation] = Reason(
+VARIED_GRIDS: Reason[TableFacts] = Reason(
     "batches whose size varies by feature, before TorchRec 1.9",
     lambda s: s.varied_batches and not s.grid_takes_varied_batches,
     "grid_shard of this TorchRec crashes on batches whose size varies by feature (TorchRec 1.9 takes them)",
 )
-VARIED_BATCHES: Reason[Situation] = Reason(
+VARIED_BATCHES: Reason[TableFacts] = Reason(
     "batches whose size varies by feature, where batch_sizes of a constraint or statistics say so",
     lambda s: s.varied_batches,
     "TorchRec's replicas take no batches whose size varies by feature",
 )
-WHOLE_BAGS: Reason[Situation] = Reason(
+WHOLE_BAGS: Reason[TableFacts] = Reason(
     "nn.EmbeddingBag",
     lambda s: s.bag_mode is not None,
     "TorchRec's ShardedEmbeddingBag refuses it",
 )
-BAGS_OF_MEANS: Reason[Situation] = Reason(
+BAGS_OF_MEANS: Reason[TableFacts] = Reason(
     "nn.EmbeddingBag of another mode than sum",
     lambda s: s.bag_mode not in (None, "sum"),
     "TorchRec's ShardedEmbeddingBag knows sums alone (leave EmbeddingBagSharder out of the sharders)",
 )
-SLICES_OF_BAGS: Reason[Cut] = Reason(
+SLICES_OF_BAGS: Reason[CutFacts] = Reason(
     "several slices of an nn.EmbeddingBag",
     lambda cut: cut.is_bag and cut.has_slices,
     "TorchRec's ShardedEmbeddingBag sends lookups to one alone, and fails (raise min_partition to the table's dim)",
 )
-SLICES_OF_A_STORE: Reason[Cut] = Reason(
+SLICES_OF_A_STORE: Reason[CutFacts] = Reason(
     "several slices by compute kernel `key_value`",
     lambda cut: cut.kernel == KEY_VALUE and cut.has_slices,
     "TorchRec wants them on one rank each, which the planner cannot promise (raise min_partition to the table's dim)",
 )
-BLOCKS_WITHOUT_ROWS: Reason[Cut] = Reason(
+BLOCKS_WITHOUT_ROWS: Reason[CutFacts] = Reason(
     "fewer rows than leave every rank some, on CPUs",
     lambda cut: cut.compute_device == "cpu" and cut.lacks_rows,
     "some rank would have no rows of it, and FBGEMM's CPU kernels crash on that",
 )
-TOO_WIDE: Reason[Cut] = Reason(
+TOO_WIDE: Reason[CutFacts] = Reason(
     f"shards of more than {MOST_CUDA_COLUMNS:,} columns, on GPUs",
     lambda cut: cut.is_too_wide,
     f"FBGEMM's CUDA kernels train {MOST_CUDA_COLUMNS:,} columns at most (allow column_wise with a min_partition of no "
     "more; with an optimizer that is not element-wise, name it in the table's constraint or plan with "
     "exact_training=False)",
 )
-MISSED_ROWS: Reason[Cut] = Reason(
+MISSED_ROWS: Reason[CutFacts] = Reason(
     "blocks of rows that are not equal",
     lambda cut: cut.misses_rows,
     "TorchRec looks rows up in equal blocks, and would read and train other rows",
@@ -310,3 +365,25 @@ SHARDING_TYPES = {
     ),
 }
 """All that there are, by TorchRec's names."""
+LATE_MEANS = frozenset(kind for kind, spec in SHARDING_TYPES.items() if spec.divides_means_late)
+"""The types of which some tables have mean pooling only where all tables of their module have one of these."""
+MIXED_MEAN = (
+    "TorchRec divides the output of every table of the module that is not row_wise or table_row_wise once more, where "
+    "one that is has mean pooling"
+)
+"""Broken as well, but of a module's tables together."""
+
+
+def broken(sharding_type: str, facts: TableFacts) -> str | None:
+    """Why the type is never proposed for such a table; None where it may be."""
+    return first_reason(SHARDING_TYPES[sharding_type].broken, facts)
+
+
+def inexact(sharding_type: str, facts: TableFacts) -> str | None:
+    """What the type changes in the training of such a table; None where the table trains as a whole one would."""
+    return first_reason(SHARDING_TYPES[sharding_type].inexact, facts)
+
+
+def first_reason(reasons: tuple[Reason[Case], ...], case: Case) -> str | None:
+    """Text of the first reason that holds; None if none does."""
+    return next((reason.text for reason in reasons if reason.holds(case)), None)

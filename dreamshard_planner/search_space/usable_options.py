@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from dreamshard_planner.search_space.legality import broken_cut
-from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, refused, type_of
-from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.search_space.kernels import is_known, kernel_of, serves
+from dreamshard_planner.search_space.options import by_table, counted, fqn_of, is_torchrecs, refused, runs_of, type_of
+from dreamshard_planner.search_space.sharding_types import (
+    MISSED_ROWS,
+    MOST_CUDA_COLUMNS,
+    SHARDING_TYPES,
+    CutFacts,
+    first_reason,
+)
 from dreamshard_planner.support.formatting import first_of
 
 
@@ -74,6 +82,45 @@ def never_run(search_space: Sequence[ShardingOption], compute_device: str) -> tu
         "choose it, and the plan torchrec, of the options that run, does not"
         for (kind, reason), names in tables.items()
     )
+
+
+def broken_cut(option: ShardingOption, compute_device: str) -> str | None:
+    """Why the option is never proposed, though its type may be; None where it may be as well."""
+    reasons, sizes = type_of(option).broken_cuts, [shard.size for shard, _ in counted(option)]
+    kernel = option.compute_kernel
+    facts = CutFacts(
+        kernel,
+        compute_device,
+        is_bag=isinstance(option.module[1], nn.EmbeddingBag),
+        has_slices=sizes[0][1] < option.tensor.shape[1],
+        lacks_rows=not all(size[0] for size in sizes),
+        is_too_wide=compute_device == "cuda"
+        and any(size[1] > MOST_CUDA_COLUMNS for size in sizes)
+        and is_known(kernel)
+        and not serves(kernel),
+        misses_rows=MISSED_ROWS in reasons and misses_rows(option),
+    )
+    return first_reason(reasons, facts)
+
+
+def misses_rows(option: ShardingOption) -> bool:
+    """Whether some block starts or ends elsewhere than TorchRec's lookup assumes: at multiples of the rows over the
+    blocks, rounded up. The lookups of served and of virtual tables know where each block lies. Shards that do not add
+    up to the table are placeholders of an enumerator whose user replaces them: TorchRec runs no such shards."""
+    kernel, runs = kernel_of(option.compute_kernel), runs_of(option)
+    rows, columns = option.tensor.shape
+    held = sum(math.prod(run.first.size) * run.count for run in runs)
+    if kernel.serves or kernel.virtual or held != rows * columns:
+        return False
+    blocks = max(1, option.num_shards * runs[0].first.size[1] // columns)
+    most, index = -(-rows // blocks), 0
+    for run in runs:
+        for which in {0, run.count - 1}:
+            start = min((index + which) % blocks * most, rows)
+            if (run.offset(which)[0], run.first.size[0]) != (start, min(most, rows - start)):
+                return True
+        index += run.count
+    return False
 
 
 def _without_lone_parts(tables: dict[str, list[ShardingOption]]) -> dict[str, list[ShardingOption]]:

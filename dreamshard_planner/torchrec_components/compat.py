@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import DeviceHardware, ParameterConstrai
 from torchrec.distributed.planner.utils import build_sharder_data_map, sharder_name
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import KeyedOptimizer
 
 # Parameters and sharders
@@ -37,6 +38,22 @@ def optimizer_classes(parameter: Tensor) -> Sequence[type] | None:
 def optimizer_arguments(parameter: Tensor) -> dict[str, Any]:
     """Return the arguments that ``apply_optimizer_in_backward`` gave with the first class; empty without."""
     return (getattr(parameter, "_optimizer_kwargs", None) or [{}])[0]
+
+
+def optimizer_name(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> str:
+    """Return FBGEMM's name, in lower case, of a table's in-backward optimizer: set on the parameter
+    (``apply_optimizer_in_backward``) or in the sharder's fused parameters; by default FBGEMM's SGD. Return the name of
+    its class if TorchRec knows no such kernel."""
+    optimizer = (fused_params or {}).get("optimizer")
+    if classes := optimizer_classes(parameter):
+        # As TorchRec: an argument of this name has precedence over the class.
+        optimizer = optimizer_arguments(parameter).get("optimizer")
+        if optimizer is None:
+            try:
+                optimizer = optimizer_type_to_emb_opt_type(classes[0])
+            except ValueError:
+                return classes[0].__name__.lower()
+    return "exact_sgd" if optimizer is None else getattr(optimizer, "name", str(optimizer)).lower()
 
 
 def in_backward_optimizers(parameter: Tensor) -> list[Any] | None:

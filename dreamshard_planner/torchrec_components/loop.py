@@ -26,9 +26,9 @@ from dreamshard_planner.planning.result import CameTo, PlanResult
 from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.search_space.legality import MIXED_MEAN
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import counted, set_ranks
+from dreamshard_planner.search_space.sharding_types import MIXED_MEAN
 from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
 from dreamshard_planner.torchrec_components.few_proposals import few_proposals
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer

@@ -24,7 +24,6 @@ from torchrec.optim import SGD, Adagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import JsonPlanLoader
-from dreamshard_planner.search_space.legality import MIXED_MEAN
 from dreamshard_planner.search_space.sharding_types import (
     BLOCKS_WITHOUT_ROWS,
     CW,
@@ -32,6 +31,7 @@ from dreamshard_planner.search_space.sharding_types import (
     DP,
     GRID,
     MISSED_ROWS,
+    MIXED_MEAN,
     OPTIMIZER_OUTSIDE,
     RW,
     STATE_PER_SLICE,

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.modules.embedding_configs import PoolingType
 
 from dreamshard_planner import JsonPlanLoader
-from dreamshard_planner.search_space.legality import LATE_MEANS, MIXED_MEAN
+from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN
 
 MEAN = PoolingType.MEAN
 RANK_MB = 1024

@@ -19,11 +19,11 @@ from torchrec.distributed.types import KeyValueParams, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dreamshard_planner import DreamShardPlanner, TableStatistics
+from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.errors import InputWarning
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.constraints import doubtful_inputs
+from dreamshard_planner.search_space.modules import shardable_tables
 from dreamshard_planner.search_space.sharding_types import CW, DP, RW, SLICES_OF_A_STORE, TW
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -258,11 +258,16 @@ def test_a_mix_of_types_fits_where_torchrec_finds_no_plan() -> None:
 
 
 def test_modules_are_walked_once_for_all_of_their_tables(monkeypatch) -> None:
-    walked = []
-    monkeypatch.setattr("dreamshard_planner.search_space.constraints.remaps_ids", walked.append)
-    model = bags(*[(100, 16)] * 5)
-    assert doubtful_inputs(model, SHARDERS, TableStatistics({}), "cuda") == ()
-    assert walked == [model.sparse]
+    def walks(count: int) -> int:
+        model, walked = bags(*[(100, 16)] * count), []
+        walk = model.sparse.modules
+        monkeypatch.setattr(model.sparse, "modules", lambda: walked.append(1) or walk())
+        tables = shardable_tables(model, SHARDERS)
+        assert [table.config.name for table in tables] == [f"t{index}" for index in range(count)]
+        assert not any(table.facts("cuda").is_weighted or table.owner.remaps_ids for table in tables)
+        return len(walked)
+
+    assert walks(1) == walks(5)
 
 
 def test_the_qualified_name_beats_the_own_name_and_that_beats_the_default() -> None:
