@@ -41,7 +41,7 @@ from dreamshard_planner.devices import Machine
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.search_space.enumeration import estimate_all, torchrec_estimators
 from dreamshard_planner.search_space.kernels import sharding_in_words
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
+from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
 from dreamshard_planner.workload.pools import named_pool
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 

@@ -53,7 +53,7 @@ from dreamshard_planner.measure.timing import freed_memory_kept, pinned
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.cost_sources import COST_SOURCES, NetworkCosts
 from dreamshard_planner.problem.exchanges import Links
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
+from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
 
 ROWS, DIM, SLICE = 100_000, 16, 8
 KINDS = ("table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")

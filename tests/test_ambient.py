@@ -24,9 +24,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dreamshard_planner import Checkpoint, DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
 from dreamshard_planner.support.torch_state import neutral
-from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, RulePartitioner
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 from dreamshard_planner.workload import reuse
 from dreamshard_planner.workload.features import FEATURE_NAMES
 from tests.ambient_states import STATES

@@ -29,11 +29,10 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import counted, set_ranks
 from dreamshard_planner.search_space.sharding_types import MIXED_MEAN
-from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
 from dreamshard_planner.torchrec_components.few_proposals import few_proposals
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 
 

@@ -21,8 +21,8 @@ from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
 from dreamshard_planner.planning.placing import Countdown
 from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
+from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

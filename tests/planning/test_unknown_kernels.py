@@ -29,7 +29,7 @@ from torchrec.distributed.types import CacheParams
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.search_space.sharding_types import CW, RW, TW
-from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -22,10 +22,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.torchrec_components import partitioner as partitioner_module
-from dreamshard_planner.torchrec_components.estimator import DreamShardEstimator
+from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
 from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, RulePartitioner
-from dreamshard_planner.torchrec_components.perf_model import DreamShardPerfModel
 from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -1,17 +1,23 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's ``ShardEstimator`` with learned costs of single shards."""
+"""TorchRec's ``ShardEstimator`` and ``PerfModel`` by our costs: of single shards, and of whole plans with their fused
+groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torchrec.distributed.planner.types import Perf, ShardEstimator, ShardingOption
+from torchrec.distributed.planner.types import Perf, PerfModel, ShardEstimator, ShardingOption
 
+from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.planning.context import WithContext
 from dreamshard_planner.search_space.kernels import is_known
 from dreamshard_planner.search_space.options import set_perf
-from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.support.torch_state import neutral, single_thread
+
+TIE_WEIGHT = 1e-6
+"""Of two proposals with equally slow bottlenecks TorchRec keeps the first, even if it moves tables to slower memory on
+the other ranks for nothing; this decides such ties."""
 
 
 class DreamShardEstimator(WithContext, ShardEstimator):
@@ -45,3 +51,25 @@ class DreamShardEstimator(WithContext, ShardEstimator):
             for option, choice in zip(options, choices, strict=True):
                 if is_known(option.compute_kernel):
                     set_perf(option, [perf_P[part] for part in choice.parts])
+
+
+class DreamShardPerfModel(WithContext, PerfModel):
+    """Rates plans by ``max over ranks of (forward + backward) + collectives``, in milliseconds. Arguments are those of
+    :class:`~dreamshard_planner.planning.context.WithContext`."""
+
+    @neutral()
+    @torch.no_grad()
+    def costs(self, plan: Sequence[ShardingOption]) -> PlacementCosts:
+        """Costs of one plan (B = 1) whose shards have ranks.
+
+        Raises:
+            PlannerError: where it can't be rated: an unpriced kernel, tables that depend on others, impossible ranks.
+        """
+        with single_thread():
+            return self._context.rated(plan)
+
+    @neutral()
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """Predicted overall cost in milliseconds, and a millionth of what all ranks compute; lower is better."""
+        costs = self.costs(plan)
+        return float(costs.overall_ms_B[0] + TIE_WEIGHT * costs.device_ms_BD.sum())
