@@ -12,7 +12,7 @@ import torch
 from ranks import gpu_ranks, run_on_ranks
 
 
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``launch(function, *args)`` runs ``function(Rank, *args)`` on all ranks; ``world_size=`` asks for fewer."""
     if request.param == "gloo":
@@ -23,7 +23,7 @@ def launch(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return partial(run_on_ranks, world_size=gpus, backend="nccl")
 
 
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def launch_any(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """The same for what a single GPU shows as well."""
     if request.param == "gloo":

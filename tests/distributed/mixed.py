@@ -236,7 +236,7 @@ def planner_of(case: Case, world_size: int, local_world_size: int, **arguments: 
     }
     if case.planner == "torchrec":
         return EmbeddingShardingPlanner(**common)
-    return DreamShardPlanner(**common, exact_training=case.exact_training)
+    return DreamShardPlanner(**common, exact_training=case.exact_training, effort="quick")
 
 
 def train_all(rank: Rank, cases: Mapping[str, Case], hosts: int = 1) -> dict[str, Trained]:

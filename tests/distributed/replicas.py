@@ -41,7 +41,7 @@ TABLES = {"sum": (40, 8, SUM, 1), "twice": (33, 16, SUM, 2), "mean": (7, 4, MEAN
 WHOLE = "whole"
 SHAPES = TABLES | {WHOLE: (50, 8, SUM, 1)}
 LOOKUPS = 3
-STEPS, SAMPLES = 10, 12
+STEPS, SAMPLES = 6, 12
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def train_steps(way: str, model: TorchRecsDistributedModelParallel, given: Itera
     losses = []
     for step, batch in enumerate(given):
         used = optimizers.get(way, [both])
-        if way == "schedule" and step >= 3:
+        if way == "schedule" and step >= 2:
             for group in both.param_groups:
                 group["lr"] = 0.1 / step
         if way != "accumulation" or step % 2 == 0:

@@ -8,7 +8,8 @@ import json
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,44 +33,59 @@ from dreamshard_planner.cost.collectives import (
     CollectiveFit,
     fits_of,
 )
-from dreamshard_planner.measure.collectives import FEATURES, LOOKUPS_PER_SAMPLE, PAYLOADS, MeasuredCollectives, Payload
+from dreamshard_planner.measure.collectives import (
+    FEATURES,
+    LOOKUPS_PER_SAMPLE,
+    PAYLOADS,
+    MeasuredCollectives,
+    Payload,
+    measure,
+)
 from dreamshard_planner.planning import hardware
 from dreamshard_planner.planning.collective import MAX_SHARE_OF_TIMEOUT, Failure
 from dreamshard_planner.workload.tables import INDEX_BYTES, LENGTH_BYTES
 
 
-def _same_plan(rank: Rank) -> str:
-    planner = make_planner("dreamshard", rank)
-    return str(planner.collective_plan(TinyModel(rank.device), list(SHARDERS)))
+def _planned(planner: DreamShardPlanner, rank: Rank, sharders: Sequence[Any] = SHARDERS) -> str:
+    """The plan, or the text of the error."""
+    try:
+        return str(planner.collective_plan(TinyModel(rank.device), list(sharders)))
+    except (DreamShardError, OSError, PlannerError) as error:
+        return str(error)
 
 
-def _no_room(rank: Rank) -> str:
-    memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
-    planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type, **{memory: 1000}))
+def _topology(rank: Rank, more: int = 0, **memory: int) -> Topology:
+    return Topology(rank.world_size + more, rank.device.type, **memory)
+
+
+def _room(rank: Rank, size: int) -> dict[str, int]:
+    return {"hbm_cap" if rank.device.type == "cuda" else "ddr_cap": size}
+
+
+def same_plan(rank: Rank) -> str:
+    return _planned(make_planner("dreamshard", rank), rank)
+
+
+def no_room(rank: Rank) -> str:
+    planner = DreamShardPlanner(effort="quick", topology=_topology(rank, **_room(rank, 1000)))
     gc.disable()  # what is gone then, is gone without a collection
     try:
         planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
     except PlannerError as error:
         text, still_there = str(error), weakref.ref(error)
-    assert (
-        still_there() is None
-    )  # an error in a cycle keeps the process group alive until Python ends, and may abort it
+    # An error in a cycle keeps the process group alive until Python ends, and may abort it.
+    assert still_there() is None
+    gc.enable()
     return text
 
 
-def _plan_of_a_sharding_group(rank: Rank) -> str:
+def plan_of_a_sharding_group(rank: Rank) -> str:
     """In 2D parallelism, all groups follow a plan for the ranks of one."""
-    planner = DreamShardPlanner(topology=Topology(rank.world_size // 2, rank.device.type))
-    return str(planner.collective_plan(TinyModel(rank.device), list(SHARDERS)))
+    return _planned(DreamShardPlanner(effort="quick", topology=Topology(rank.world_size // 2, rank.device.type)), rank)
 
 
-def _wrong_size(rank: Rank) -> str:
-    planner = DreamShardPlanner(topology=Topology(rank.world_size + 1, rank.device.type))
-    try:
-        planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
-    except DreamShardError as error:
-        return str(error)
-    return "a plan"
+def wrong_size(rank: Rank) -> str:
+    return _planned(DreamShardPlanner(effort="quick", topology=_topology(rank, more=1)), rank)
 
 
 class ReluctantError(Exception):
@@ -94,65 +110,58 @@ def _local_error() -> Exception:
     return LocalError("only here")
 
 
-ERRORS = {
-    "local": _local_error,
-    "reluctant": lambda: ReluctantError("t0", 7),
-    "locked": lambda: LockedError("it is locked"),
-    "planner": lambda: PlannerError("too strict", PlannerErrorType.STRICT_CONSTRAINTS),
-    "statistics": lambda: StatisticsError("feature 'f'"),
-    "interrupt": KeyboardInterrupt,
-    "exit": lambda: SystemExit(3),
+ENDED = "planning on rank 0 ended with"
+ERRORS: dict[str, tuple[Callable[[], BaseException], tuple[str, str, str | None], tuple[str, str, str | None]]] = {
+    "local": (
+        _local_error,
+        ("LocalError", "only here", None),
+        ("DreamShardError", f"{ENDED} _local_error.<locals>.LocalError: only here", None),
+    ),
+    "reluctant": (
+        lambda: ReluctantError("t0", 7),
+        ("ReluctantError", "t0 lacks 7", None),
+        ("DreamShardError", f"{ENDED} ReluctantError: t0 lacks 7", None),
+    ),
+    "locked": (
+        lambda: LockedError("it is locked"),
+        ("LockedError", "it is locked", None),
+        ("ValueError", "LockedError: it is locked", None),
+    ),
+    "planner": (
+        lambda: PlannerError("too strict", PlannerErrorType.STRICT_CONSTRAINTS),
+        ("PlannerError", "too strict", "STRICT_CONSTRAINTS"),
+        ("PlannerError", "too strict", "STRICT_CONSTRAINTS"),
+    ),
+    "statistics": (
+        lambda: StatisticsError("feature 'f'"),
+        ("StatisticsError", "feature 'f'", None),
+        ("StatisticsError", "feature 'f'", None),
+    ),
+    "interrupt": (
+        KeyboardInterrupt,
+        ("KeyboardInterrupt", "", None),
+        ("DreamShardError", f"{ENDED} KeyboardInterrupt: ", None),
+    ),
+    "exit": (lambda: SystemExit(3), ("SystemExit", "3", None), ("DreamShardError", f"{ENDED} SystemExit: 3", None)),
 }
+"""Errors of rank 0: type, text and, of a PlannerError, its type, there and on the other ranks."""
 
 
-def _raised(rank: Rank) -> dict[str, tuple[str, str, str | None]]:
-    """Type, text and, of a PlannerError, its type, of what each error on rank 0 becomes; and that ranks go on."""
+def raised(rank: Rank) -> dict[str, tuple[str, str, str | None]]:
+    """What each error on rank 0 becomes; and that ranks go on."""
     found = {}
-    for name, make in ERRORS.items():
+    for name, (make, *_) in ERRORS.items():
 
         def fail(options: list, make=make) -> list:
             raise make()
 
-        planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type), callbacks=[fail])
+        planner = DreamShardPlanner(effort="quick", topology=_topology(rank), callbacks=[fail])
         try:
             planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
         except BaseException as error:
             found[name] = type(error).__name__, str(error), getattr(getattr(error, "error_type", None), "name", None)
         dist.barrier()
     return found
-
-
-def test_every_error_of_rank_0_reaches_all_ranks(launch: Callable[..., list[Any]]) -> None:
-    first, *others = launch(_raised)
-    assert first == {
-        "local": ("LocalError", "only here", None),
-        "reluctant": ("ReluctantError", "t0 lacks 7", None),
-        "locked": ("LockedError", "it is locked", None),
-        "planner": ("PlannerError", "too strict", "STRICT_CONSTRAINTS"),
-        "statistics": ("StatisticsError", "feature 'f'", None),
-        "interrupt": ("KeyboardInterrupt", "", None),
-        "exit": ("SystemExit", "3", None),
-    }
-    ended = "planning on rank 0 ended with"
-    for other in others:
-        assert other == {
-            "local": ("DreamShardError", f"{ended} _local_error.<locals>.LocalError: only here", None),
-            "reluctant": ("DreamShardError", f"{ended} ReluctantError: t0 lacks 7", None),
-            "locked": ("ValueError", "LockedError: it is locked", None),
-            "planner": ("PlannerError", "too strict", "STRICT_CONSTRAINTS"),
-            "statistics": ("StatisticsError", "feature 'f'", None),
-            "interrupt": ("DreamShardError", f"{ended} KeyboardInterrupt: ", None),
-            "exit": ("DreamShardError", f"{ended} SystemExit: 3", None),
-        }
-
-
-def test_an_error_without_a_text_is_told_as_well() -> None:
-    class SilentError(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
-
-    told = pickle.loads(pickle.dumps(Failure.of(SilentError()))).error()
-    assert type(told) is DreamShardError and str(told).endswith("SilentError: its text cannot be read: RuntimeError")
 
 
 class Unsendable(int):
@@ -169,7 +178,7 @@ class Unsendable(int):
         return Unsendable, (0,)
 
 
-def _unsendable_plan(rank: Rank) -> list[str]:
+def unsendable_plan(rank: Rank) -> list[str]:
     found = []
     for fails_there in (False, True):
 
@@ -177,152 +186,170 @@ def _unsendable_plan(rank: Rank) -> list[str]:
             options[0].shards[0].rank = Unsendable(0, fails_there)
             return options
 
-        planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type), callbacks=[disturb])
-        try:
-            planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
-        except DreamShardError as error:
-            found.append(str(error))
+        found.append(_planned(DreamShardPlanner(effort="quick", topology=_topology(rank), callbacks=[disturb]), rank))
         dist.barrier()
     return found
 
 
-def test_a_plan_that_does_not_pickle_is_an_error_on_all_ranks(launch: Callable[..., list[Any]]) -> None:
-    results = launch(_unsendable_plan)
+def ranks_given_other_things(rank: Rank) -> str:
+    if rank.rank == 0:
+        return same_plan(rank)
+    return _planned(
+        DreamShardPlanner(effort="quick", topology=_topology(rank, more=1, **_room(rank, 1000))), rank, sharders=()
+    )
+
+
+PATIENCE = TIMEOUT_SECONDS // 2
+"""Seconds for which ranks of these tests wait for one another."""
+MOST_SECONDS = MAX_SHARE_OF_TIMEOUT * PATIENCE
+
+
+def asking_for_seconds(rank: Rank) -> list[str]:
+    asked = (MOST_SECONDS - 1, MOST_SECONDS + 1)
+    return [
+        _planned(DreamShardPlanner(effort="quick", topology=_topology(rank), search_seconds=seconds), rank)
+        for seconds in asked
+    ]
+
+
+def in_states(rank: Rank) -> list[str]:
+    """Plans made where torch's ambient state is another one, and without."""
+    planner, model = make_planner("dreamshard", rank), TinyModel(rank.device)
+    plans = []
+    for state in (nullcontext(), torch.device("meta"), torch.inference_mode(), FakeTensorMode()):
+        with state:
+            plans.append(str(planner.collective_plan(model, list(SHARDERS))))
+    return plans
+
+
+def measured_collectives(rank: Rank) -> str:
+    return json.dumps(asdict(measure(rank.device, local_world_size=1, seconds=0.0)))
+
+
+def hardware_of_each(rank: Rank) -> tuple[str, list[int]]:
+    """Host memory of the ranks of the default topology, and the plan; only rank 0 plans without a topology."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "total_bytes", lambda: (rank.rank + 1) << 34)
+        planner = DreamShardPlanner(effort="quick", topology=None if rank.rank == 0 else _topology(rank), stats=[])
+        return _planned(planner, rank), [device.storage.ddr for device in planner._topology.devices]
+
+
+def hardware_unread(rank: Rank) -> str:
+    """The second rank cannot read its hardware."""
+
+    def fail() -> int:
+        raise OSError("no memory to tell")
+
+    with pytest.MonkeyPatch.context() as patch:
+        planner = DreamShardPlanner(effort="quick", stats=[])
+        if rank.rank == 1:
+            patch.setattr(hardware, "total_bytes", fail)
+        return _planned(planner, rank)
+
+
+def devices_by_default(rank: Rank) -> list[tuple[str, int, int]]:
+    found = []
+    for sees_a_gpu in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda sees=sees_a_gpu: sees)
+            topology = DreamShardPlanner()._topology
+        found.append((topology.compute_device, topology.world_size, topology.local_world_size))
+    return found
+
+
+EVERYWHERE = (
+    same_plan,
+    no_room,
+    plan_of_a_sharding_group,
+    wrong_size,
+    raised,
+    unsendable_plan,
+    ranks_given_other_things,
+    asking_for_seconds,
+    in_states,
+    measured_collectives,
+)
+ON_CPUS = (hardware_of_each, hardware_unread, devices_by_default)
+
+
+def _run(rank: Rank, checks: tuple[Callable[[Rank], Any], ...]) -> dict[str, Any]:
+    return {check.__name__: check(rank) for check in checks}
+
+
+@pytest.fixture(scope="module")
+def told(launch: Callable[..., list[Any]]) -> dict[str, list[Any]]:
+    """By check, what it found on each rank; all in one job."""
+    by_rank = launch(_run, EVERYWHERE)
+    return {check.__name__: [found[check.__name__] for found in by_rank] for check in EVERYWHERE}
+
+
+@pytest.fixture(scope="module")
+def told_on_cpus() -> dict[str, list[Any]]:
+    by_rank = run_on_ranks(_run, ON_CPUS, world_size=2)
+    return {check.__name__: [found[check.__name__] for found in by_rank] for check in ON_CPUS}
+
+
+@pytest.mark.parametrize("check", ["same_plan", "plan_of_a_sharding_group", "ranks_given_other_things"])
+def test_all_ranks_get_one_plan(check: str, told: dict[str, list[Any]]) -> None:
+    """Also all sharding groups; and only what rank 0 was given counts."""
+    plans = told[check]
+    assert plans[0].count("table_wise") == 8 and len(set(plans)) == 1
+
+
+def test_all_ranks_get_the_error(told: dict[str, list[Any]]) -> None:
+    errors = told["no_room"]
+    assert len(set(errors)) == 1 and "are missing" in errors[0] and "embeddings.t0" in errors[0]
+    ranks, sizes = len(told["wrong_size"]), set(told["wrong_size"])
+    assert len(sizes) == 1
+    assert f"has {ranks} ranks, which are no whole number of sharding groups of the {ranks + 1} ranks" in sizes.pop()
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_of_rank_0_reaches_all_ranks(name: str, told: dict[str, list[Any]]) -> None:
+    first, *others = (of_rank[name] for of_rank in told["raised"])
+    _, on_rank_0, elsewhere = ERRORS[name]
+    assert first == on_rank_0 and others == [elsewhere] * len(others)
+
+
+def test_an_error_without_a_text_is_told_as_well() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    told = pickle.loads(pickle.dumps(Failure.of(SilentError()))).error()
+    assert type(told) is DreamShardError and str(told).endswith("SilentError: its text cannot be read: RuntimeError")
+
+
+def test_a_plan_that_does_not_pickle_is_an_error_on_all_ranks(told: dict[str, list[Any]]) -> None:
+    results = told["unsendable_plan"]
     assert all(result == results[0] for result in results)
     sent = "the plan cannot be sent to the other ranks, it does not pickle (TypeError: "
     assert results[0][0] == f"{sent}cannot pickle this rank)"
     assert results[0][1].startswith(sent) and "fails_there" in results[0][1]
 
 
-def _ranks_given_other_things(rank: Rank) -> str:
-    """Only what rank 0 was given counts."""
-    if rank.rank == 0:
-        planner, given = make_planner("dreamshard", rank), list(SHARDERS)
-    else:
-        memory = "hbm_cap" if rank.device.type == "cuda" else "ddr_cap"
-        planner = DreamShardPlanner(topology=Topology(rank.world_size + 1, rank.device.type, **{memory: 1000}))
-        given = []
-    return str(planner.collective_plan(TinyModel(rank.device), given))
+def test_planning_as_long_as_the_others_wait_is_refused(told: dict[str, list[Any]]) -> None:
+    for shorter, longer in told["asking_for_seconds"]:
+        assert shorter.count("table_wise") and f"rank 0 may plan for {MOST_SECONDS + 1:g} s" in longer
+        assert f"the other ranks wait for {PATIENCE} s" in longer and f"give less than {MOST_SECONDS:g} s" in longer
 
 
-def test_only_what_rank_0_was_given_counts(launch: Callable[..., list[Any]]) -> None:
-    plans = launch(_ranks_given_other_things)
-    assert plans[0].count("table_wise") == 8 and len(set(plans)) == 1
+def test_plans_are_sent_in_any_state_of_torch(told: dict[str, list[Any]]) -> None:
+    assert len({plan for plans in told["in_states"] for plan in plans}) == 1
 
 
-def _asking_for(rank: Rank, requests: list[dict[str, Any]]) -> list[str]:
-    """What becomes of planning that may take so many seconds."""
-    found = []
-    for request in requests:
-        planner = DreamShardPlanner(topology=Topology(rank.world_size, rank.device.type), **request)
-        try:
-            planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
-            found.append("a plan")
-        except DreamShardError as error:
-            found.append(str(error))
-    return found
+def test_rank_0_plans_for_the_hardware_of_all_ranks(told_on_cpus: dict[str, list[Any]]) -> None:
+    (plan, memory), (of_the_other, _) = told_on_cpus["hardware_of_each"]
+    assert memory == [1 << 33, 2 << 33] and "table_wise" in plan and plan == of_the_other
+    assert told_on_cpus["hardware_unread"] == ["rank 1 failed: OSError: no memory to tell", "no memory to tell"]
 
 
-def test_planning_as_long_as_the_others_wait_is_refused(launch: Callable[..., list[Any]]) -> None:
-    patience = TIMEOUT_SECONDS // 2  # of the groups of these tests
-    most = MAX_SHARE_OF_TIMEOUT * patience
-    results = launch(_asking_for, [{"search_seconds": most - 1}, {"search_seconds": most + 1}])
-    assert [result[0] for result in results] == ["a plan"] * len(results)
-    for result in results:
-        assert f"rank 0 may plan for {most + 1:g} s" in result[1]
-        assert f"the other ranks wait for {patience} s" in result[1] and f"give less than {most:g} s" in result[1]
+def test_gloo_ranks_compute_on_cpus_wherever_they_run(told_on_cpus: dict[str, list[Any]]) -> None:
+    assert told_on_cpus["devices_by_default"] == [[("cpu", 2, 2)] * 2] * 2
 
 
-def _hardware_of_each(rank: Rank) -> tuple[str, list[int]]:
-    """Host memory of the ranks of the default topology, and the plan; only rank 0 plans without a topology."""
-    hardware.total_bytes = lambda: (rank.rank + 1) << 34
-    topology = None if rank.rank == 0 else Topology(rank.world_size, "cpu")
-    planner = DreamShardPlanner(topology=topology, stats=[])
-    plan = planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
-    return str(plan), [device.storage.ddr for device in planner._topology.devices]
-
-
-def test_rank_0_plans_for_the_hardware_of_all_ranks() -> None:
-    results = run_on_ranks(_hardware_of_each, world_size=2)
-    assert results[0][1] == [1 << 33, 2 << 33] and results[0][0] == results[1][0]
-
-
-def _hardware_unread(rank: Rank) -> str:
-    """The second rank cannot read its hardware."""
-
-    def fail() -> int:
-        raise OSError("no memory to tell")
-
-    planner = DreamShardPlanner(stats=[])
-    if rank.rank == 1:
-        hardware.total_bytes = fail
-    try:
-        planner.collective_plan(TinyModel(rank.device), list(SHARDERS))
-    except (DreamShardError, OSError) as error:
-        return str(error)
-    return "a plan"
-
-
-def test_a_rank_that_cannot_read_its_hardware_is_an_error_on_all() -> None:
-    results = run_on_ranks(_hardware_unread, world_size=2)
-    assert results == ["rank 1 failed: OSError: no memory to tell", "no memory to tell"]
-
-
-def _in_state(rank: Rank) -> list[str]:
-    """Plans made where torch's ambient state is another one, and without."""
-    planner, model = make_planner("dreamshard", rank), TinyModel(rank.device)
-    plans = [str(planner.collective_plan(model, list(SHARDERS)))]
-    for state in (torch.device("meta"), torch.inference_mode(), FakeTensorMode()):
-        with state:
-            plans.append(str(planner.collective_plan(model, list(SHARDERS))))
-    return plans
-
-
-def test_plans_are_sent_in_any_state_of_torch(launch: Callable[..., list[Any]]) -> None:
-    results = launch(_in_state)
-    assert len({plan for plans in results for plan in plans}) == 1
-
-
-def _devices_by_default(rank: Rank, sees_a_gpu: bool) -> tuple[str, int, int]:
-    torch.cuda.is_available = lambda: sees_a_gpu
-    topology = DreamShardPlanner()._topology
-    return topology.compute_device, topology.world_size, topology.local_world_size
-
-
-@pytest.mark.parametrize("sees_a_gpu", [False, True])
-def test_gloo_ranks_compute_on_cpus_wherever_they_run(sees_a_gpu: bool) -> None:
-    assert run_on_ranks(_devices_by_default, sees_a_gpu, world_size=2) == [("cpu", 2, 2)] * 2
-
-
-def test_all_ranks_get_one_plan(launch: Callable[..., list[Any]]) -> None:
-    plans = launch(_same_plan)
-    assert plans[0].count("table_wise") == 8 and len(set(plans)) == 1
-
-
-def test_all_ranks_get_the_error(launch: Callable[..., list[Any]]) -> None:
-    errors = launch(_no_room)
-    assert len(set(errors)) == 1 and "are missing" in errors[0] and "embeddings.t0" in errors[0]
-
-
-def test_all_sharding_groups_get_one_plan(launch: Callable[..., list[Any]]) -> None:
-    plans = launch(_plan_of_a_sharding_group)
-    assert plans[0].count("table_wise") == 8 and len(set(plans)) == 1
-
-
-def test_a_topology_of_another_size_is_an_error(launch: Callable[..., list[Any]]) -> None:
-    errors = launch(_wrong_size)
-    text = f"has {len(errors)} ranks, which are no whole number of sharding groups of the {len(errors) + 1} ranks"
-    assert all(text in error for error in errors)
-
-
-def _measured_collectives(rank: Rank) -> str:
-    from dreamshard_planner.measure.collectives import measure
-
-    return json.dumps(asdict(measure(rank.device, local_world_size=1, seconds=0.0)))
-
-
-def test_collectives_are_measured_between_ranks(launch: Callable[..., list[Any]], tmp_path: Path) -> None:
-    results = launch(_measured_collectives)
+def test_collectives_are_measured_between_ranks(told: dict[str, list[Any]], tmp_path: Path) -> None:
+    results = told["measured_collectives"]
     assert len(set(results)) == 1  # the slowest rank's time, on every rank
     path = tmp_path / "collectives.json"
     path.write_text(results[0])

@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,24 +79,26 @@ def _unmoved(rank: Rank, folder: Path) -> list[Result]:
     return [train_and_save(rank, turned(0, name, rank.world_size), folder / name, plain=False) for name in OPTIMIZERS]
 
 
-def _turns(rank: Rank, folder: Path, turns: range) -> list[list[Result]]:
-    return [
-        [load_and_train(rank, turned(turn, name, rank.world_size), folder / name) for turn in turns]
-        for name in OPTIMIZERS
-    ]
+def _turns(rank: Rank, folder: Path, turns: Mapping[str, Sequence[int]]) -> dict[str, list[Result]]:
+    return {
+        name: [load_and_train(rank, turned(turn, name, rank.world_size), folder / name) for turn in of_optimizer]
+        for name, of_optimizer in turns.items()
+    }
 
 
 @pytest.mark.parametrize(("was", "now"), [(2, 2), (2, 3), (4, 2)])
 def test_every_sharding_type_to_every_other(was: int, now: int, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    turns = range(len(POOLED))
-    if was != now:
-        turns = turns[-pytestconfig.getoption("turns") :]
+    """On as many ranks as before, row-wise states go every way; of the simpler ones, fewer ways are tried."""
+    few = pytestconfig.getoption("turns")
+    turns = {name: range(len(POOLED))[-few:] for name in OPTIMIZERS}
+    if was == now:
+        turns = {"sgd": range(0, 9, 8), "adagrad": range(0, 9, 4)} | {"row_wise_adagrad": range(9)}
     unmoved = run_on_ranks(_unmoved, tmp_path, world_size=was)[0]
     moved = run_on_ranks(_turns, tmp_path, turns, world_size=now)[0]
-    for optimizer, before_moving, results in zip(OPTIMIZERS, unmoved, moved, strict=True):
+    for optimizer, before_moving in zip(OPTIMIZERS, unmoved, strict=True):
         before = turned(0, optimizer, was)
         check(before_moving, before, before)
-        for turn, result in zip(turns, results, strict=True):
+        for turn, result in zip(turns[optimizer], moved[optimizer], strict=True):
             after = turned(turn, optimizer, now)
             check(result, before, after)
             if after.states_apart == before.states_apart and after.samples == before.samples:
@@ -108,7 +110,7 @@ def _attached_and_not(rank: Rank, folder: Path) -> dict[str, list[Result]]:
     results = {}
     for optimizer in OPTIMIZERS:
         results[optimizer] = [train_and_save(rank, turned(0, optimizer, attached=True), folder / optimizer, False)]
-        for turn, attached in ((0, True), (4, True), (0, False)):
+        for turn, attached in ((4, True), (0, False)):
             moving = turned(turn, optimizer, attached=attached)
             results[optimizer].append(load_and_train(rank, moving, folder / optimizer))
     return results
@@ -118,33 +120,30 @@ def test_replicas_with_attached_optimizers_move_like_all_else(tmp_path: Path) ->
     for optimizer, (unmoved, *moved) in run_on_ranks(_attached_and_not, tmp_path, world_size=2)[0].items():
         before = turned(0, optimizer)
         check(unmoved, before, before)
-        for turn, result in zip((0, 4, 0), moved, strict=True):
+        for turn, result in zip((4, 0), moved, strict=True):
             check(result, before, turned(turn, optimizer))
 
 
-DTENSORS = ((True, 0, True), (True, 2, True), (True, 5, False), (False, 1, True))
+DTENSORS = ((True, 2, True), (True, 5, False), (False, 1, True))
 """Whether they are saved, the turn that is gone to, and whether they are there."""
 
 
-def _dtensors(rank: Rank, folder: Path) -> dict[str, list[Result]]:
-    results = {}
-    for optimizer in ("adagrad", "row_wise_adagrad"):
-        for saved in (True, False):
-            job = Job(turned(0, optimizer, dtensors=saved), rank)
-            job.train(0, BEFORE)
-            assert isinstance(job.model.state_dict()["bags.embedding_bags.bag0.weight"], DTensor) is saved
-            job.save(folder / optimizer / str(saved), plain=saved)
-        results[optimizer] = [
-            load_and_train(rank, turned(turn, optimizer, dtensors=here), folder / optimizer / str(saved))
-            for saved, turn, here in DTENSORS
-        ]
-    return results
+def _dtensors(rank: Rank, folder: Path) -> list[Result]:
+    for saved in (True, False):
+        job = Job(turned(0, "row_wise_adagrad", dtensors=saved), rank)
+        job.train(0, BEFORE)
+        assert isinstance(job.model.state_dict()["bags.embedding_bags.bag0.weight"], DTensor) is saved
+        job.save(folder / str(saved), plain=saved)
+    return [
+        load_and_train(rank, turned(turn, "row_wise_adagrad", dtensors=here), folder / str(saved))
+        for saved, turn, here in DTENSORS
+    ]
 
 
 def test_dtensors_move_like_sharded_tensors(tmp_path: Path) -> None:
-    for optimizer, results in run_on_ranks(_dtensors, tmp_path, world_size=2)[0].items():
-        for (_, turn, _), result in zip(DTENSORS, results, strict=True):
-            check(result, turned(0, optimizer), turned(turn, optimizer))
+    results = run_on_ranks(_dtensors, tmp_path, world_size=2)[0]
+    for (_, turn, _), result in zip(DTENSORS, results, strict=True):
+        check(result, turned(0, "row_wise_adagrad"), turned(turn, "row_wise_adagrad"))
 
 
 def random_plan(seed: int, ranks: int, optimizer: str, tables: Mapping[str, Mapping[str, TableSpec]]) -> Moving:

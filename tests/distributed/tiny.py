@@ -105,7 +105,7 @@ def make_planner(name: str, rank: Rank, **arguments: Any) -> EmbeddingShardingPl
     }
     if name == "dreamshard":
         batches = [batch(step, LOCAL_BATCH, 0, LOCAL_BATCH, torch.device("cpu"))[0] for step in range(3)]
-        return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches))
+        return DreamShardPlanner(**common, statistics=TableStatistics.from_batches(batches), effort="quick")
     return EmbeddingShardingPlanner(
         **common, partitioner=None if name == "torchrec" else RulePartitioner(name, constraints)
     )
