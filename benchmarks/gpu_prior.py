@@ -75,7 +75,7 @@ FITTED = {
 }
 """Parameters of the kernels, and bounds that their meaning sets."""
 MEASURED = Path(__file__).parent / "data" / "h100_settings.json"
-"""What ``kernel_settings.py`` measured."""
+"""Settings of kernels that an H100 measured; the script is in git, at the commit that the file names."""
 TRAIN, TEST = (Path(__file__).parent / "data" / f"cuda-{name}.npz" for name in ("train", "test"))
 LEAST_RATIO = 0.1
 """Of predicted over measured, that counts: kernels with nothing to do take next to nothing."""

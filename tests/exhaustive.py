@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -37,12 +36,10 @@ SHAPES: tuple[Shape, ...] = (
 )
 
 
-def small_problem(
-    seed: int, cost_source: str, shapes: Sequence[Shape] = SHAPES, **changed: Any
-) -> tuple[DreamShardPlanner, nn.Module]:
+def small_problem(seed: int, cost_source: str, **changed: Any) -> tuple[DreamShardPlanner, nn.Module]:
     """A random model of a few tables, and a planner that may shard each in every way."""
     rng = random.Random(seed)
-    ranks, ranks_per_host, count, kinds = shapes[seed % len(shapes)]
+    ranks, ranks_per_host, count, kinds = SHAPES[seed % len(SHAPES)]
     tables = [table(f"t{i}", int(10 ** rng.uniform(1, 6.5)), rng.choice([32, 64])) for i in range(count)]
     constraints = {
         config.name: ParameterConstraints(
@@ -68,17 +65,12 @@ def small_problem(
 
 def planned_and_best_ms(seed: int, cost_source: str) -> tuple[float, float]:
     """What a plan costs that the planner makes, and what the best one does."""
-    planned_ms, cost = planned(seed, cost_source)
-    return planned_ms, optimum_ms(cost)
-
-
-def planned(seed: int, cost_source: str, shapes: Sequence[Shape] = SHAPES) -> tuple[float, Cost]:
-    """What a plan costs that the planner makes, and the cost of all shardings that it chose from."""
-    planner, model = small_problem(seed, cost_source, shapes)
+    planner, model = small_problem(seed, cost_source)
     planner.plan(model, [EmbeddingBagCollectionSharder()])
     session = planner._loop.session
     options = session.context.certain_options(session.search_space)
-    return planner.report().chosen.total_ms, session.context.cost(session.context.read(options, session.left))
+    cost = session.context.cost(session.context.read(options, session.left))
+    return planner.report().chosen.total_ms, optimum_ms(cost)
 
 
 @torch.inference_mode()

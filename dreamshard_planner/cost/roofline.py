@@ -406,10 +406,11 @@ DENSE_PASSES = {"sgd": 8, "rowwise_adagrad": 12, "adagrad": 16, "partial_rowwise
 zeroed, read and written into DDP's bucket, read and written by DDP's division by the number of ranks, and read by an
 optimizer that reads and writes all weights; row-wise Adagrad reads it once more, and passes over its squares; one with
 a state for every weight passes over that, and a temporary, eight times; Adam over two of them, and its temporaries, 15
-times. An H100 takes 8.6, 12.4 and 17.5 of them, but for Adam (``benchmarks/replica_steps.py``)."""
+times. An H100 takes 8.6, 12.4 and 17.5 of them, but for Adam (``benchmarks/results/h100.md``)."""
 CPU_DENSE_MS_PER_ELEMENT, CPU_FRESH_MS_PER_ELEMENT = 0.6e-6, 1.2e-6
 """Measured on one core of an AMD EPYC (family 25 model 17), with SGD and without DDP: what four such passes add to a
-fused backward pass, and how much more where each gradient's memory is fresh (``benchmarks/dense_kernels.py``)."""
+fused backward pass, and how much more where each gradient's memory is fresh
+(``benchmarks/results/cost-network.md``)."""
 CPU_DENSE_PASSES = 4
 FRESH_BYTES = 32 << 20
 """From here on, glibc's malloc takes new pages from the system for each gradient."""
