@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dreamshard_planner.observing.observation import Observation as Observation
     from dreamshard_planner.observing.observer import observe as observe
     from dreamshard_planner.planner import DreamShardPlanner as DreamShardPlanner
+    from dreamshard_planner.planning.explanation import Explanation as Explanation
     from dreamshard_planner.plans.comparison import Comparison as Comparison
     from dreamshard_planner.plans.comparison import compare as compare
-    from dreamshard_planner.plans.explanation import Explanation as Explanation
     from dreamshard_planner.plans.plan_file import SavedPlan as SavedPlan
     from dreamshard_planner.plans.replan import Replan as Replan
     from dreamshard_planner.plans.report import Report as Report
@@ -55,7 +55,7 @@ _HOMES = {
     "DreamShardError": "errors",
     "DreamShardPlanner": "planner",
     "EnvironmentWarning": "environment",
-    "Explanation": "plans.explanation",
+    "Explanation": "planning.explanation",
     "FeatureStatistics": "workload.tables",
     "FileError": "errors",
     "JsonPlanLoader": "torchrec_components.plan_loader",

@@ -37,6 +37,7 @@ from dreamshard_planner import driver
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve_for
 from dreamshard_planner.errors import DreamShardError, InputWarning
 from dreamshard_planner.planning.collective import check_patience, check_ranks, plan_on_rank_0
+from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
 from dreamshard_planner.planning.placing import Countdown
@@ -47,7 +48,6 @@ from dreamshard_planner.planning.result import PlanResult
 from dreamshard_planner.planning.session import AnyPlan, PlanningSession
 from dreamshard_planner.planning.settings import PlannerSettings
 from dreamshard_planner.planning.training_notes import lost_optimizers
-from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
@@ -555,8 +555,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
 
     @neutral()
     def explain(self, rank: int | None = None, plan: AnyPlan | None = None) -> Explanation:
-        """Why a rank of a plan takes as long as it does: its fused kernels, its costliest tables and what leaving,
-        splitting or caching each would gain, its memory; and whether one table is the bottleneck.
+        """Why a rank of a plan takes as long as it does: its fused kernels, its costliest tables, and what moving
+        or splitting each would gain.
 
         Args:
             rank: the slowest by default.

@@ -64,7 +64,7 @@ def explain(
     given: Annotated[Path | None, typer.Option("--plan", help="To explain: of the same tables and ranks.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Why a rank is slow: its fused kernels and costliest tables, and what leaving, splitting or caching them gains."""
+    """Why a rank is slow: its fused kernels and costliest tables, and what moving or splitting them gains."""
     path = given or options.plan
     job, saved = options.job(), None if path is None else load_plan(path)
     with working(_planning(job)):

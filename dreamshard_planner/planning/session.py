@@ -30,13 +30,12 @@ from dreamshard_planner.measure.hardware import library_versions
 from dreamshard_planner.planning.assumptions import assumptions, knows_lookups
 from dreamshard_planner.planning.beyond import WiderSpace, opened_types
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.explaining import explain
+from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
 from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import LEAST_GAIN, KeptPlan, baseline_of
 from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import PlanRequest
-from dreamshard_planner.plans.explanation import Explanation
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.report import Report
@@ -242,9 +241,8 @@ class PlanningSession:
     def explained(self, plan: AnyPlan, rank: int | None) -> Explanation:
         """Why a rank of a plan, the slowest by default, takes as long as it does."""
         usable, rated = self.context.usable_options(self.search_space), self.rated(plan)
-        found = explain(self.context, self._given, rated, usable, self.wider, rank)
         notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
-        return replace(found, assumptions=tuple(note.text for note in notes if note.code == "assumption"))
+        return explain(self.context, self._given, rated, usable, notes, rank)
 
     def kept(
         self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]

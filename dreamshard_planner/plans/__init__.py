@@ -1,2 +1,2 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Plans once they are made: the report, the file, comparisons, explanations, pictures."""
+"""Plans once they are made: the report, the file, comparisons, pages."""

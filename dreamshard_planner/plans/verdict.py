@@ -61,8 +61,7 @@ def verdict(
             return (
                 f"Bottleneck: table {table.name!r} ({table.label}), {alone_ms:.3f} of the {compute_ms:.3f} ms that "
                 f"rank {rank} {'takes' if estimate_ms else 'computes'}; every rank would take {mean_ms:.3f} ms if all "
-                "were level. Splitting it, or fewer lookups of it, could help: dreamshard explain tells what each way "
-                "gains"
+                "were level. Splitting it, or fewer lookups of it, could help: dreamshard explain rates other ways"
             )
     above = max(0.0, compute_ms / mean_ms - 1)
     if above <= LEVEL:
@@ -78,7 +77,7 @@ def verdict(
         )
     return (
         f"Bottleneck: rank {rank}, {above:.0%} above the mean of {mean_ms:.3f} ms, with no table that is most of it. "
-        "dreamshard explain tells its costliest tables, and what changes of each would gain"
+        "dreamshard explain rates changes of its costliest tables"
     )
 
 

@@ -361,7 +361,7 @@ def test_explain_tells_of_the_slowest_rank_of_a_plan_or_of_a_file(folder: Path) 
     document = json.loads(run("explain", *SMALL, "--format", "json").stdout)
     assert document["rank"] == max(range(2), key=lambda rank: document["rank_ms"][rank]) and document["tables"]
     other = run("explain", *SMALL, "--plan", str(folder / "after.json"), "--rank", "1").stdout
-    assert "Rank 1 of 2" in other and "moved away:" in other
+    assert "Rank 1 of 2" in other and "    moved: " in other
     assert "rank 7" in run("explain", *SMALL, "--rank", "7", status=1).stderr.lower()
     foreign = run("explain", *SMALL, "--plan", str(folder / "foreign.json"), status=1).stderr
     assert "foreign.json" in foreign
@@ -375,7 +375,7 @@ def test_plans_say_what_to_explain_and_to_vary(folder: Path, tmp_path: Path) -> 
     assert short["total_ms"] == pytest.approx(predicted["total_ms"], rel=1e-4) == long["total_ms"]
     for group in (*short["groups"], *long["groups"]):
         group["tables"] = sorted(group["tables"])  # a list of tables has an order of its own
-    assert short["memory"] == long["memory"] and {**short, "tables": long["tables"]} == long
+    assert {**short, "tables": long["tables"]} == long
     arguments = (plan, "--effort", "quick", "--vary", "gpus=4", "--format", "json")
     varied = json.loads(run("what-if", *arguments).stdout)
     assert "H100" in varied["base"]["machine"] and varied["base"]["ranks"] == 2 and varied["base"]["batch_size"] == 256

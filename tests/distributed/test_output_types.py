@@ -130,7 +130,7 @@ def test_what_is_left_out_is_not_recommended_either() -> None:
     found = made.replan(made.saved_plan(), steps=10**9)
     assert found.stays and all("table_wise" not in str(plan.sharding) for plan in found.plans)
     assert not any(change and "table_wise" in change.how for table in made.explain().tables
-                   for change in (table.leaving, table.splitting, table.caching))  # fmt: skip
+                   for change in (table.moved, table.split))  # fmt: skip
 
 
 def test_what_the_search_of_other_types_takes_is_within_the_same_time() -> None:

@@ -79,4 +79,4 @@ def test_one_slice_is_the_whole_bag() -> None:
     made = planner(DreamShardPlanner, hot)
     wide = nn.Sequential(nn.EmbeddingBag(10_000, 64, mode="sum"), nn.Linear(64, 1))
     assert made.plan(wide, [EmbeddingBagSharder()]).plan["0"]["weight"].ranks in ([0], [1])
-    assert all(entry.splitting is None for entry in made.explain().tables)
+    assert all(entry.split is None for entry in made.explain().tables)

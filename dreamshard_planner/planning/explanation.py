@@ -1,0 +1,272 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Why a rank is slow: its fused kernels, its costliest tables, and what moving or splitting each would gain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
+
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.given_plans import GivenPlans, Rated
+from dreamshard_planner.plans.notes import Note
+from dreamshard_planner.problem.read_problem import ReadProblem
+from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search_space.kernels import FUSED, sharding_in_words
+from dreamshard_planner.search_space.options import by_table, fqn_of, same_option
+from dreamshard_planner.support.formatting import first_of, ranks_in_words, short, short_words, size_in_words
+
+MAX_TABLES = 5
+"""Costliest tables of the rank whose changes are rated."""
+MAX_NAMED = 4
+"""Tables of a fused kernel named in the text."""
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """One fused kernel of the rank."""
+
+    label: str
+    """Module, sharding type, data type."""
+    tables: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    alone_ms: float
+    """Sum of its shards' costs in a kernel each; fusion makes the difference."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One table sharded another way, all others as they are."""
+
+    how: str
+    """In words, such as ``row_wise on ranks 0-3``."""
+    gain_ms: float
+    """Milliseconds that a step becomes faster; below zero if it becomes slower."""
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """One table's cost on the rank."""
+
+    table: str
+    sharding: str
+    """In words."""
+    alone_ms: float
+    """Milliseconds that its shards on the rank would take alone."""
+    bytes: int
+    """Memory on the rank, all kinds."""
+    moved: Change | None
+    """The same shards on the ranks where they cost least; None if they have no room."""
+    split: Change | None
+    """The best way to shard it in more parts, or in parts of another type; None if none is allowed and has room."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Return value of ``DreamShardPlanner.explain``."""
+
+    rank: int
+    headline: str
+    """The verdict of the report: the bottleneck of the step."""
+    total_ms: float
+    """Cost of the plan: the slowest rank's compute and all collectives."""
+    rank_ms: tuple[float, ...]
+    """Compute of every rank."""
+    collectives_ms: float
+    waiting_ms: float
+    """Time that the rank waits for the slowest one."""
+    groups: tuple[GroupCost, ...]
+    """Fused kernels of the rank, the longest first."""
+    tables: tuple[TableCost, ...]
+    """The costliest tables of the rank."""
+    other_tables: int
+    """Number of further tables on the rank."""
+    cost_source: str
+    """Source of compute costs."""
+    collectives_source: str
+    assumptions: tuple[str, ...]
+    """Guesses that the figures rest on, since the inputs left them open."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        own_ms, mean_ms = self.rank_ms[self.rank], sum(self.rank_ms) / len(self.rank_ms)
+        lines = [
+            f"{self.headline}.",
+            *(f"Note: {assumption}." for assumption in self.assumptions),
+            f"Rank {self.rank} of {len(self.rank_ms)}: {own_ms:.3f} ms of compute (slowest {max(self.rank_ms):.3f}, "
+            f"mean {mean_ms:.3f}, fastest {min(self.rank_ms):.3f}), {self.waiting_ms:.3f} ms of waiting; collectives "
+            f"{self.collectives_ms:.3f} ms, in all {self.total_ms:.3f}.",
+        ]
+        labels = [short_words(group.label) for group in self.groups]
+        wide = max([20, *map(len, labels)])
+        lines.append(f"{'fused kernels, in ms':<{wide}}{'tables':>8}{'forward':>9}{'backward':>10}{'unfused':>9}")
+        lines += [
+            f"{label:<{wide}}{len(group.tables):>8}{group.forward_ms:>9.3f}{group.backward_ms:>10.3f}"
+            f"{group.alone_ms:>9.3f}  {first_of([short(name.rpartition('.')[2]) for name in group.tables], MAX_NAMED)}"
+            for label, group in zip(labels, self.groups, strict=True)
+        ]
+        width = max([20, *(len(short(table.table)) for table in self.tables)])
+        lines.append(f"{'costliest tables':<{width}}{'ms by itself':>14}{'memory':>12}  sharded")
+        for table in self.tables:
+            lines += [
+                f"{short(table.table):<{width}}{table.alone_ms:>14.3f}{size_in_words(table.bytes):>12}"
+                f"  {table.sharding}",
+                f"    moved: {_gain(table.moved)}",
+                f"    split further: {_gain(table.split)}",
+            ]
+        lines += [f"... and {self.other_tables} more tables on this rank"] if self.other_tables else []
+        return short_words("\n".join([*lines, f"Compute: {self.cost_source}. Collectives: {self.collectives_source}."]))
+
+
+def _gain(change: Change | None) -> str:
+    if change is None:
+        return "not possible, no other way is allowed and has room"
+    return f"{change.how}, {abs(change.gain_ms):.3f} ms {'faster' if change.gain_ms >= 0 else 'slower'}"
+
+
+@torch.no_grad()
+def explain(
+    context: PlanningContext,
+    given: GivenPlans,
+    rated: Rated,
+    usable: Sequence[ShardingOption],
+    notes: Sequence[Note],
+    rank: int | None = None,
+) -> Explanation:
+    """Explain one rank's part of a step.
+
+    Args:
+        context: reads and rates options.
+        given: plans of the model.
+        rated: the plan.
+        usable: options that tables may take instead.
+        notes: notes on the plan.
+        rank: a rank of the plan; the slowest by default.
+
+    Raises:
+        PlannerError: the plan has no such rank.
+    """
+    report, problem, sharding = rated.report(notes), rated.read.problem, rated.sharding
+    chosen = report.chosen
+    rank = chosen.slowest if rank is None else rank
+    if isinstance(rank, bool | float) or rank not in range(len(chosen.rank_ms)):
+        last = len(chosen.rank_ms) - 1
+        raise PlannerError(f"there is no rank {rank!r}: the plan has ranks 0 to {last}", PlannerErrorType.OTHER)
+    alone_ms = {index: entry.on_rank_ms(rank) for index, entry in enumerate(report.tables) if rank in entry.ranks}
+    costliest = sorted(alone_ms, key=lambda table: (-alone_ms[table], table))
+    names = [problem.names[table] for table in costliest[:MAX_TABLES]]
+    changes = _changes(context, given, rated, usable, names)
+    return Explanation(
+        rank=rank,
+        headline=report.verdict,
+        total_ms=chosen.total_ms,
+        rank_ms=chosen.rank_ms,
+        collectives_ms=chosen.collectives_ms,
+        waiting_ms=chosen.waiting_ms[rank],
+        groups=_groups(rated, rank, alone_ms),
+        tables=tuple(
+            TableCost(
+                table=name,
+                sharding=_words(rated.read, sharding, table),
+                alone_ms=alone_ms[table],
+                bytes=_bytes(rated.read, sharding, table, rank),
+                moved=changes[name][0],
+                split=changes[name][1],
+            )
+            for table, name in zip(costliest, names, strict=False)
+        ),
+        other_tables=max(0, len(costliest) - MAX_TABLES),
+        cost_source=report.cost_source,
+        collectives_source=report.collectives_source,
+        assumptions=tuple(note.text for note in report.notes if note.code == "assumption"),
+    )
+
+
+def _groups(rated: Rated, rank: int, alone_ms: dict[int, float]) -> tuple[GroupCost, ...]:
+    """Return the fused kernels of a rank; ``alone_ms`` has its tables."""
+    problem, sharding = rated.read.problem, rated.sharding
+    latent_GH = rated.cost.group_latents(*problem.laid(sharding))[rank]
+    cost_G2 = rated.cost.compute.group_cost_ms(latent_GH)
+    members: dict[int, list[int]] = {}
+    for table in alone_ms:
+        members.setdefault(problem.group_of(table, sharding.options[table]), []).append(table)
+    found = [
+        GroupCost(
+            label=_group_label(rated.read.options[tables[0]][sharding.options[tables[0]]]),
+            tables=tuple(problem.names[table] for table in tables),
+            forward_ms=float(cost_G2[group, 0]),
+            backward_ms=float(cost_G2[group, 1]),
+            alone_ms=sum(alone_ms[table] for table in tables),
+        )
+        for group, tables in members.items()
+    ]
+    return tuple(sorted(found, key=lambda group: -(group.forward_ms + group.backward_ms)))
+
+
+def _changes(
+    context: PlanningContext, given: GivenPlans, rated: Rated, usable: Sequence[ShardingOption], names: Sequence[str]
+) -> dict[str, tuple[Change | None, Change | None]]:
+    """Rate the best move and the best split of each of some tables by the search's re-shards."""
+    chosen = {fqn_of(option): option for option in rated.options}
+    others = [
+        option
+        for name, options in by_table(usable).items()
+        for option in options
+        if name in names and not same_option(option, chosen[name])
+    ]
+    read = context.read([*rated.options, *others], given.left)
+    cost, sharding = context.cost(read), read.sharding(rated.options)
+    now_ms = cost.overall_ms(sharding)
+    state = ShardingState(cost, sharding, max(1e-9, now_ms))
+
+    def best(table: int, options: Iterable[int]) -> Change | None:
+        if not (ways := [(table, option) for option in options]):
+            return None
+        tried = state.tried(ways)
+        index = int(tried.key_Q.argmin())
+        if not math.isfinite(float(tried.key_Q[index])):
+            return None
+        changed = sharding.changed(*tried.changes[index][0])
+        return Change(_words(read, changed, table), now_ms - cost.overall_ms(changed))
+
+    changes = {}
+    for name in names:
+        table = read.problem.names.index(name)
+        index, options = sharding.options[table], read.problem.tables[table]
+        now = options[index]
+        finer = [
+            other
+            for other, option in enumerate(options)
+            if len(option.parts) > (len(now.parts) if option.sharding_type == now.sharding_type else 1)
+            and option.kernel in (now.kernel, FUSED)
+        ]
+        changes[name] = best(table, [index]), best(table, finer)
+    return changes
+
+
+def _bytes(read: ReadProblem, sharding: Sharding, table: int, rank: int) -> int:
+    """Return the memory that a table's shards take on a rank, all kinds together."""
+    option = read.problem.tables[table][sharding.options[table]]
+    ranks = option.ranks(sharding.positions[table])
+    parts = [part for part, of_part in zip(option.parts, ranks, strict=True) if of_part == rank]
+    return int(read.problem.needs_PM[parts, : len(MEMORY_KINDS)].sum())
+
+
+def _words(read: ReadProblem, sharding: Sharding, table: int) -> str:
+    option = read.problem.tables[table][sharding.options[table]]
+    ranks = ranks_in_words(option.ranks(sharding.positions[table]))
+    return f"{sharding_in_words(option.sharding_type, option.kernel)} on {ranks}"
+
+
+def _group_label(option: ShardingOption) -> str:
+    data_type = str(option.tensor.dtype).removeprefix("torch.")
+    return f"{option.path or 'model'} {option.sharding_type} {data_type}"
