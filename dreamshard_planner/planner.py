@@ -53,7 +53,7 @@ from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.effort import DEFAULT_EFFORT
-from dreamshard_planner.search_space.constraints import given_constraints, left_out_by_group
+from dreamshard_planner.search_space.constraints import given_constraints
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import by_table
 from dreamshard_planner.search_space.placement_rules import PlacementRules
@@ -286,9 +286,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
-            left_out = left_out_by_group(error, self._constraints, self._topology.compute_device)
             reason = reason_first(error, self._proposers, self._request.timeout_seconds)
-            raise PlannerError(" ".join(filter(None, (reason, left_out))), error.error_type) from None
+            raise PlannerError(reason, error.error_type) from None
 
     def _in_rows(
         self,

@@ -35,7 +35,7 @@ from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec, read_ta
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.search_space.constraints import doubtful_inputs
+from dreamshard_planner.search_space.input_checks import doubtful_inputs
 from dreamshard_planner.search_space.modules import table_configs
 from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.pools import POOLS, named_pool

@@ -42,15 +42,19 @@ from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.reader import OptionReader
 from dreamshard_planner.problem.units import impossible_types
-from dreamshard_planner.search_space.allowed_types import AllowedTypes
 from dreamshard_planner.search_space.constraints import (
+    AllowedTypes,
     PlanningConstraints,
     constraints_by_name,
-    doubtful_inputs,
     planning_constraints,
+)
+from dreamshard_planner.search_space.input_checks import (
+    available_bytes,
+    check_topology,
+    doubtful_inputs,
+    needed_bytes,
     unused_names,
 )
-from dreamshard_planner.search_space.input_checks import available_bytes, check_topology, needed_bytes
 from dreamshard_planner.search_space.modules import shardable_tables, unsharded_modules, without_weights
 from dreamshard_planner.search_space.options import by_table, counted
 from dreamshard_planner.search_space.output_types import MixedExchange, may_mix, mixed_exchanges

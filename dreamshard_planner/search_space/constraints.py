@@ -1,26 +1,23 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's constraints as the planner uses them: one value per feature, and the sharding types that may be used."""
+"""TorchRec's constraints as the planner uses them: one value per feature, and the sharding types that may be used; with
+the types that a table may not take, and who left each out: the sharder, the user, the topology, placement rules,
+TorchRec's defects, or exact training."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
-from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.enumerators import GUARDED_COMPUTE_KERNELS, GUARDED_SHARDING_TYPES_FOR_FP_MODULES
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import data_type_to_dtype
 
-from dreamshard_planner.search_space.allowed_types import NOT_OFFERED, AllowedTypes, reasons_in_words
-from dreamshard_planner.search_space.input_checks import check_per_feature, per_feature
+from dreamshard_planner.search_space.input_checks import check_constraint, check_per_feature, check_shared, per_feature
 from dreamshard_planner.search_space.kernels import (
-    CPU_OPTIMIZERS,
-    CPU_OUTPUTS,
-    CPU_WEIGHTS,
     KERNELS,
     KEY_VALUE,
     in_host_memory,
@@ -31,26 +28,124 @@ from dreamshard_planner.search_space.modules import (
     ShardableTable,
     is_mean,
     shardable_tables,
-    table_configs,
 )
 from dreamshard_planner.search_space.options import refused
-from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES
-from dreamshard_planner.support.formatting import some_of
-from dreamshard_planner.torchrec_components.compat import optimizer_name, tells_of_missing_modules
+from dreamshard_planner.search_space.placement_rules import LegalRanks
+from dreamshard_planner.search_space.sharding_types import LATE_MEANS, MIXED_MEAN, SHARDING_TYPES, broken, inexact
+from dreamshard_planner.support.formatting import nearest
 from dreamshard_planner.workload.counting import in_smaller_batches
 from dreamshard_planner.workload.statistics import TableStatistics
 from dreamshard_planner.workload.tables import FeatureStatistics
 
-PER_FEATURE = ("pooling_factors", "num_poolings", "batch_sizes")
-"""What a constraint has of each feature."""
-DIM_STEP = 4
-"""FBGEMM's kernels read four columns at once."""
-MAX_MEANT_DIM = 8192
-"""More columns than embeddings have; rows and dim are taken to have changed places."""
-
-
+NOT_OFFERED = "the sharder does not offer it"
+NO_SUCH_TYPE = "there is no such type"
 DEFAULT = "*"
 """Key of the constraint of every table that has none of its own."""
+
+
+@dataclass(frozen=True)
+class AllowedTypes:
+    """What a planner allows of every table that it plans."""
+
+    compute_device: str
+    """Of the topology."""
+    sharding_types: Sequence[str] | None = None
+    """TorchRec's names of the types to use; None for all."""
+    exact_training: bool = True
+    """Whether types that change how a table is trained are left out, unless its constraint names them, or neither its
+    sharder nor its constraint's kernels leave another."""
+    optimizers_attached: bool = False
+    """To the replicas of data-parallel tables, some of which then train exactly."""
+    in_groups: bool = False
+    """Whether the ranks form several sharding groups (2D parallelism)."""
+    has_ssd: bool = True
+    """Whether the topology has SSDs; TorchRec leaves ``key_value`` out where not."""
+    legal: LegalRanks | None = None
+    """Where tables may lie; None for anywhere."""
+    impossible: Mapping[str, str] = field(default_factory=dict)
+    """Sharding types that the topology leaves no place for, and why."""
+
+    def left_out(
+        self,
+        table: ShardableTable,
+        constraint: ParameterConstraints,
+        varied_batches: bool = False,
+        weighted_batches: bool = False,
+    ) -> dict[str, str]:
+        """The sharding types that a table may not take by the compute kernels of its constraint, and why.
+
+        Args:
+            table: of the model.
+            constraint: its own.
+            varied_batches: whether statistics know that batches of its module's features differ in size.
+            weighted_batches: whether statistics know that these carry weights of lookups.
+        """
+        supported = table.sharder.sharding_types(self.compute_device)
+        named = constraint.sharding_types or None
+        facts = table.facts(
+            self.compute_device,
+            constraint.output_dtype,
+            attached=self.optimizers_attached,
+            in_groups=self.in_groups,
+            varied_batches=bool(constraint.batch_sizes) or varied_batches,
+            weighted_batches=bool(constraint.is_weighted) or weighted_batches,
+        )
+        ruled_out = {**self.impossible, **(self.legal.left_out(table.fqn) if self.legal else {})}
+        processed = "FeatureProcessedEmbeddingBagCollection" in sharder_name(type(table.module))
+
+        def reason(kind: str) -> str | None:
+            if kind not in supported:
+                return NOT_OFFERED if kind in SHARDING_TYPES else NO_SUCH_TYPE + nearest(kind, SHARDING_TYPES)
+            if kind not in SHARDING_TYPES:
+                return "nobody knows what it does"
+            if named is not None and kind not in named:
+                return "its constraint's sharding_types leave it out"
+            if self.sharding_types is not None and kind not in self.sharding_types:
+                return "the planner's sharding_types leave it out"
+            if why := ruled_out.get(kind) or broken(kind, facts):
+                return why
+            if not self._offers(table, kind, constraint):
+                kernels = table.sharder.compute_kernels(kind, self.compute_device)
+                return f"it takes compute kernels {kernels}, and only {constraint.compute_kernels} may be used"
+            if named is not None:
+                return None
+            if SHARDING_TYPES[kind].only_named and kind not in (self.sharding_types or ()):
+                return "TorchRec wants it named"
+            if processed and kind in GUARDED_SHARDING_TYPES_FOR_FP_MODULES:
+                return "TorchRec wants it named for feature processors"
+            return None
+
+        kinds = sorted({*SHARDING_TYPES, *supported, *(named or ())})
+        left_out = {kind: why for kind in kinds if (why := reason(kind))}
+        differ = {kind: why for kind in kinds if kind not in left_out and (why := inexact(kind, facts))}
+        # A sharder, or kernels of a constraint, that leave nothing else are consent as a constraint's types are.
+        nothing_else = not any(
+            self._offers(table, kind, constraint) and not inexact(kind, facts) for kind in SHARDING_TYPES
+        )
+        if self.exact_training and named is None and not nothing_else:
+            left_out |= {
+                kind: f"{why} (name it in the table's constraint, or plan with exact_training=False)"
+                for kind, why in differ.items()
+            }
+        for kind, spec in SHARDING_TYPES.items():
+            if kind not in left_out and spec.runs_as is not None and spec.runs_as not in left_out:
+                left_out[kind] = f"it runs as {spec.runs_as}"
+        return left_out
+
+    def _offers(self, table: ShardableTable, kind: str, constraint: ParameterConstraints) -> bool:
+        """Whether the table's sharder has the type, by kernels that its constraint allows."""
+        if kind not in table.sharder.sharding_types(self.compute_device):
+            return False
+        kernels, named = table.sharder.compute_kernels(kind, self.compute_device), constraint.compute_kernels
+        return not named or not set(kernels).isdisjoint(named)
+
+
+def reasons_in_words(left_out: Mapping[str, str]) -> str:
+    """Types with the reason that they share, as "column_wise, row_wise: the sharder does not offer it"."""
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in sorted(left_out.items()):
+        kinds.setdefault(reason, []).append(kind)
+    return "; ".join(f"{', '.join(of_one)}: {reason}" for reason, of_one in kinds.items())
 
 
 class PlanningConstraints(dict[str, ParameterConstraints]):
@@ -149,47 +244,48 @@ def planning_constraints(
     by_name: dict[str, list[ShardableTable]] = {}
     for table in tables:
         by_name.setdefault(table.name, []).append(table)
-    for table in tables:
-        name = table.name
+    for name, namesakes in by_name.items():  # TorchRec looks up one constraint for all tables of a name
         constraint = copy.copy((constraints or {}).get(name)) or ParameterConstraints()
-        for what in PER_FEATURE:  # also of tables that are left out, which memory is reserved for as well
-            check_per_feature(getattr(constraint, what) or (), name, what)
+        check_constraint(constraint, namesakes[0])  # also of tables that are left out, which memory is reserved for
         if constraint.device_group and constraint.device_group != allowed.compute_device:
             continue
-        _check_texts(table, constraint)
-        _check_min_partition(table, constraint)
-        constraint.compute_kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
-        # TorchRec looks up one constraint for all tables of a name.
-        for one in by_name[name]:
-            expanded.left_out[one.fqn] = allowed.left_out(one, constraint, one.path in varied, one.path in weighted)
-        constraint.sharding_types = _usable_types(
-            {one.fqn: expanded.left_out[one.fqn] for one in by_name[name]}, constraint.sharding_types
-        )
-        features = table.feature_names
-        # It holds no table's own statistics then, and the reader adds these.
-        namesakes = [other for other in by_name[name] if other.feature_names != features]
-        own = None if namesakes else statistics
-        known = any(feature in (statistics or {}) for one in by_name[name] for feature in one.feature_names)
+        for table in namesakes:
+            kernels = _usable_kernels(table, constraint, allowed.compute_device, allowed.has_ssd)
+        constraint.compute_kernels = kernels
+        left_out = {
+            one.fqn: allowed.left_out(one, constraint, one.path in varied, one.path in weighted) for one in namesakes
+        }
+        expanded.left_out |= left_out
+        constraint.sharding_types = _usable_types(left_out, constraint.sharding_types)
+        known = any(feature in (statistics or {}) for one in namesakes for feature in one.feature_names)
         # TorchRec wants as many of these as pooling factors.
         each = known or constraint.num_poolings or constraint.batch_sizes
         if not each and len(constraint.pooling_factors or ()) == 1:
             expanded.torchrec_lengths[name] = constraint.pooling_factors
-        if any(len(other.feature_names) != len(features) for other in namesakes):
-            _check_shared(constraint, [table, *namesakes])
-        elif features:
-            pooling_factors = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
-            constraint.pooling_factors = [
-                own[feature].pooling_factor if own is not None and feature in own else given
-                for feature, given in zip(features, pooling_factors, strict=True)
-            ]
-            check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
-            for what in ("num_poolings", "batch_sizes"):
-                values = getattr(constraint, what)
-                if values:
-                    setattr(constraint, what, per_feature(values, len(features), name, what))
+        if len({len(one.feature_names) for one in namesakes}) > 1:
+            check_shared(constraint, namesakes)
+        elif features := namesakes[0].feature_names:
+            # Tables of one name and other features have no statistics here, and the reader adds these.
+            alike = all(one.feature_names == features for one in namesakes)
+            _fill_per_feature(constraint, name, features, statistics if alike and statistics else {})
         expanded[name] = constraint
     _keep_means_apart([table for table in tables if table.name in expanded], expanded, in_rows)
     return expanded
+
+
+def _fill_per_feature(
+    constraint: ParameterConstraints, name: str, features: Sequence[str], known: Mapping[str, FeatureStatistics]
+) -> None:
+    """Give a table's constraint one value per feature, in place."""
+    given = per_feature(constraint.pooling_factors, len(features), name, "pooling_factors")
+    constraint.pooling_factors = [
+        known[feature].pooling_factor if feature in known else factor
+        for feature, factor in zip(features, given, strict=True)
+    ]
+    check_per_feature(constraint.pooling_factors, name, f"pooling factors of {list(features)}")
+    for what in ("num_poolings", "batch_sizes"):
+        if values := getattr(constraint, what):
+            setattr(constraint, what, per_feature(values, len(features), name, what))
 
 
 def _unusual_batches(
@@ -204,134 +300,6 @@ def _unusual_batches(
     varied = frozenset(path for path, features in known.items() if in_smaller_batches(features))
     weighted = (path for path, features in known.items() if any(one.weighted for one in features.values()))
     return varied, frozenset(weighted)
-
-
-def left_out_by_group(
-    error: PlannerError, constraints: Mapping[str, ParameterConstraints], compute_device: str
-) -> str | None:
-    """Which tables a constraint's device group left out, in words; None unless TorchRec's error is of modules without a
-    plan, and there are such tables."""
-    others = [name for name, c in constraints.items() if c.device_group and c.device_group != compute_device]
-    if not others or not tells_of_missing_modules(error):
-        return None
-    groups = sorted({constraints[name].device_group for name in others})
-    return (
-        f"ParameterConstraints.device_group leaves out {', '.join(map(repr, others[:5]))}: it is "
-        f"{', '.join(map(repr, groups))} there, and this topology plans for {compute_device!r}."
-    )
-
-
-def unused_names(
-    module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    constraints: Mapping[str, ParameterConstraints] | None,
-    statistics: TableStatistics | None,
-) -> tuple[str, ...]:
-    """What constraints and statistics name that the model does not have, in words: one dictionary of either may serve
-    several models.
-
-    Raises:
-        StatisticsError: no statistics are for a feature of it.
-    """
-    tables = shardable_tables(module, sharders)
-    features = [feature for table in tables for feature in table.feature_names]
-    of_statistics = None if statistics is None or not tables else statistics.unused(features)
-    of_constraints = _constraints_of_others(module, sharders, constraints, every=False)
-    return tuple(text for text in (of_statistics, of_constraints) if text is not None)
-
-
-def _constraints_of_others(
-    module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    constraints: Mapping[str, ParameterConstraints] | None,
-    every: bool,
-) -> str | None:
-    """Which constraints no table of the model has, sharded or not, in words, where that is true of every constraint, or
-    of some but not all; None elsewhere, and for a model without tables."""
-    known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
-    known |= {f"{path}.{name}" for path, child in module.named_modules() for name in table_configs(child, deep=False)}
-    unknown = [name for name in constraints or {} if name not in known]
-    if not unknown or not known or every != (len(unknown) == len(constraints or {})):
-        return None
-    return (
-        f"constraints for tables that the model does not have: {some_of(unknown, known)}; a key is the table's own "
-        f"name, its fully qualified name, or {DEFAULT!r} for all tables without a key"
-    )
-
-
-def doubtful_inputs(
-    module: nn.Module,
-    sharders: Sequence[ModuleSharder[nn.Module]],
-    statistics: TableStatistics | None,
-    compute_device: str,
-    constraints: Mapping[str, ParameterConstraints] | None = None,
-) -> tuple[str, ...]:
-    """What is hardly meant, in words, known before anything is planned: dims that kernels refuse or nobody means, ids
-    in statistics that a table has no rows for, constraints of which none is for a table of the model, and tables whose
-    constraint names another device than the rest of their module has."""
-    of_others = _constraints_of_others(module, sharders, constraints, every=True)
-    found = [] if of_others is None else [of_others]
-    tables = shardable_tables(module, sharders)
-    groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
-    planned = {table.path for table in tables if groups.get(table.name, compute_device) == compute_device}
-    for table in tables:
-        if (group := groups.get(table.name, compute_device)) != compute_device and table.path in planned:
-            found.append(
-                f"table {table.fqn!r} is left out: the device_group of its constraint is {group!r}, the topology's "
-                f"device {compute_device!r}, and TorchRec shards no module without one of its tables"
-            )
-        rows, dim = table.parameter.shape
-        dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
-        if compute_device == "cuda" and dim % DIM_STEP:
-            found.append(
-                f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
-                f"{-(-dim // DIM_STEP) * DIM_STEP}"
-            )
-        if compute_device == "cpu":
-            found += _unrunnable_on_cpu(table, (constraints or {}).get(table.name, ParameterConstraints()))
-        if dim > MAX_MEANT_DIM:
-            found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
-        counted = {} if statistics is None or table.owner.remaps_ids else statistics
-        for name in table.feature_names:
-            ids = counted[name].ids if name in counted else None
-            if ids is not None and ids.end > rows:
-                found.append(
-                    f"table {table.fqn!r} has {rows:,} rows, and statistics of its feature {name!r} count ids up to "
-                    f"{ids.end - 1:,}: they may be of another table, or FBGEMM reads row 0 instead"
-                )
-    return tuple(found)
-
-
-def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
-    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint; quantized tables are served alone."""
-    if not table.parameter.is_floating_point():
-        return
-    declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded
-    dtype = table.parameter.dtype if declared is None else data_type_to_dtype(declared)
-    weights, known = str(dtype).removeprefix("torch."), ", ".join(CPU_OPTIMIZERS)
-    if weights not in CPU_WEIGHTS:
-        yield (
-            f"table {table.fqn!r} has weights of {weights}, and FBGEMM's CPU kernels train "
-            f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
-        )
-    types = constraint.sharding_types
-    if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
-        return  # without fused kernels
-    params = table.owner.fused_params(constraint.output_dtype)
-    output = str(params.get("output_dtype", SparseType.FP32).as_dtype()).removeprefix("torch.")
-    if output not in CPU_OUTPUTS:
-        yield (
-            f"table {table.fqn!r} has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
-            f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
-            "train it on GPUs"
-        )
-    optimizer = optimizer_name(table.parameter, params)
-    if optimizer not in CPU_OPTIMIZERS:
-        yield (
-            f"table {table.fqn!r} has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
-            "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
-            "GPUs"
-        )
 
 
 def _keep_means_apart(
@@ -440,43 +408,6 @@ def _usable_kernels(
             "ParameterConstraints.compute_kernels."
         )
     return sorted(usable)
-
-
-def _check_texts(table: ShardableTable, constraint: ParameterConstraints) -> None:
-    """PlannerError for sharding types and kernels that are no lists of strings, such as members of TorchRec's enums."""
-    for what in ("sharding_types", "compute_kernels"):
-        if isinstance(one := getattr(constraint, what), str):
-            raise refused(f"table {table.fqn!r}: {what} of its constraint are a list, got {one!r}: give [{one!r}]")
-        for given in one or ():
-            if not isinstance(given, str):
-                raise refused(
-                    f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
-                    + (f": give {given}.value" if isinstance(given, Enum) else "")
-                )
-
-
-def _check_min_partition(table: ShardableTable, constraint: ParameterConstraints) -> None:
-    """PlannerError where min_partition is no number of columns; one above the table's dim leaves one slice."""
-    given = constraint.min_partition
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise refused(
-            f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
-            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {given!r}"
-        )
-
-
-def _check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
-    """PlannerError where several tables of one name cannot share the constraint of that name."""
-    counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
-    for what in PER_FEATURE:
-        values = getattr(constraint, what)
-        if not values:
-            continue
-        if what != "pooling_factors" or len(values) not in {1, *counts}:
-            raise refused(
-                f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
-                f"cannot give them {what} {list(values)}. Rename one of the tables."
-            )
 
 
 def _usable_types(left_out: Mapping[str, Mapping[str, str]], named: Sequence[str] | None) -> list[str]:

@@ -1,5 +1,6 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Checks of the numbers that users and topologies give, before tensors hold them, where they must not overflow.
+"""Checks of what users and topologies give: numbers before tensors hold them, where they must not overflow; and what
+is hardly meant.
 
 Shapes: S shards, D devices, M limits.
 """
@@ -7,21 +8,87 @@ Shapes: S shards, D devices, M limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Shard, ShardingOption, Topology
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import Tensor, nn
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from dreamshard_planner.cost.problem import MEMORY_KINDS
+from dreamshard_planner.search_space.kernels import (
+    CPU_OPTIMIZERS,
+    CPU_OUTPUTS,
+    CPU_WEIGHTS,
+)
+from dreamshard_planner.search_space.modules import (
+    ShardableTable,
+    shardable_tables,
+    table_configs,
+)
 from dreamshard_planner.search_space.options import counted, fqn_of, lacks_room, refused
+from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
+from dreamshard_planner.support.formatting import some_of
+from dreamshard_planner.torchrec_components.compat import optimizer_name
+from dreamshard_planner.workload.statistics import TableStatistics
 
 MAX_BYTES = 2**60
 """Of all tables together, and so of any memory that limits them: what is larger is as good as this. Sums of a few fit
 into int64."""
 MAX_PER_SAMPLE = 2**40
 """Lookups or poolings per sample, and samples per batch, of one feature."""
+PER_FEATURE = ("pooling_factors", "num_poolings", "batch_sizes")
+"""What a constraint has of each feature."""
+DIM_STEP = 4
+"""FBGEMM's kernels read four columns at once."""
+MAX_MEANT_DIM = 8192
+"""More columns than embeddings have; rows and dim are taken to have changed places."""
+
+
+def check_constraint(constraint: ParameterConstraints, table: ShardableTable) -> None:
+    """PlannerError, naming the table, for values of a constraint that make no sense."""
+    for what in PER_FEATURE:
+        check_per_feature(getattr(constraint, what) or (), table.name, what)
+    for what in ("sharding_types", "compute_kernels"):
+        if isinstance(one := getattr(constraint, what), str):
+            raise refused(f"table {table.fqn!r}: {what} of its constraint are a list, got {one!r}: give [{one!r}]")
+        for given in one or ():
+            if not isinstance(given, str):
+                raise refused(
+                    f"table {table.fqn!r}: {what} of its constraint are strings, got {given!r}"
+                    + (f": give {given}.value" if isinstance(given, Enum) else "")
+                )
+    columns = constraint.min_partition
+    if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int) or columns < 0):
+        raise refused(
+            f"table {table.fqn!r}: min_partition must be a number of columns, 1 to the dim of "
+            f"{table.parameter.shape[1]} (0 or None for TorchRec's default), got {columns!r}"
+        )
+
+
+def check_shared(constraint: ParameterConstraints, tables: Sequence[ShardableTable]) -> None:
+    """PlannerError where several tables of one name cannot share the constraint of that name."""
+    counts, named = {len(table.feature_names) for table in tables}, sorted(table.fqn for table in tables)
+    for what in PER_FEATURE:
+        values = getattr(constraint, what)
+        if not values:
+            continue
+        if what != "pooling_factors" or len(values) not in {1, *counts}:
+            raise refused(
+                f"tables {named} have one name and {sorted(counts)} features: the constraint of {tables[0].name!r} "
+                f"cannot give them {what} {list(values)}. Rename one of the tables."
+            )
 
 
 def check_per_feature(values: Sequence[float], table: str, what: str) -> None:
@@ -116,3 +183,115 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except (TypeError, OverflowError):
         return False
+
+
+def unused_names(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    statistics: TableStatistics | None,
+) -> tuple[str, ...]:
+    """What constraints and statistics name that the model does not have, in words: one dictionary of either may serve
+    several models.
+
+    Raises:
+        StatisticsError: no statistics are for a feature of it.
+    """
+    tables = shardable_tables(module, sharders)
+    features = [feature for table in tables for feature in table.feature_names]
+    of_statistics = None if statistics is None or not tables else statistics.unused(features)
+    of_constraints = _constraints_of_others(module, sharders, constraints, every=False)
+    return tuple(text for text in (of_statistics, of_constraints) if text is not None)
+
+
+def _constraints_of_others(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    every: bool,
+) -> str | None:
+    """Which constraints no table of the model has, sharded or not, in words, where that is true of every constraint, or
+    of some but not all; None elsewhere, and for a model without tables."""
+    known = {table.name for table in shardable_tables(module, sharders)} | table_configs(module).keys()
+    known |= {f"{path}.{name}" for path, child in module.named_modules() for name in table_configs(child, deep=False)}
+    unknown = [name for name in constraints or {} if name not in known]
+    if not unknown or not known or every != (len(unknown) == len(constraints or {})):
+        return None
+    return (
+        f"constraints for tables that the model does not have: {some_of(unknown, known)}; a key is the table's own "
+        "name, its fully qualified name, or '*' for all tables without a key"
+    )
+
+
+def doubtful_inputs(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    statistics: TableStatistics | None,
+    compute_device: str,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+) -> tuple[str, ...]:
+    """What is hardly meant, in words, known before anything is planned: dims that kernels refuse or nobody means, ids
+    in statistics that a table has no rows for, constraints of which none is for a table of the model, and tables whose
+    constraint names another device."""
+    of_others = _constraints_of_others(module, sharders, constraints, every=True)
+    found = [] if of_others is None else [of_others]
+    tables = shardable_tables(module, sharders)
+    groups = {name: one.device_group or compute_device for name, one in (constraints or {}).items()}
+    for table in tables:
+        if (group := groups.get(table.name, compute_device)) != compute_device:
+            found.append(
+                f"table {table.fqn!r} is left out: the device_group of its constraint is {group!r}, the topology's "
+                f"device {compute_device!r}, and TorchRec shards no module without one of its tables"
+            )
+        rows, dim = table.parameter.shape
+        dim = getattr(table.config, "embedding_dim", dim)  # columns of quantized tables may be bytes
+        if compute_device == "cuda" and dim % DIM_STEP:
+            found.append(
+                f"table {table.fqn!r} has dim {dim}: FBGEMM's kernels for GPUs need a multiple of {DIM_STEP}, such as "
+                f"{-(-dim // DIM_STEP) * DIM_STEP}"
+            )
+        if compute_device == "cpu":
+            found += _unrunnable_on_cpu(table, (constraints or {}).get(table.name, ParameterConstraints()))
+        if dim > MAX_MEANT_DIM:
+            found.append(f"table {table.fqn!r} has {rows:,} rows of dim {dim:,}: perhaps these have changed places")
+        counted = {} if statistics is None or table.owner.remaps_ids else statistics
+        for name in table.feature_names:
+            ids = counted[name].ids if name in counted else None
+            if ids is not None and ids.end > rows:
+                found.append(
+                    f"table {table.fqn!r} has {rows:,} rows, and statistics of its feature {name!r} count ids up to "
+                    f"{ids.end - 1:,}: they may be of another table, or FBGEMM reads row 0 instead"
+                )
+    return tuple(found)
+
+
+def _unrunnable_on_cpu(table: ShardableTable, constraint: ParameterConstraints) -> Iterator[str]:
+    """Tell why FBGEMM's CPU kernels cannot train a table under its constraint; quantized tables are served alone."""
+    if not table.parameter.is_floating_point():
+        return
+    declared = getattr(table.config, "data_type", None)  # a collection holds bfloat16 tables as float16 until sharded
+    dtype = table.parameter.dtype if declared is None else data_type_to_dtype(declared)
+    weights, known = str(dtype).removeprefix("torch."), ", ".join(CPU_OPTIMIZERS)
+    if weights not in CPU_WEIGHTS:
+        yield (
+            f"table {table.fqn!r} has weights of {weights}, and FBGEMM's CPU kernels train "
+            f"{' and '.join(CPU_WEIGHTS)}: set data_type in its config, or train it on GPUs"
+        )
+    types = constraint.sharding_types
+    if types and all(kind in SHARDING_TYPES and SHARDING_TYPES[kind].is_replicated for kind in types):
+        return  # without fused kernels
+    params = table.owner.fused_params(constraint.output_dtype)
+    output = str(params.get("output_dtype", SparseType.FP32).as_dtype()).removeprefix("torch.")
+    if output not in CPU_OUTPUTS:
+        yield (
+            f"table {table.fqn!r} has outputs of {output}, and FBGEMM's fused kernels on CPUs give "
+            f"{' and '.join(CPU_OUTPUTS)}: leave output_dtype out of its constraint and its sharder's fused_params, or "
+            "train it on GPUs"
+        )
+    optimizer = optimizer_name(table.parameter, params)
+    if optimizer not in CPU_OPTIMIZERS:
+        yield (
+            f"table {table.fqn!r} has the in-backward optimizer {optimizer}, and FBGEMM's CPU kernels have {known}: "
+            "DistributedModelParallel would end in an AssertionError. Apply one of these, or train it on "
+            "GPUs"
+        )

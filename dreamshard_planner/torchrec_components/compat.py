@@ -222,11 +222,6 @@ def tells_of_buckets(error: ValueError) -> bool:
     return "buckets" in str(error)
 
 
-def tells_of_missing_modules(error: Exception) -> bool:
-    """Whether ``EmbeddingShardingPlanner`` found modules that no plan has."""
-    return "not present in the sharding plan" in str(error)
-
-
 def last_planner_error(error: Exception) -> tuple[str, str | None]:
     """Split the text of ``EmbeddingShardingPlanner`` into its advice and the reason why the last proposal failed; the
     reason is empty if it gives none, and None if no proposal failed."""

@@ -19,8 +19,7 @@ from dreamshard_planner.checkpoints.checkpoint import resolve
 from dreamshard_planner.cost.collectives import CPU_BAG_BYTES
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.search_space.allowed_types import AllowedTypes
-from dreamshard_planner.search_space.constraints import planning_constraints
+from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

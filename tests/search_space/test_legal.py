@@ -17,8 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from dreamshard_planner.search_space.allowed_types import AllowedTypes
-from dreamshard_planner.search_space.constraints import planning_constraints, without_mixed_means
+from dreamshard_planner.search_space.constraints import AllowedTypes, planning_constraints, without_mixed_means
 from dreamshard_planner.search_space.sharding_types import ELEMENTWISE_OPTIMIZERS
 from dreamshard_planner.torchrec_components.compat import optimizer_name
 

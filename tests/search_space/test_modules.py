@@ -33,7 +33,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dreamshard_planner import TableStatistics
-from dreamshard_planner.search_space.constraints import doubtful_inputs
+from dreamshard_planner.search_space.input_checks import doubtful_inputs
 from dreamshard_planner.search_space.kernels import CPU_OPTIMIZERS, CPU_OUTPUTS, CPU_WEIGHTS
 from dreamshard_planner.search_space.modules import exchange_codecs, without_weights
 from dreamshard_planner.torchrec_components.compat import sharder_of_tables
