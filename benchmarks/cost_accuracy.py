@@ -16,7 +16,6 @@ Costs that are judged:
     linear       relative least squares on summed work, fitted to the training sets of the network
     torchrec     TorchRec's estimator, forward and backward each scaled by its best constant on these very sets
     roofline     bandwidths that TorchRec assumes, scaled likewise
-    paper        the network of the paper on its 21 features, fitted to the same training sets
 """
 
 from __future__ import annotations
@@ -251,9 +250,6 @@ def judge(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Tensor], 
     singles = args.data / f"{args.device}-clean-singles.npz"
     if not args.no_singles:
         predictions["additive"] = additive_ms(sets, CostDataset.load(singles), usual_ms)
-    paper = resolve("auto", args.device, "paper")
-    if paper.cost is not None:  # it has been measured here
-        predictions["paper"] = predict_ms(paper.compute_cost(topology), test).double()
     relative_X2 = relative_errors(predictions["network"], label_X2)
     result = {
         "sets": len(sets),

@@ -77,14 +77,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         checkpoint: ``"auto"`` (the user's own for this machine, else what ships for the type of device), ``"roofline"``
             (bandwidths, whatever was measured), a path, or a loaded checkpoint.
         statistics: workload statistics per feature; precedence over the constraints' pooling factors.
-        recipe: ``"default"``, or ``"paper"`` for the method as published: one greedy policy roll-out.
         seed: a whole number; the same inputs, versions and seed give the same plan.
         effort: how many candidates every part of planning may try: ``"quick"`` for trials and tests, ``"default"``, or
             ``"thorough"`` for four times the candidates of the default. A count, so the clock decides no plan.
         search_seconds: cap on the search, on top of its effort; a plan it cuts short says so. Reading and rating the
             tables comes on top. TorchRec's ``timeout_seconds`` is one as well.
         sharding_types: TorchRec's names of the sharding types to use; all by default. ``("table_wise",)`` is the
-            setting of the DreamShard paper, and implied by ``recipe="paper"``.
+            setting of the DreamShard paper.
         exact_training: leave out sharding types that change how a table is trained (data-parallel takes its in-backward
             optimizer away; column slices keep row-wise optimizer states of their own), unless its constraint names
             them.
@@ -131,7 +130,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         *,
         checkpoint: str | Path | Checkpoint = "auto",
         statistics: TableStatistics | None = None,
-        recipe: str = "default",
         seed: int = 0,
         effort: str = DEFAULT_EFFORT,
         search_seconds: float | None = None,
@@ -145,7 +143,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
     ) -> None:
         settings = PlannerSettings(
             statistics=statistics,
-            recipe=recipe,
             seed=seed,
             effort=effort,
             search_seconds=search_seconds,
@@ -193,7 +190,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
             batch_size=self._batch_size,
             given_batch_size=batch_size,
             constraints=constraints,
-            checkpoint=resolve_for(self._topology, checkpoint, recipe),
+            checkpoint=resolve_for(self._topology, checkpoint),
             settings=settings,
             timeout_seconds=timeout_seconds,
             hardware=hardware,
@@ -377,13 +374,13 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         topology = read_topology(device, hardware)
         ranks = _Ranks.of(topology, self._request.settings.sharding_groups)
         self._topology: Topology = ranks.topology
-        checkpoint = resolve_for(ranks.topology, self._checkpoint, self._request.checkpoint.recipe)
+        checkpoint = resolve_for(ranks.topology, self._checkpoint)
         self._request = replace(self._request, checkpoint=checkpoint, hardware=told(topology, hardware), **vars(ranks))
 
     @neutral()
     def hash_planner_context_inputs_str(self) -> str:
         """Digest, in hexadecimal, of all that the last plan was made from, the same in every process: what TorchRec's
-        covers, with memory to the byte, and tables with their statistics, checkpoint, recipe, seed, limits of search,
+        covers, with memory to the byte, and tables with their statistics, checkpoint, seed, limits of search,
         and types of the planner's parts. A ``plan_loader`` whose plan has another one is refused.
 
         Raises:

@@ -252,7 +252,7 @@ def test_checkpoints_are_used_or_refused(content: bytes, folder: Path) -> None:
     path = folder / "changed.safetensors"
     path.write_bytes(content)
     checkpoint = loaded(path, CheckpointError, Checkpoint.load)
-    if checkpoint is None or checkpoint.recipe != "default":
+    if checkpoint is None:
         return
     planner = small_planner(checkpoint=checkpoint)
     planner.plan(small_model(), SHARDERS)

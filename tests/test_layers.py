@@ -1,6 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Imports run one way: no package imports one above it, no modules import each other in a circle, and the core knows
-research by name alone."""
+"""Imports run one way: no package imports one above it, no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -66,8 +65,3 @@ def test_no_import_runs_up() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter({m: targets - {m, ROOT.name} for m, targets in graph(late=False).items()}).prepare()
-
-
-def test_the_core_imports_no_research() -> None:
-    importers = [m for m, targets in graph().items() if "research" in map(layer, targets)]
-    assert {layer(module) for module in importers} == {"research"}

@@ -22,10 +22,10 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan
 from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
-from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
-from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES
+from paper.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
+from paper.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from paper.setting import Half, Setting
 from paper.training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published
 from placements.contests import BYTES_PER_MS

@@ -21,9 +21,9 @@ from torch import Tensor
 from common.bootstrap import mean_interval
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
-from dreamshard_planner.research.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from dreamshard_planner.search.heuristics import HEURISTICS
 from paper.models import FITS, Models
+from paper.paper_network import HEADS, PaperCostNetwork, placement_labels, sent_bytes
 from paper.setting import Half, Setting
 from paper.training import labelled_placements, load_blocks, named_placement
 from placements.contests import BYTES_PER_MS

@@ -28,8 +28,8 @@ from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.environment import TaskBatch
 from dreamshard_planner.policy.network import AnyPolicy, roll_out
 from dreamshard_planner.policy.reinforce import ReinforceConfig, reinforce_update
-from dreamshard_planner.research.paper_network import PaperCostNetwork, PaperFit, PaperFitConfig
-from dreamshard_planner.research.published import PAPER_REINFORCE, PaperPolicy, PaperPolicyConfig
+from paper.paper_network import PaperCostNetwork, PaperFit, PaperFitConfig
+from paper.published import PAPER_REINFORCE, PaperPolicy, PaperPolicyConfig
 from paper.setting import Half
 from placements.placers import Contest
 

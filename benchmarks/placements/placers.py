@@ -138,8 +138,6 @@ class Field:
             "roofline_search": lambda contest: self._search(contest, self.roofline, bare),
             "torchrec_search": lambda contest: self._search(contest, self._torchrec_cost(contest), bare),
             "neuroshard": self._neuroshard,
-            "autoshard": lambda contest: self._learned(contest, self.autoshard, None),
-            "paper": lambda contest: self._learned(contest, self.paper, None),
             "policy": lambda contest: self._learned(contest, self.learned, None),
             "policy_best_of_16": self._best_of,
             "search_alone": lambda contest: self._search(contest, self.network, bare),
@@ -149,18 +147,8 @@ class Field:
 
     @cached_property
     def learned(self) -> Checkpoint:
-        """The checkpoint of recipe ``default``."""
+        """The checkpoint in use."""
         return resolve(self._checkpoint, self._device)
-
-    @cached_property
-    def paper(self) -> Checkpoint:
-        """The checkpoint of recipe ``paper``."""
-        return resolve("auto", self._device, "paper")
-
-    @cached_property
-    def autoshard(self) -> Checkpoint:
-        """AutoShard's policy, trained on the same data and with the same budget as ours."""
-        return resolve(DATA / f"{self._device}-autoshard.safetensors", self._device, "autoshard")
 
     @cached_property
     def prior(self) -> Checkpoint:

@@ -27,14 +27,14 @@ from dreamshard_planner.checkpoints.file import (
     network_of,
     opened,
 )
-from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
 from dreamshard_planner.cost.correction import CorrectedCost
-from dreamshard_planner.cost.network import AnyCostNetwork
+from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
-from dreamshard_planner.policy.network import AnyPolicy
+from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig
 from dreamshard_planner.support.files import write_whole
 from dreamshard_planner.support.fingerprint import digest
 from dreamshard_planner.support.torch_state import neutral
@@ -74,10 +74,6 @@ class Checkpoint:
         """Hardware of its network, whatever it was corrected for since."""
         return re.split(", (?:calibrated|learned) on ", self.metadata.get("hardware_name", "?"))[0]
 
-    @property
-    def recipe(self) -> str:
-        return self.metadata.get("recipe", "default")
-
     @neutral()
     def digest(self) -> str:
         """SHA-256 of networks and metadata, in hexadecimal; what it is called and why it was taken don't count."""
@@ -115,13 +111,11 @@ class Checkpoint:
         path = Path(path)
         with opened(path) as file:
             description = description_of(path, file)
-            recipe = RECIPES[description.get("recipe", "default")]
-            policy = network_of(path, "policy", recipe.policy, recipe.policy_config, description.get("policy"), file)
+            policy = network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
             cost = None
             if description.get("cost") is not None:
-                over_prior = recipe.cost_over_prior if "cost.prior" in file.keys() else None
-                make = over_prior or recipe.cost
-                cost = network_of(path, "cost", make, recipe.cost_config, description["cost"], file)
+                kind = NetworkOverPrior if "cost.prior" in file.keys() else CostNetwork
+                cost = network_of(path, "cost", kind, CostNetworkConfig, description["cost"], file)
         check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         checkpoint = cls(policy, cost, metadata, path.name)
@@ -136,7 +130,6 @@ class Checkpoint:
 def resolve(
     checkpoint: str | Path | Checkpoint,
     compute_device: str,
-    recipe: str = "default",
     threads: int | None = None,
     card: str | None = None,
 ) -> Checkpoint:
@@ -150,37 +143,32 @@ def resolve(
     Args:
         checkpoint: what to look for.
         compute_device: ``cpu`` or ``cuda``.
-        recipe: that it must be of.
         threads: of a rank, for which ``"auto"`` chooses among the user's own; default: this process's.
         card: what the driver calls the GPU that is planned for, or the processor's name; default: what this process
             sees.
 
     Raises:
-        CheckpointError: where it can't be read, or is of another recipe; for ``"auto"``, where any of the user's own
+        CheckpointError: where it can't be read; for ``"auto"``, where any of the user's own
             can't be read, since plans would be made by other costs than those that the user measured.
     """
     if checkpoint == "auto":
-        checkpoint = _auto(compute_device, recipe, threads, card)
+        checkpoint = _auto(compute_device, threads, card)
     elif checkpoint == "roofline":
-        checkpoint = shipped(SHIPPED, "roofline", recipe)
-    if not isinstance(checkpoint, Checkpoint):
-        checkpoint = Checkpoint.load(checkpoint)
-    if checkpoint.recipe != recipe:
-        raise CheckpointError(f"{checkpoint.name}: made by recipe {checkpoint.recipe!r}, asked for {recipe!r}")
-    return checkpoint
+        checkpoint = shipped(SHIPPED, "roofline")
+    return checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.load(checkpoint)
 
 
-def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint, recipe: str = "default") -> Checkpoint:
+def resolve_for(topology: Topology, checkpoint: str | Path | Checkpoint) -> Checkpoint:
     """:func:`resolve` for the devices of a topology, GPUs by their name."""
-    return resolve(checkpoint, topology.compute_device, recipe, card=card_of(topology))
+    return resolve(checkpoint, topology.compute_device, card=card_of(topology))
 
 
-def _auto(compute_device: str, recipe: str, threads: int | None, card: str | None) -> Checkpoint:
+def _auto(compute_device: str, threads: int | None, card: str | None) -> Checkpoint:
     """One of the user's own, else what ships."""
     try:
         described = {path: describe(path) for path in user_folder.files()}
     except OSError as error:  # of a home that is not this user's, say, where nobody can have kept anything
-        made = _shipped(compute_device, recipe, card)
+        made = _shipped(compute_device, card)
         return replace(
             made, why=f"{made.name} ships: {user_folder.folder()}, for your own, cannot be read ({error.strerror})"
         )
@@ -194,14 +182,12 @@ def _auto(compute_device: str, recipe: str, threads: int | None, card: str | Non
         if metadata.get("hardware", {}).get("device") == compute_device
     }
     if not alike:
-        return _shipped(compute_device, recipe, card)
+        return _shipped(compute_device, card)
     here = user_folder.Here.of(compute_device, threads, card)  # may ask for the card, which starts CUDA
-    best = here.best(
-        {path: metadata for path, metadata in alike.items() if metadata.get("recipe", "default") == recipe}
-    )
+    best = here.best(alike)
     if best is None:
-        made = _shipped(compute_device, recipe, card)
-        which = f"is of recipe {recipe!r} and was measured on {here.name or 'a card that is here'}"
+        made = _shipped(compute_device, card)
+        which = f"was measured on {here.name or 'a card that is here'}"
         return replace(made, why=f"{made.name} ships: none of your own in {user_folder.folder()} {which}")
     found = best.stat()
     why = f"{best.name} is one of your own checkpoints, in {best.parent}, and was measured on what is here, {here.name}"
@@ -214,11 +200,11 @@ def _loaded(path: Path, modified_ns: int, size: int, inode: int) -> Checkpoint:
     return Checkpoint.load(path)
 
 
-def _shipped(compute_device: str, recipe: str, card: str | None) -> Checkpoint:
+def _shipped(compute_device: str, card: str | None) -> Checkpoint:
     """What ships for this card, or for the device that this process sees."""
     if card is None and compute_device == "cuda" and (found := driver.read_card()) is not None:
         card = found.name
-    return shipped(SHIPPED, compute_device, recipe, card)
+    return shipped(SHIPPED, compute_device, card)
 
 
 def measured_name(compute_device: str, card: str) -> str:
@@ -227,19 +213,11 @@ def measured_name(compute_device: str, card: str) -> str:
 
 
 @cache
-def shipped(folder: Path, compute_device: str, recipe: str, card: str | None = None) -> Checkpoint:
+def shipped(folder: Path, compute_device: str, card: str | None = None) -> Checkpoint:
     """The best checkpoint in ``folder`` for a device: ``cpu``, or the card's name (``NVIDIA H200``:
-    ``nvidia-h200.safetensors``), else ``roofline``; with ``-<recipe>`` behind it, if not the default one.
-
-    Raises:
-        CheckpointError: none of them is there.
-    """
-    measured = measured_name(compute_device, card) if card else compute_device
-    suffix = "" if recipe == "default" else f"-{recipe}"
-    for source in (measured, "roofline"):
-        if (path := folder / f"{source}{suffix}.safetensors").is_file():
-            return Checkpoint.load(path)
-    raise CheckpointError(f"no checkpoint of recipe {recipe!r} ships: make one with dreamshard train --recipe {recipe}")
+    ``nvidia-h200.safetensors``), else ``roofline``."""
+    measured = folder / f"{measured_name(compute_device, card) if card else compute_device}.safetensors"
+    return Checkpoint.load(measured if measured.is_file() else folder / "roofline.safetensors")
 
 
 def _state(prefix: str, module: nn.Module) -> dict[str, Tensor]:

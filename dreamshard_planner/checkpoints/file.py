@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cost.collectives import fits_of
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.correction import check_corrections
@@ -59,6 +58,7 @@ class _Description:
     """What of a description is read again; the rest is for people."""
 
     recipe: str = "default"
+    """Earlier versions had others."""
     hardware_name: str = ""
     hardware: _Hardware = _Hardware()
     pools: tuple[str, ...] = ()
@@ -72,8 +72,11 @@ class _Description:
     corrections: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ValueError(f"its recipe must be one of {', '.join(RECIPES)}, got {brief(self.recipe)}")
+        if self.recipe != "default":
+            raise ValueError(
+                f"its networks are of recipe {brief(self.recipe)}, which this package no longer has: dreamshard train "
+                "or dreamshard fit make others from the same dataset"
+            )
         if self.collectives is not None:
             fits_of(self.collectives)
         check_corrections(self.corrections)

@@ -51,12 +51,11 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def new_file(hardware: Mapping[str, Any], recipe: str = "default", how: str = "") -> Path:
+def new_file(hardware: Mapping[str, Any], how: str = "") -> Path:
     """Where to keep a checkpoint that was measured on this hardware; the folder is made.
 
     Args:
         hardware: as :func:`~dreamshard_planner.measure.hardware.describe_hardware` has it.
-        recipe: of the checkpoint.
         how: ``calibrated`` or ``learned``, where another one was corrected for the hardware; such a file has a name of
             its own, so that it does not replace what it was made from.
 
@@ -68,8 +67,7 @@ def new_file(hardware: Mapping[str, Any], recipe: str = "default", how: str = ""
         raise FileError(
             f"no name for a checkpoint of hardware that is not told ({brief(dict(hardware))}): say where to"
         )
-    parts = [device, name, f"{hardware.get('threads', 1)} threads" if device == "cpu" else ""]
-    parts += ["" if recipe == "default" else recipe, how]
+    parts = [device, name, f"{hardware.get('threads', 1)} threads" if device == "cpu" else "", how]
     try:
         folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:

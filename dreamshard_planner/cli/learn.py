@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import load_plan
 from dreamshard_planner.cli.options import (
-    DEFAULT_RECIPE,
     SECONDS,
     SEED,
     CollectivesOption,
     Device,
     DeviceOption,
     QuickOption,
-    Recipe,
-    RecipeOption,
     ThreadsOption,
     UpdatesOption,
     output,
@@ -43,11 +39,11 @@ if TYPE_CHECKING:
 KEPT = "default: among your own checkpoints, named by the hardware, where auto finds it."
 
 
-def keep_in(hardware: Mapping[str, Any], recipe: str = "default", how: str = "") -> Path:
+def keep_in(hardware: Mapping[str, Any], how: str = "") -> Path:
     """Where a checkpoint goes that nobody gave a file for."""
     from dreamshard_planner.checkpoints import user_folder
 
-    out = user_folder.new_file(hardware, recipe, how)
+    out = user_folder.new_file(hardware, how)
     check_writable(out)
     return out
 
@@ -79,7 +75,7 @@ def _taken_by(out: Path, made: Checkpoint, how: str) -> str:
 
     hardware = made.metadata["hardware"]
     try:
-        taken = resolve("auto", hardware["device"], made.recipe).name
+        taken = resolve("auto", hardware["device"]).name
     except CheckpointError as error:  # of another file, and no reason to fail: this one is made
         return f"no plan takes it yet: {error}"
     if taken == out.name:
@@ -126,7 +122,6 @@ def train(
     device: DeviceOption = Device.cpu,
     threads: ThreadsOption = 1,
     seed: Annotated[int, SEED(help="Of tables, sets, networks and policy.")] = 0,
-    recipe: RecipeOption = DEFAULT_RECIPE,
     roofline: Annotated[bool, typer.Option(help="Train a policy on the roofline model; measures nothing.")] = False,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
@@ -136,18 +131,18 @@ def train(
     """Make a checkpoint: measure fused kernels, fit the cost network, train the policy.
 
     An interrupted run, started again with the same options, continues its measurements. Under torchrun all ranks
-    measure. On CPUs the network starts from the one that ships, if the recipe can; collectives stay those that plans on
-    such a device go by now, unless measured ones are given. With --quick both start from nothing.
+    measure. On CPUs the network starts from the one that ships. Collectives stay those that plans on
+    such a device use now, unless measured ones are given. With --quick both start from nothing.
     """
     from dreamshard_planner.training import train, train_on_roofline
 
     _check_out(out, quick, roofline)
-    path = out or keep_in(_described(device, threads), recipe.value)
-    config = replace(_config(recipe, quick, updates, collectives, seed), device=device.value, threads=threads)
+    path = out or keep_in(_described(device, threads))
+    config = replace(_config(quick, updates, collectives, seed), device=device.value, threads=threads)
     config = config if seconds is None else replace(config, seconds=seconds)
     if not (roofline or quick):
         kept = config.collectives or _collectives_in_use(device, threads, out)
-        config = replace(config, start=_shipped_start(device, recipe), collectives=kept)
+        config = replace(config, start=_shipped_start(device), collectives=kept)
     with _measuring(device) as ranks:
         if roofline:
             checkpoint = ranks.from_first(lambda: train_on_roofline(config, path))
@@ -218,7 +213,6 @@ def fit(
     dataset: Annotated[list[Path], typer.Option(help="Measured sets, .npz; may be given several times.")],
     test_dataset: Annotated[list[Path], typer.Option(help="Measured sets of held-out tables; likewise.")],
     out: Annotated[Path | None, output(f"Checkpoint to write; {KEPT}")] = None,
-    recipe: RecipeOption = DEFAULT_RECIPE,
     seed: Annotated[int, SEED(help="Of networks and policy.")] = 0,
     collectives: CollectivesOption = None,
     updates: UpdatesOption = None,
@@ -229,9 +223,9 @@ def fit(
     from dreamshard_planner.training import learn
 
     _check_out(out, quick)
-    config = _config(recipe, quick, updates, collectives, seed)
+    config = _config(quick, updates, collectives, seed)
     train_data, test_data = (_joined(paths) for paths in (dataset, test_dataset))
-    path = out or keep_in(train_data.hardware, recipe.value)
+    path = out or keep_in(train_data.hardware)
     checkpoint, _ = learn(config, train_data, test_data)
     checkpoint.save(path)
     _show_made(checkpoint, path, out is not None, format)
@@ -334,17 +328,12 @@ def _joined(paths: Sequence[Path]) -> CostDataset:
     return CostDataset.concatenate(datasets)
 
 
-def _shipped_start(device: Device, recipe: Recipe) -> Checkpoint | None:
+def _shipped_start(device: Device) -> Checkpoint | None:
     """What ships for CPUs, whatever the user's own are, since an interrupted training must go on as it began. On GPUs
     costs start from the card's bandwidths."""
     from dreamshard_planner.checkpoints.checkpoint import SHIPPED, shipped
 
-    if device is not Device.cpu:
-        return None
-    try:
-        return shipped(SHIPPED, device.value, recipe.value)
-    except CheckpointError:
-        return None  # none of this recipe ships
+    return shipped(SHIPPED, device.value) if device is Device.cpu else None
 
 
 def _collectives_in_use(device: Device, threads: int, out: Path | None) -> dict[str, Any] | None:
@@ -372,14 +361,11 @@ def _read_collectives(path: Path | None) -> dict[str, Any] | None:
     return MeasuredCollectives.load(path).metadata()
 
 
-def _config(recipe: Recipe, quick: bool, updates: int | None, collectives: Path | None, seed: int) -> TrainingConfig:
+def _config(quick: bool, updates: int | None, collectives: Path | None, seed: int) -> TrainingConfig:
     """Of a training with these options."""
     from dreamshard_planner.training import QUICK, TrainingConfig
 
-    chosen = RECIPES[recipe.value].quick() if quick else RECIPES[recipe.value]
-    return replace(
-        QUICK if quick else TrainingConfig(),
-        recipe=chosen.with_updates(updates),
-        collectives=_read_collectives(collectives),
-        seed=seed,
-    )
+    config = QUICK if quick else TrainingConfig()
+    if updates is not None:
+        config = replace(config, reinforce=replace(config.reinforce, updates=updates))
+    return replace(config, collectives=_read_collectives(collectives), seed=seed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.options import DEFAULT_RECIPE, Device, RecipeOption
+from dreamshard_planner.cli.options import Device
 from dreamshard_planner.cli.output import Format, FormatOption, facts, grid, show
 from dreamshard_planner.errors import DreamShardError
 from dreamshard_planner.support.files import read_json
@@ -51,11 +51,10 @@ def info(
         typer.Argument(help="Checkpoint, dataset, statistics, observation, list of tables or plan; or auto."),
     ],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
-    recipe: RecipeOption = DEFAULT_RECIPE,
     format: FormatOption = Format.table,
 ) -> None:
     """What a file holds and what it was made from; auto is the checkpoint that planning would take."""
-    kind, document = _described(source, device.value, recipe.value)
+    kind, document = _described(source, device.value)
     shown = IN_WORDS[kind](document) if kind in IN_WORDS else document
     show({"kind": kind, **document}, format, facts(shown, f"{source}: {kind}"))
 
@@ -70,7 +69,6 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "hardware": checkpoint.get("hardware_name") or hardware.get("name"),
         "made with": _made_with(hardware),
         "created": checkpoint.get("created"),
-        "recipe": checkpoint.get("recipe"),
         "measured": f"{sets:,} sets of tables to learn from, {test_sets:,} held out" if data else None,
         "network starts from": checkpoint.get("started_from"),
         "corrected": checkpoint.get("corrected"),
@@ -163,7 +161,7 @@ FORMS = {b"PK\x03\x04": ".npz", b"{": ".json", b"[": ".json"}
 """Suffixes of files that begin so; what safetensors begin with, the length of a header, is none of these."""
 
 
-def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, Any]]:
+def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
     """Kind and content of a file."""
     from dreamshard_planner.checkpoints.checkpoint import Checkpoint, resolve
     from dreamshard_planner.checkpoints.user_folder import folder
@@ -175,7 +173,7 @@ def _described(source: str, device: str, recipe: str) -> tuple[str, dict[str, An
             begins = file.read(4)
         form = next((form for first, form in FORMS.items() if begins.startswith(first)), form)
     if source == "auto":
-        checkpoint = resolve(source, device, recipe)
+        checkpoint = resolve(source, device)
         why = checkpoint.why or f"{checkpoint.name} ships; none of your own is in {folder()}"
         return "checkpoint", {"file": checkpoint.name, "why": why, **checkpoint.metadata}
     if form == ".npz":

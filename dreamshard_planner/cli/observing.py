@@ -92,7 +92,7 @@ def learn(
     hardware = observation.hardware
     device = str(hardware["device"])
     start = resolve(checkpoint, device, threads=int(hardware["threads"]), card=str(hardware["name"]))
-    path = out or keep_in(hardware, start.recipe, "learned")
+    path = out or keep_in(hardware, "learned")
     with refusal_told(path):
         made = learn(start, observation, path, force=force)
     told = made.metadata["learned"]

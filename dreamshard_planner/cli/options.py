@@ -17,7 +17,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.devices import MAX_RANKS, Machine
 from dreamshard_planner.errors import FileError, TaskError
 from dreamshard_planner.search.effort import EFFORTS
@@ -32,8 +31,6 @@ class Device(StrEnum):
 
 
 Effort = StrEnum("Effort", list(EFFORTS))  # type: ignore[misc]  # mypy wants the names spelled out
-Recipe = StrEnum("Recipe", list(RECIPES))  # type: ignore[misc]  # mypy wants the names spelled out
-DEFAULT_RECIPE = Recipe("default")
 
 
 def _output(path: Path | None) -> Path | None:
@@ -81,7 +78,6 @@ def folder(help: str) -> typer.models.OptionInfo:
 
 DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]
 ThreadsOption = Annotated[int, typer.Option(min=1, help="Intra-op threads of a rank (CPU).", callback=_threads)]
-RecipeOption = Annotated[Recipe, typer.Option(help="paper: the networks as published; autoshard: its policy.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Tiny settings, to try the flow; no use for planning.")]
 EffortOption = Annotated[
     Effort | None,

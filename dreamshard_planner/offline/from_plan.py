@@ -33,10 +33,11 @@ from dreamshard_planner.workload.tables import NO_OPTIMIZER
 
 IN_WORDS = ("stats",)
 """What a file has of a cache's parameters in words alone; nothing of it is read offline."""
-PLANNERS = ("recipe", "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source",
-            "least_gain")  # fmt: skip
+PLANNERS = (
+    "sharding_types", "exact_training", "optimizers_attached", "seed", "effort", "cost_source", "least_gain"
+)  # fmt: skip
 """Settings that are the planner's arguments of the same name."""
-TOLD = ("cost_source", "checkpoint", "recipe")
+TOLD = ("cost_source", "checkpoint")
 """Settings that move figures; the others are of the search alone."""
 
 

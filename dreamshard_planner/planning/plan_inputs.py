@@ -104,8 +104,7 @@ class PlanRequest:
             settings={
                 "cost_source": settings.cost_source,
                 "checkpoint": f"{self.checkpoint.name} {self.checkpoint.digest()[:12]}",
-                "recipe": self.checkpoint.recipe,
-                "sharding_types": plain(settings.allowed_types),
+                "sharding_types": plain(settings.sharding_types),
                 "exact_training": settings.exact_training,
                 "optimizers_attached": settings.optimizers_attached,
                 "storage_reservation": type(reservation).__name__,
@@ -151,11 +150,10 @@ class PlanRequest:
                 "tables": sorted(map(canonical, tables)),  # TorchRec enumerates kernels in the order of a set
                 "constraints": self.constraints,
                 "placement rules": settings.placement_rules,
-                "cost source": (settings.cost_source, settings.allowed_types),
+                "cost source": (settings.cost_source, settings.sharding_types),
                 "training": (settings.exact_training, settings.optimizers_attached, settings.sharding_groups),
                 "statistics": settings.statistics,
                 "checkpoint": self.checkpoint.digest(),
-                "recipe": self.checkpoint.recipe,
                 "seed": settings.seed,
                 "search": (settings.search, settings.search_seconds, self.timeout_seconds),
                 "least gain": settings.least_gain,

@@ -21,7 +21,6 @@ from dreamshard_planner.plans.notes import Note, noted
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import differences
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
 from dreamshard_planner.search_space.options import refused
 from dreamshard_planner.search_space.usable_options import never_run
 from dreamshard_planner.support.formatting import first_of
@@ -150,7 +149,7 @@ def _exact_training(session: PlanningSession, plan: Sequence[ShardingOption]) ->
         return ()
     attached = None if session.wider is space else session.wider
     searched = session.context.searched_options(session.search_space)
-    search = request.settings.search or DEFAULT_SEARCH
+    search = request.settings.search
     return (
         *forced_out_note(space, plan, search, request.settings.seed, request.seconds),
         left_out_note(space, attached, searched, plan),

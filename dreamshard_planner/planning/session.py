@@ -256,10 +256,8 @@ class PlanningSession:
         settings, guessed = self.request.settings, False
         least = settings.least_gain or 0.0
         if settings.least_gain is None:
-            # By TorchRec's estimates, or as published: chosen otherwise than by our costs.
-            otherwise = settings.cost_source == "torchrec" or settings.search is None
             known = knows_lookups(self.context, plan, self.request.constraints, settings.statistics)
-            guessed = not known and not otherwise
+            guessed = not known and settings.cost_source != "torchrec"
             least = LEAST_GAIN if guessed else 0.0
         mixed = bool(self.mixed_exchanges(plan))
         narrowed = bool(self.context.left_out)  # of types that TorchRec's plan may have
@@ -338,7 +336,7 @@ def _constraints(
     settings, topology = request.settings, request.topology
     allowed = AllowedTypes(
         topology.compute_device,
-        sharding_types=settings.allowed_types,
+        sharding_types=settings.sharding_types,
         exact_training=settings.exact_training,
         optimizers_attached=settings.optimizers_attached,
         in_groups=request.in_groups,

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dreamshard_planner.checkpoints.recipes import RECIPES
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
 from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS
-from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -26,7 +25,6 @@ class PlannerSettings:
     """
 
     statistics: TableStatistics | None = None
-    recipe: str = "default"
     seed: int = 0
     effort: str = DEFAULT_EFFORT
     search_seconds: float | None = None
@@ -41,8 +39,6 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         if self.least_gain is not None and not 0 <= self.least_gain < 1:
             raise ValueError(f"least_gain must be a share from 0 to below 1, or None, got {self.least_gain!r}")
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
         if self.effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, got {self.effort!r}")
         if self.search_seconds is not None and not self.search_seconds > 0:
@@ -64,17 +60,11 @@ class PlannerSettings:
         object.__setattr__(self, "seed", checked_seed(self.seed))
 
     @property
-    def search(self) -> SearchConfig | None:
-        """Of moves and swaps; None for one policy roll-out and nothing else, as published."""
-        search = RECIPES[self.recipe].search
-        return None if search is None else search.times(self.candidates)
+    def search(self) -> SearchConfig:
+        """Of moves and swaps."""
+        return DEFAULT_SEARCH.times(self.candidates)
 
     @property
     def candidates(self) -> float:
         """Multiple of the default's candidates that each part of planning may try."""
         return EFFORTS[self.effort]
-
-    @property
-    def allowed_types(self) -> Sequence[str] | None:
-        """Sharding types to use; None for all."""
-        return self.sharding_types or RECIPES[self.recipe].sharding_types

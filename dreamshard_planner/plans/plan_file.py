@@ -63,7 +63,9 @@ FORMAT = "dreamshard_planner plan"
 VERSION = 7
 OLDEST_VERSION = 6
 """Read as well; these files have neither pods nor TorchRec's own figures of a topology."""
-DROPPED = ("predicted.measured", "predicted.measured_before", "inputs.settings.refine_seconds")
+DROPPED = (
+    "predicted.measured", "predicted.measured_before", "inputs.settings.refine_seconds", "inputs.settings.recipe"
+)  # fmt: skip
 """Entries that earlier versions wrote, and that :func:`without_dropped` removes."""
 BANDWIDTHS = {
     "HBM": "hbm_mem_bw",
@@ -270,7 +272,7 @@ class PlanInputs:
     statistics: str | None
     """Digest of the table statistics; None where there were none."""
     settings: dict[str, Any]
-    """Arguments of the planner: cost source, checkpoint, recipe, seed, and so on."""
+    """Arguments of the planner: cost source, checkpoint, seed, and so on."""
     features: dict[str, FeatureStatistics]
     """Statistics of those features that have no sketch of ids, which takes kilobytes: these stay in their own file."""
 

@@ -94,7 +94,7 @@ class SearchLoop:
         else:
             self.proposers = given.proposers
         many = given.proposers is not None or given.perf_model is not None
-        self._compares_many = many and given.partitioner is None and settings.search is not None
+        self._compares_many = many and given.partitioner is None
         self.partitioner = given.partitioner or DreamShardPartitioner(
             search=settings.search,
             seed=settings.seed,

@@ -71,14 +71,14 @@ def calibrate(
     Raises:
         CalibrationRefused: nothing was written: too few sets, a core that others used as well, or costs that are not
             good and that nothing made better.
-        CheckpointError: the checkpoint has no cost network of recipe ``default``.
+        CheckpointError: the checkpoint has no cost network.
         DatasetError: an interrupted calibration with other settings left its blocks there.
         FileError: ``out`` cannot be written; before anything is measured.
     """
     out, network, ranks = Path(out), checkpoint.cost, ranks or Ranks()
     check_writable(out)
     if not isinstance(network, CostNetwork):
-        raise CheckpointError(f"{checkpoint.name}: holds no cost network of recipe 'default' to calibrate")
+        raise CheckpointError(f"{checkpoint.name}: holds no cost network to calibrate")
     config = _config(seconds, device, threads, batch_sizes, seed)
     halves = pool_tables((POOL,)) if tables is None else (tables, tables)
     folders = [out.with_suffix(f".{name}.blocks") for name in ("calibrate", "check")]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.default_recipe import DEFAULT
-from dreamshard_planner.checkpoints.recipes import Recipe
+from dreamshard_planner.cost.fit import FitConfig
 from dreamshard_planner.measure.shards import SHARD_SHARE, draw_mixed_sets
+from dreamshard_planner.policy.reinforce import ReinforceConfig
 from dreamshard_planner.policy.tasks import TaskConfig
 from dreamshard_planner.workload.pools import named_pool, split_tables
 from dreamshard_planner.workload.tables import Table, Workload
@@ -54,12 +54,12 @@ class TrainingConfig:
     validation_tasks: int = 60
     """Tasks of held-out tables that it is judged on."""
     tasks: TaskConfig = WITH_ROOM
-    recipe: Recipe = DEFAULT
-    """Networks, and how they are trained; ``RECIPES["paper"]`` for those as published."""
+    fit: FitConfig = FitConfig()
+    reinforce: ReinforceConfig = ReinforceConfig()
     start: Checkpoint | None = None
-    """Whose cost network to start from where the recipe can (:func:`~dreamshard_planner.training.costs.start_of`), such
-    as one that another processor measured; None: from nothing. Tables that few sets have, as hot ones, are told better:
-    9 % off instead of 13 to 15 after five minutes on an Intel Xeon."""
+    """Whose cost network to start from where that is possible (:func:`~dreamshard_planner.training.costs.start_of`),
+    such as one that another processor measured; None: from nothing. On an Intel Xeon a start made the error of tables
+    that few sets have 9 % instead of 13 to 15 after five minutes."""
     collectives: dict[str, Any] | None = None
     """What ``python -m dreamshard_planner.measure.collectives`` measured; kept in the checkpoint."""
     seed: int = 0
@@ -87,7 +87,8 @@ QUICK = TrainingConfig(
     num_tasks=8,
     validation_tasks=4,
     tasks=replace(WITH_ROOM, max_tables=12),
-    recipe=DEFAULT.quick(),
+    fit=FitConfig(epochs=10),
+    reinforce=ReinforceConfig(updates=5, tasks_per_update=2, episodes_per_task=4),
 )
 """Runs through all of it in seconds; nothing that it makes is worth planning with."""
 

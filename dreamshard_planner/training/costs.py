@@ -6,33 +6,30 @@ from __future__ import annotations
 from typing import Any
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.checkpoints.recipes import Recipe
 from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.fit import LabelledSets, mape_2, predict_ms
-from dreamshard_planner.cost.network import AnyCostNetwork
+from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
+from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
 from dreamshard_planner.support.progress import progress_bar
 
 
-def start_of(start: Checkpoint | None, recipe: Recipe, train_sets: LabelledSets) -> Checkpoint | None:
-    """The checkpoint whose network fitting starts from; None where it has none of the recipe's kind, or the recipe
-    starts none, or the sets have a prior of their own to start from."""
-    if start is None or start.cost is None or recipe.fit_from is None or train_sets.prior is not None:
+def start_of(start: Checkpoint | None, train_sets: LabelledSets) -> Checkpoint | None:
+    """The checkpoint whose network fitting starts from; None if it has none of today's sizes, or if the sets have a
+    prior of their own to start from."""
+    if start is None or train_sets.prior is not None or type(start.cost) is not CostNetwork:
         return None
-    return start if type(start.cost) is recipe.cost and start.cost.config == recipe.cost_config() else None
+    return start if start.cost.config == CostNetworkConfig() else None
 
 
 def fit(
-    recipe: Recipe, train_sets: LabelledSets, progress: bool, start: AnyCostNetwork | None = None
+    config: FitConfig, train_sets: LabelledSets, progress: bool, start: AnyCostNetwork | None = None
 ) -> AnyCostNetwork:
-    """Fit the recipe's cost network; from ``start`` on, if :func:`start_of` found one."""
-    with progress_bar("fitting", recipe.fit_config.steps(len(train_sets)), progress) as advance:
+    """Fit a cost network; from ``start`` on, if :func:`start_of` found one."""
+    with progress_bar("fitting", config.steps(len(train_sets)), progress) as advance:
 
         def on_step(_: int, loss: float) -> None:
             advance(f"loss {loss:.4f}")
 
-        if start is None or recipe.fit_from is None:
-            return recipe.fit(train_sets, recipe.fit_config, on_step)
-        return recipe.fit_from(train_sets, recipe.fit_config, on_step, start)
+        return fit_cost_network(train_sets, None, config, on_step, start)
 
 
 def validate_cost(network: ComputeCost, test_sets: LabelledSets) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.measure.collect import GroupMix, set_work, work_limits
 from dreamshard_planner.policy.environment import TaskBatch
-from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
+from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan, roll_out
 from dreamshard_planner.policy.reinforce import UpdateStatistics, train_policy
 from dreamshard_planner.policy.tasks import TaskConfig, draw_tasks, problem_of
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
@@ -34,16 +34,15 @@ def improve(
     config: TrainingConfig, compute: ComputeCost, tables: Sequence[Table], progress: bool
 ) -> tuple[AnyPolicy, list[UpdateStatistics], list[PricedTask]]:
     """Train a policy by REINFORCE on the estimated MDP of ``compute``."""
-    recipe = config.recipe
-    policy = recipe.policy(recipe.policy_config(), seed=config.seed)
+    policy = Policy(PolicyConfig(), seed=config.seed)
     tasks = priced_tasks(compute, tables, config.num_tasks, config.tasks, config.seed, config.device)
     costs = [task.cost for task in tasks]
     policy.initialize(torch.cat([cost.problem.features_PF for cost in costs]))
-    with progress_bar("improving the policy", recipe.reinforce.updates, progress) as advance:
+    with progress_bar("improving the policy", config.reinforce.updates, progress) as advance:
         statistics = train_policy(
             policy,
             costs,
-            recipe.reinforce,
+            config.reinforce,
             lambda _, update: advance(f"{update.over_best_heuristic:.3f} x the best rule"),
         )
     return policy, statistics, tasks

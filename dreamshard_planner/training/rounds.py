@@ -78,11 +78,10 @@ def learn(
     """
     train_tables, test_tables = pool_tables(config.pools)
     train_sets, test_sets = LabelledSets.of_dataset(train_data), LabelledSets.of_dataset(test_data, train_data.usual_ms)
-    start = start_of(config.start, config.recipe, train_sets)
-    network = fit(config.recipe, train_sets, progress, start.cost if start else None)
+    start = start_of(config.start, train_sets)
+    network = fit(config.fit, train_sets, progress, start.cost if start else None)
     policy, statistics, tasks = improve(config, network, train_tables, progress)
     metadata = {
-        "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "started_from": f"{start.name}, measured on {start.measured_on}" if start else None,
         "hardware": train_data.hardware,
@@ -112,7 +111,6 @@ def train_on_roofline(config: TrainingConfig, out: str | Path) -> Checkpoint:
     roofline = RooflineCost.of_topology(Topology(world_size=1, compute_device=config.device))
     policy, statistics, _ = improve(config, roofline, train_tables, True)
     metadata = {
-        "recipe": config.recipe.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {},
         "hardware_name": "nothing: roofline model",

@@ -16,10 +16,10 @@ from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.environment import OBSERVATIONS
-from dreamshard_planner.research.paper_network import PaperCostConfig, placement_labels, sent_bytes
-from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.training import TrainingConfig, pool_tables
 from paper.models import MaxOfTables, MeanOfTables, WithoutCosts
+from paper.paper_network import PaperCostConfig, placement_labels, sent_bytes
+from paper.published import PaperPolicy, PaperPolicyConfig
 from paper.results import by_kind, compared, pooled, strongest_rule
 from paper.setting import Setting, halves
 from paper.training import Published, labelled_placements, named_placement, train_published

@@ -16,30 +16,24 @@ from dreamshard_planner.checkpoints.checkpoint import SHIPPED, resolve, shipped
 from dreamshard_planner.checkpoints.file import describe
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
-from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.workload.features import FEATURE_NAMES, NETWORK_FEATURES
 
-DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5), "default")
-PAPER = (PaperPolicy(PaperPolicyConfig()), PaperCostNetwork(PaperCostConfig(), seed=5), "paper")
+DEFAULT = (Policy(PolicyConfig(hidden=8)), CostNetwork(CostNetworkConfig(members=2, context=3), seed=5))
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "some.safetensors"
-    Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", "hardware_name": "a machine"}).save(path)
+    Checkpoint(DEFAULT[0], DEFAULT[1], {"hardware_name": "a machine"}).save(path)
     return path
 
 
-AUTOSHARD = (RecurrentPolicy(RecurrentPolicyConfig()), DEFAULT[1], "autoshard")
-
-
-@pytest.mark.parametrize("policy, cost, recipe", [DEFAULT, PAPER, AUTOSHARD, (DEFAULT[0], None, "default")])
-def test_round_trip(tmp_path: Path, policy, cost, recipe: str) -> None:
+@pytest.mark.parametrize("policy, cost", [DEFAULT, (DEFAULT[0], None)])
+def test_round_trip(tmp_path: Path, policy, cost) -> None:
     path = tmp_path / "some.safetensors"
-    Checkpoint(policy, cost, {"recipe": recipe, "hardware_name": "a machine", "extra": [1, 2]}).save(path)
+    Checkpoint(policy, cost, {"hardware_name": "a machine", "extra": [1, 2]}).save(path)
     loaded = Checkpoint.load(path)
-    assert loaded.recipe == recipe and loaded.metadata["extra"] == [1, 2] and loaded.name == path.name
+    assert loaded.metadata["extra"] == [1, 2] and loaded.name == path.name
     for ours, theirs in ((policy, loaded.policy), (cost, loaded.cost)):
         if ours is None:
             assert theirs is None
@@ -111,7 +105,7 @@ def test_damaged_description(saved: Path) -> None:
     ],
 )
 def test_what_is_shown_of_a_description_is_checked(tmp_path: Path, wrong: dict[str, Any], mistake: str) -> None:
-    Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", **wrong}).save(path := tmp_path / "x.safetensors")
+    Checkpoint(DEFAULT[0], DEFAULT[1], {**wrong}).save(path := tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=f"x.safetensors: {mistake}"):
         describe(path)
 
@@ -157,37 +151,29 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", [None, [], {"sets": []}, {"sets": "1"}, {"sets": True}])
 def test_counts_that_are_none_are_refused(tmp_path: Path, section) -> None:
     path = tmp_path / "some.safetensors"
-    Checkpoint(DEFAULT[0], DEFAULT[1], {"recipe": "default", "dataset": section}).save(path)
+    Checkpoint(DEFAULT[0], DEFAULT[1], {"dataset": section}).save(path)
     with pytest.raises(CheckpointError, match="some.safetensors: dataset"):
         Checkpoint.load(path)
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
-def test_what_ships(recipe: str) -> None:
-    measured, roofline = resolve("auto", "cpu", recipe), resolve("auto", "cuda", recipe)
+def test_what_ships() -> None:
+    measured, roofline = resolve("auto", "cpu"), resolve("auto", "cuda")
     assert measured.cost is not None and measured.metadata["hardware"]["device"] == "cpu"
     assert roofline.cost is None and "roofline" in roofline.name
     for checkpoint in (measured, roofline):
-        assert checkpoint.recipe == recipe and (SHIPPED / checkpoint.name).stat().st_size < 2**20
-        other = "paper" if recipe == "default" else "default"
-        with pytest.raises(CheckpointError, match=f"asked for '{other}'"):
-            resolve(checkpoint, "cpu", other)
+        assert (SHIPPED / checkpoint.name).stat().st_size < 2**20
 
 
 def test_a_card_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
-    for name in ("nvidia-h200", "nvidia-h200-paper", "roofline"):
-        made = PAPER if name.endswith("paper") else DEFAULT
-        Checkpoint(made[0], made[1], {"recipe": made[2]}).save(tmp_path / f"{name}.safetensors")
-    assert shipped(tmp_path, "cuda", "default", "NVIDIA H200").name == "nvidia-h200.safetensors"
-    assert shipped(tmp_path, "cuda", "paper", "NVIDIA H200").name == "nvidia-h200-paper.safetensors"
+    for name in ("nvidia-h200", "roofline"):
+        Checkpoint(*DEFAULT).save(tmp_path / f"{name}.safetensors")
+    assert shipped(tmp_path, "cuda", "NVIDIA H200").name == "nvidia-h200.safetensors"
     for card in ("NVIDIA A100-SXM4-80GB", None):
-        assert shipped(tmp_path, "cuda", "default", card).name == "roofline.safetensors"
-    with pytest.raises(CheckpointError, match="no checkpoint of recipe 'paper'"):
-        shipped(tmp_path, "cuda", "paper", "NVIDIA A100-SXM4-80GB")
+        assert shipped(tmp_path, "cuda", card).name == "roofline.safetensors"
 
 
-def test_a_recipe_that_does_not_ship() -> None:
-    with pytest.raises(
-        CheckpointError, match="no checkpoint of recipe 'autoshard' ships: make one with dreamshard train"
-    ):
-        resolve("auto", "cpu", "autoshard")
+def test_networks_of_other_recipes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.safetensors"
+    Checkpoint(*DEFAULT, {"recipe": "paper"}).save(path)
+    with pytest.raises(CheckpointError, match="old.safetensors: .*recipe 'paper', which this package no longer has"):
+        Checkpoint.load(path)

@@ -36,7 +36,7 @@ def keep(path: Path, seed: int = 0, **metadata) -> Path:
     """A small checkpoint, measured on this machine unless the metadata say otherwise."""
     hardware = describe_hardware("cpu", torch.get_num_threads()) | metadata.pop("hardware", {})
     network = CostNetwork(CostNetworkConfig(members=2, context=3), seed=seed)
-    told = {"recipe": "default", "hardware": hardware, "hardware_name": "here", **metadata}
+    told = {"hardware": hardware, "hardware_name": "here", **metadata}
     Checkpoint(Policy(PolicyConfig(hidden=8)), network, told).save(path)
     return path
 
@@ -44,9 +44,8 @@ def keep(path: Path, seed: int = 0, **metadata) -> Path:
 def test_auto_takes_the_one_measured_on_this_machine_with_as_many_threads(folder: Path) -> None:
     assert resolve("auto", "cpu").name == "cpu.safetensors" and resolve("auto", "cpu").why == ""
     keep(folder / "other.safetensors", hardware={"name": "another processor"})
-    keep(folder / "paper.safetensors", recipe="paper")
     shipped = resolve("auto", "cpu")
-    assert shipped.name == "cpu.safetensors" and f"none of your own in {folder} is of recipe" in shipped.why
+    assert shipped.name == "cpu.safetensors" and f"none of your own in {folder} was measured on" in shipped.why
     for threads in (2, 8):
         keep(folder / f"{threads}.safetensors", hardware={"threads": threads})
     assert [resolve("auto", "cpu", threads=n).name[0] for n in (1, 3, 5, 64)] == ["2", "2", "8", "8"]
@@ -54,8 +53,6 @@ def test_auto_takes_the_one_measured_on_this_machine_with_as_many_threads(folder
     assert f"2.safetensors is one of your own checkpoints, in {folder}" in taken.why
     assert resolve("auto", "cuda").name == "roofline.safetensors"
     assert resolve("auto", "cuda").why == ""  # and no card is asked for
-    with pytest.raises(CheckpointError, match="no checkpoint of recipe 'autoshard' ships"):
-        resolve("auto", "cpu", "autoshard")
 
 
 def test_auto_goes_by_the_card_that_is_planned_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +60,6 @@ def test_auto_goes_by_the_card_that_is_planned_for(folder: Path, monkeypatch: py
     assert resolve("auto", "cuda", card=h100).name == shipped
     for card in ("NVIDIA H200", UNKNOWN_CARD):
         assert resolve("auto", "cuda", card=card).name == "roofline.safetensors"
-    assert resolve("auto", "cuda", "paper", card=h100).name == "roofline-paper.safetensors"
     keep(folder / "mine.safetensors", hardware={"device": "cuda", "name": h100})
     assert resolve("auto", "cuda", card=h100).name == "mine.safetensors"
     assert resolve("auto", "cuda", card=UNKNOWN_CARD).name == "roofline.safetensors"
@@ -145,10 +141,7 @@ def test_files_are_named_by_hardware_and_matched_by_what_they_say(folder: Path) 
     epyc = {"device": "cpu", "name": "AMD EPYC (family 25 model 17)", "threads": 1}
     h100 = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "threads": 1}
     assert user_folder.new_file(epyc).name == "cpu-amd-epyc-family-25-model-17-1-threads.safetensors"
-    assert (
-        user_folder.new_file(h100, "paper", "calibrated").name
-        == "cuda-nvidia-h100-80gb-hbm3-paper-calibrated.safetensors"
-    )
+    assert user_folder.new_file(h100, "calibrated").name == "cuda-nvidia-h100-80gb-hbm3-calibrated.safetensors"
     with pytest.raises(FileError, match="hardware that is not told"):
         user_folder.new_file({"device": "cpu"})
     (folder / "x").write_text("")

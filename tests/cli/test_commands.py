@@ -224,7 +224,6 @@ def test_mistakes_are_one_line_and_status_1(
     [
         (("train", "--out", "nowhere/x.safetensors"), "nowhere"),
         (("train", "--out", "."), "folder"),
-        (("train", "--out", "x.safetensors", "--recipe", "foo"), "foo"),
         (("train", "--quick"), "--out"),
         (("train", "--roofline"), "--out"),
         (("fit", "--dataset", "x.npz", "--test-dataset", "y.npz", "--quick"), "--out"),

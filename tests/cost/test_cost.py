@@ -24,13 +24,13 @@ from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, 
 from dreamshard_planner.errors import CheckpointError, TaskError
 from dreamshard_planner.measure.collect import draw_sets
 from dreamshard_planner.policy.network import Policy, PolicyConfig
-from dreamshard_planner.research.paper_network import PaperFit, PaperFitConfig, fit_paper_network
 from dreamshard_planner.training import pool_tables
 from dreamshard_planner.training.config import QUICK
 from dreamshard_planner.workload.features import FEATURE_INDEX, FEATURE_NAMES, feature_matrix
 from dreamshard_planner.workload.pools import meta_like, split_tables
 from dreamshard_planner.workload.reuse import bin_mean_reuse
 from dreamshard_planner.workload.tables import OPTIMIZERS, FeatureStatistics, Table, Workload, workloads_of
+from paper.paper_network import PaperCostNetwork, PaperFit, PaperFitConfig
 
 
 def synthetic_ms(workloads: list[Workload]) -> list[float]:
@@ -175,6 +175,10 @@ def test_too_few_sets_is_an_error(split) -> None:
         fit_cost_network(split[0].select(torch.arange(3)))
 
 
+def fit_paper_network(train: LabelledSets, config: PaperFitConfig) -> PaperCostNetwork:
+    return PaperFit(config, train.features_SF).descend(train, config.updates).requires_grad_(False)
+
+
 def test_paper_network_learns(split) -> None:
     train, test = split
     network = fit_paper_network(train, PaperFitConfig(updates=300, learning_rate=2e-3))
@@ -210,24 +214,6 @@ def test_paper_fit_weighs_errors_as_asked(split) -> None:
     assert relative[0] < raw[0] and relative[0] / relative[1] < raw[0] / raw[1]
     with pytest.raises(ValueError, match="loss must be one of mean, raw, relative, got 'log'"):
         PaperFitConfig(loss="log")
-
-
-def test_paper_network_says_what_it_does_not_know(split) -> None:
-    train = split[0]
-    network = fit_paper_network(train, PaperFitConfig(updates=1))
-    assert (
-        len(network.notes(train.features_SF, train.sum(network.encode(train.features_SF)))) == 1
-    )  # nothing is outside
-    far = Table("far", 10**9, 16, (FeatureStatistics(1.0),))
-    features_SF = feature_matrix(workloads_of([far] * 500, 10**6))
-    notes = network.notes(features_SF, network.encode(features_SF).sum(0, keepdim=True))
-    for what in ("500 table(s) have more rows", "500 table(s) have more samples per batch", "have more tables than"):
-        assert any(what in note for note in notes), what
-    table = Table("t", 1000, 16, (FeatureStatistics(1.0),))
-    sets = [workloads_of([replace(table, optimizer=name)], batch) for name in ("sgd", "other") for batch in (8, 64)]
-    mixed = fit_paper_network(LabelledSets.of(sets, torch.ones(4, 2)), PaperFitConfig(updates=1))
-    (note,) = (note for note in mixed.notes(feature_matrix(sets[0]), torch.ones(1, 33)) if "do not tell" in note)
-    assert "8 and 64 samples per batch, SGD and optimizers with states apart" in note
 
 
 def test_selecting_sets_keeps_their_shards(split) -> None:
@@ -518,7 +504,7 @@ def test_a_network_over_a_prior_starts_from_it_and_learns_what_it_leaves(tmp_pat
     path = tmp_path / "gpu.safetensors"
     other = RooflineCost(1e6, 1e5, replace(GPU_KERNELS, lookup_ns=0.5), 4e7)
     network.set_prior(other)
-    Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"recipe": "default", "hardware_name": "a GPU"}).save(path)
+    Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"hardware_name": "a GPU"}).save(path)
     loaded = Checkpoint.load(path).cost
     assert isinstance(loaded, NetworkOverPrior) and {*loaded.optimizers} == OPTIMIZERS.keys() - {"other"}
     assert torch.equal(predict_ms(loaded, test), predict_ms(network, test))
@@ -533,7 +519,7 @@ def test_a_network_over_a_prior_starts_from_it_and_learns_what_it_leaves(tmp_pat
         (4, 0.0, "forward_share"),
     ):
         network.prior[place] = value
-        Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"recipe": "default", "hardware_name": "a GPU"}).save(path)
+        Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"hardware_name": "a GPU"}).save(path)
         with pytest.raises(CheckpointError, match=rf"gpu.safetensors.*prior has {name} "):
             Checkpoint.load(path)
         network.set_prior(other)

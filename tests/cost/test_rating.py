@@ -14,8 +14,8 @@ from dreamshard_planner.cost.compute import WithExtras
 from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
-from dreamshard_planner.research.paper_network import PaperCostConfig, PaperCostNetwork
 from dreamshard_planner.workload.features import WORK
+from paper.paper_network import PaperCostConfig, PaperCostNetwork
 
 
 def brute_force_ms(cost: Cost, assignment: list[int]) -> float:

@@ -304,7 +304,7 @@ def test_learning_corrects_what_was_observed_and_names_the_rest(
     prior = resolve("roofline", "cpu")
     command = ["learn", str(tmp_path / "a.json"), "--checkpoint", "roofline"]
     assert "say where to, --out FILE" in CliRunner().invoke(app, command).output.replace("\n", " ")
-    out = new_file(seen.hardware, "default", "learned")  # where it is kept if nobody says
+    out = new_file(seen.hardware, "learned")  # where it is kept if nobody says
     result = CliRunner().invoke(app, [*command, "--out", str(out)])
     assert result.exit_code == 0, result.output
     made = resolve("auto", "cpu")

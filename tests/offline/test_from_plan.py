@@ -320,8 +320,6 @@ def test_names_that_no_module_has_are_refused(name: str) -> None:
     ("setting", "value"),
     [
         ("cost_source", "oracle"),
-        ("recipe", "cake"),
-        ("recipe", ["default"]),
         ("sharding_types", ["diagonal"]),
         ("exact_training", "sometimes"),
         ("seed", 1.5),

@@ -85,9 +85,9 @@ def test_a_job_that_comes_again_is_planned_once_and_unknown_axes_are_errors(monk
 
 def test_no_point_is_dearer_than_the_present_plan_where_that_fits() -> None:
     good = job().plan()
-    paper = replace(good.job, settings={"recipe": "paper"})  # one policy roll-out, without a search
-    present = PlannedJob(paper, good.planner, good.plan, 0.0)
-    slower = replace(paper, machine=replace(paper.machine, intra_bytes_per_s=200 * GB))
+    whole = replace(good.job, settings=QUICK | {"sharding_types": ["table_wise"]})
+    present = PlannedJob(whole, good.planner, good.plan, 0.0)
+    slower = replace(whole, machine=replace(whole.machine, intra_bytes_per_s=200 * GB))
     kept_ms = slower.read().predict(good.plan).total_ms
     assert slower.plan().report.chosen.total_ms > kept_ms
     assert _point("intra_bytes_per_s", 200 * GB, present, []).total_ms == pytest.approx(kept_ms)
@@ -95,7 +95,7 @@ def test_no_point_is_dearer_than_the_present_plan_where_that_fits() -> None:
 
 
 def test_a_plan_file_is_the_present_plan(tmp_path: Path) -> None:
-    made = replace(job(), settings={"recipe": "paper"}).plan()
+    made = replace(job(), settings=QUICK | {"sharding_types": ["table_wise"]}).plan()
     made.planner.save_plan(path := tmp_path / "plan.json")
     searched = replace(job_of(SavedPlan.load(path)), settings=QUICK)
     found = what_if(searched, {"batch_size": [1024]}, plan_file=path)

@@ -70,7 +70,6 @@ CHANGES: dict[str, Callable[[], dict]] = {
     "constraints": lambda: {"constraints": {"t1": ParameterConstraints(num_poolings=[2.0])}},
     "checkpoint's metadata": lambda: {"checkpoint": checkpoint_with(collectives=None)},
     "checkpoint's weights": lambda: {"checkpoint": other_weights()},
-    "recipe": lambda: {"recipe": "paper"},
     "seed": lambda: {"seed": 1},
     "cost source": lambda: {"cost_source": "torchrec"},
     "effort": lambda: {"effort": "quick"},

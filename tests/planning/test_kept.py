@@ -103,11 +103,6 @@ def test_shares_that_cannot_be_are_refused(share: float) -> None:
         planned(least_gain=share)
 
 
-def test_the_published_recipe_is_left_alone() -> None:
-    made, _ = planned(recipe="paper")
-    assert not any("least_gain" in str(note) for note in made.report().notes)
-
-
 def test_estimates_of_a_kept_plan_are_by_our_costs() -> None:
     """TorchRec's statistics print them, and callbacks read them."""
     sizes = [(2_000_000, 64), (5_000_000, 128), (100_000, 32), (3_000, 64), (700_000, 64), (9_000_000, 32)]

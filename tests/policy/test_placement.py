@@ -9,9 +9,9 @@ from placement_tasks import SEARCH, make_cost, storage_problem
 
 from dreamshard_planner.policy.network import Policy, PolicyConfig
 from dreamshard_planner.policy.place import place, sampled_rollouts
-from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
 from dreamshard_planner.search.local_search import SearchConfig
+from paper.published import PaperPolicy, PaperPolicyConfig
 
 
 def test_rules_place_as_by_hand() -> None:

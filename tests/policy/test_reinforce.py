@@ -21,8 +21,8 @@ from dreamshard_planner.policy.reinforce import (
     greedy_standing,
     train_policy,
 )
-from dreamshard_planner.research.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
+from paper.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 
 POLICIES = [(lambda seed=0: Policy(PolicyConfig(), seed), "score")]
 POLICIES += [(lambda seed=0: PaperPolicy(PaperPolicyConfig(), seed), "score")]

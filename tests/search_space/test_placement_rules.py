@@ -43,10 +43,9 @@ RULES = PlacementRules(
 )
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper"])
 @pytest.mark.parametrize("sharding_types", [TABLE_WISE, None])
-def test_rules_are_kept(recipe: str, sharding_types: tuple[str, ...] | None) -> None:
-    one = planner(RULES, recipe=recipe, sharding_types=sharding_types, exact_training=False)
+def test_rules_are_kept(sharding_types: tuple[str, ...] | None) -> None:
+    one = planner(RULES, sharding_types=sharding_types, exact_training=False)
     one.plan(model(), [EveryTypeSharder()])
     found = ranks_of(one)
     assert found["t0"] == found["t7"] and found["t1"] == found["t6"]

@@ -178,14 +178,6 @@ def test_statistics_tell_what_the_user_constrained() -> None:
     assert {name for name, constraint in told[0].items() if constraint.compute_kernels} == {"t2"}
 
 
-def test_paper_recipe_plans() -> None:
-    chosen = planner(recipe="paper")
-    plan = chosen.plan(small_model(), SHARDERS)
-    assert set(ranks_of(plan)) == {f"t{i}" for i in range(6)}
-    assert chosen.report().candidates == 0 and "paper" in chosen.report().cost_source
-    assert "its features do not tell" in str(chosen.report())
-
-
 def test_a_model_without_tables_has_an_empty_plan() -> None:
     assert planner().plan(nn.Sequential(nn.Linear(2, 2)), SHARDERS).plan == {}
 

@@ -12,7 +12,6 @@ R = 32 representation channels, H = 1 + R latent channels, F features.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,21 +21,12 @@ from torch import Tensor, nn
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import CostSource, overall_ms
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.network import AnyCostNetwork, outside, plain, tables_outside
-from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
+from dreamshard_planner.cost.network import AnyCostNetwork
+from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
 
 MIN_SHARE = 1e-3
 LOSSES = ("mean", "raw", "relative")
-UNSEEN = {
-    "log2_batch_size": "{} and {} samples per batch",
-    "log2_num_features": "{} and {} features of a table",
-    "weight_bytes": "{} and {} bytes per weight",
-    "sequence": "pooled and sequence tables",
-    "weighted": "weighted and plain lookups",
-    "stateful_optimizer": "SGD and optimizers with states",
-}
-"""Descriptors that none of the published features shows, for people."""
 HEADS = ("forward_compute", "backward_compute", "communication", "overall")
 
 
@@ -69,10 +59,6 @@ class PaperFitConfig:
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
 
-    def steps(self, sets: int) -> int:
-        """Updates, whatever the number of training sets."""
-        return self.updates
-
 
 class PublishedTables(nn.Module):
     """What all published networks share: tables represented by an MLP of the 21 features."""
@@ -102,10 +88,6 @@ class PaperCostNetwork(PublishedTables, AnyCostNetwork):
     """Published heads for the stages of a device, and a learned overall head beside them."""
 
     target_ms: Tensor
-    descriptor_low: Tensor
-    descriptor_high: Tensor
-    tables_low: Tensor
-    tables_high: Tensor
 
     def __init__(self, config: PaperCostConfig, seed: int = 0) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -121,10 +103,6 @@ class PaperCostNetwork(PublishedTables, AnyCostNetwork):
         self.config = config
         self.source = CostSource("network", "not trained")
         self.register_buffer("target_ms", torch.ones(4))
-        self.register_buffer("descriptor_low", torch.full((len(DESCRIPTORS),), -math.inf))
-        self.register_buffer("descriptor_high", torch.full((len(DESCRIPTORS),), math.inf))
-        self.register_buffer("tables_low", torch.tensor(0.0))
-        self.register_buffer("tables_high", torch.tensor(math.inf))
         self.eval()
 
     def encode(self, features_SF: Tensor) -> Tensor:
@@ -153,35 +131,6 @@ class PaperCostNetwork(PublishedTables, AnyCostNetwork):
     def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
         """Predicted overall cost of placements, [...], by the head that has learned it."""
         return self.head_ms("overall", self.pool_devices(latent_XDGH.sum(-2)[..., 1:]))
-
-    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """That this is the recipe for comparison; what lies outside of what it was fitted to; and what differed there
-        that its features do not tell apart."""
-        low_F, high_F = self.descriptor_low, self.descriptor_high
-        notes = ["recipe 'paper': the method as published, for comparison"]
-        notes += tables_outside(features_SF, low_F, high_F)
-        notes += outside("fused group(s)", "tables", latent_XH[:, 0], float(self.tables_low), float(self.tables_high))
-        mixed = []
-        for descriptor, name in UNSEEN.items():
-            index = DESCRIPTORS.index(descriptor)
-            low, high = (float(plain(descriptor, bound_F[index])) for bound_F in (low_F, high_F))
-            if -math.inf < low < high < math.inf:
-                mixed.append(name.format(f"{low:,.0f}", f"{high:,.0f}"))
-        if mixed:
-            notes.append(
-                f"its features do not tell {', '.join(mixed)} apart, which differed where it was measured: its costs "
-                "are means over them, and far off; recipe 'default' knows them"
-            )
-        return tuple(notes)
-
-    def set_domain(self, train: LabelledSets) -> None:
-        """Note what is measured, for :meth:`notes`: bounds of all descriptors, and of tables in a group."""
-        descriptor_SF = train.features_SF[:, columns(DESCRIPTORS)]
-        self.descriptor_low.copy_(descriptor_SF.amin(0))
-        self.descriptor_high.copy_(descriptor_SF.amax(0))
-        tables_X = train.offsets_X1.diff()
-        self.tables_low.copy_(tables_X[tables_X > 0].min())
-        self.tables_high.copy_(tables_X.max())
 
 
 class PaperFit:
@@ -222,7 +171,6 @@ class PaperFit:
             The network, ready to use.
         """
         config, network = self.config, self.network
-        network.set_domain(train)
         bytes_X = sent_bytes(train, config.devices)
         if self._fresh and config.loss != "raw":
             targets = placement_labels(train, self._draw(train, placements_ND, 4096), bytes_X, self._collectives)
@@ -260,17 +208,6 @@ class PaperFit:
     def _scale(self, target: Tensor, mean: Tensor) -> Tensor:
         """What an error is divided by."""
         return target.clamp_min(MIN_SHARE * mean) if self.config.loss == "relative" else mean
-
-
-def fit_paper_network(
-    train: LabelledSets,
-    config: PaperFitConfig | None = None,
-    on_update: Callable[[int, float], None] | None = None,
-) -> PaperCostNetwork:
-    """Fit on placements composed of measured sets, one per device, with squared errors of equal weight."""
-    config = config or PaperFitConfig()
-    fitting = PaperFit(config, train.features_SF)
-    return fitting.descend(train, config.updates, on_update=on_update).requires_grad_(False)
 
 
 def sent_bytes(sets: LabelledSets, devices: int) -> Tensor:

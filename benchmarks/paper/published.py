@@ -1,28 +1,20 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""The published methods as recipes, and their policies.
+"""The published policies.
 
 Shapes as in :mod:`dreamshard_planner.policy.network`; C channels of the recurrent core.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dreamshard_planner.checkpoints.default_recipe import DEFAULT
-from dreamshard_planner.checkpoints.recipes import Recipe
 from dreamshard_planner.policy.environment import OBSERVATION_INDEX
 from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.policy.reinforce import ReinforceConfig
-from dreamshard_planner.research.paper_network import (
-    PaperCostConfig,
-    PaperCostNetwork,
-    PaperFitConfig,
-    PublishedTables,
-    fit_paper_network,
-)
+from paper.paper_network import PublishedTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +110,3 @@ PAPER_REINFORCE = ReinforceConfig(
     updates=100, tasks_per_update=1, episodes_per_task=10, learning_rate=5e-4, entropy_weight=0.001, looks=0
 )
 """Ten iterations of ten updates of ten episodes of one task, as published."""
-
-PAPER = Recipe(
-    name="paper",
-    cost=PaperCostNetwork,
-    cost_config=PaperCostConfig,
-    policy=PaperPolicy,
-    policy_config=PaperPolicyConfig,
-    fit=fit_paper_network,
-    fit_config=PaperFitConfig(),
-    quick_fit_config=PaperFitConfig(updates=20),
-    reinforce=PAPER_REINFORCE,
-    sharding_types=("table_wise",),
-)
-AUTOSHARD = replace(DEFAULT, name="autoshard", policy=RecurrentPolicy, policy_config=RecurrentPolicyConfig, search=None)
