@@ -52,14 +52,6 @@ def _present(device: Device) -> Device:
     return device
 
 
-def _folder(path: Path | None) -> Path | None:
-    """What can be made as well."""
-    if path is not None:
-        there = next(part for part in (path, *path.parents) if part.exists())
-        _output(there / "figure.png")
-    return path
-
-
 def _threads(count: int) -> int:
     if count > (cores := os.cpu_count() or 1):
         raise typer.BadParameter(f"{count} threads: this machine has {cores} core(s)")
@@ -69,11 +61,6 @@ def _threads(count: int) -> int:
 def output(help: str) -> typer.models.OptionInfo:
     """A file to write, checked before any work."""
     return typer.Option(help=help, callback=_output)
-
-
-def folder(help: str) -> typer.models.OptionInfo:
-    """A folder to write to, checked before any work."""
-    return typer.Option(help=help, file_okay=False, callback=_folder)
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where kernels run.", callback=_present)]

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
-from dreamshard_planner.cli.options import folder, output, takes
+from dreamshard_planner.cli.options import output, takes
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.formatting import ranges, short
 from dreamshard_planner.support.progress import working
@@ -27,10 +27,7 @@ TABLES_SHOWN = 20
 RANKS_SHOWN = 16
 PlanArgument = Annotated[Path, typer.Argument(help="A plan, .json, of dreamshard plan or DreamShardPlanner.save_plan.")]
 
-HtmlOption = Annotated[
-    Path | None, output("The report with figures, .html: one file, without scripts or network; needs matplotlib.")
-]
-PngOption = Annotated[Path | None, folder("Folder for its figures; needs matplotlib.")]
+HtmlOption = Annotated[Path | None, output("The report as a page, .html: one file, without scripts or network.")]
 
 
 @command("dreamshard plan --tables mlperf_dlrm_dcnv2 --gpus 8 --hbm 80GB --batch-size 8192")
@@ -39,12 +36,10 @@ def plan(
     options: JobOptions,
     out: Annotated[Path | None, output("Plan to write, .json: JsonPlanLoader reads it in training.")] = None,
     html: HtmlOption = None,
-    png: PngOption = None,
     every_table: Annotated[bool, typer.Option("--all", help="Show all tables, not only the costliest.")] = False,
     format: FormatOption = Format.table,
 ) -> None:
     """Shard tables over devices that need not be here, and say what it costs and why."""
-    check_picture(html, png)
     job = options.job()
     with working(_planning(job)):
         planned = job.plan()
@@ -52,7 +47,7 @@ def plan(
     if out is not None:
         planned.saved.save(out)
         typer.echo(f"written to {out}", err=True)
-    picture(report, html, png, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
+    save_page(report, html, f"{job.model.name}: {job.machine.title}, {job.batch_size:,} samples each")
     show(lambda: _document(planned), format, str(report), "", _costliest(report, None if every_table else TABLES_SHOWN))
 
 
@@ -83,16 +78,14 @@ def explain(
 def report(
     plan: PlanArgument,
     html: HtmlOption = None,
-    png: PngOption = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show all tables and ranks, not only the costliest.")
     ] = False,
     format: FormatOption = Format.table,
 ) -> None:
     """What a plan in a file and those that it was chosen from cost, as predicted when it was made; where tables are."""
-    check_picture(html, png)
     saved = load_plan(plan)
-    picture(saved, html, png)
+    save_page(saved, html)
     show(saved.to_dict, format, *_saved_tables(saved, everything))
 
 
@@ -120,26 +113,13 @@ def _planning(job: Job) -> str:
     return f"planning {job.model.name} for {job.machine.title}"
 
 
-def check_picture(html: Path | None, png: Path | None) -> None:
-    """That what draws is installed, before anything is planned."""
-    if html is not None or png is not None:
-        from dreamshard_planner.plans.picture import check_libraries
-
-        check_libraries()
-
-
-def picture(
-    subject: Report | SavedPlan | Replan, html: Path | None, png: Path | None, title: str | None = None
-) -> None:
-    """What was asked for."""
-    from dreamshard_planner.plans.picture import save_html, save_png
-
+def save_page(subject: Report | SavedPlan | Replan, html: Path | None, title: str | None = None) -> None:
+    """Write the page, if one was asked for."""
     if html is not None:
+        from dreamshard_planner.plans.page import save_html
+
         save_html(subject, html, title)
         typer.echo(f"written to {html}", err=True)
-    if png is not None:
-        files = save_png(subject, png, title)
-        typer.echo(f"written to {png}: {', '.join(file.name for file in files)}", err=True)
 
 
 def _document(planned: PlannedJob) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dreamshard_planner.cli.app import command
 from dreamshard_planner.cli.job import TABLES, load_plan
 from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, EffortOption, output, ranks_of
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
-from dreamshard_planner.cli.place import HtmlOption, PlanArgument, check_picture, picture
+from dreamshard_planner.cli.place import HtmlOption, PlanArgument, save_page
 from dreamshard_planner.cli.stats import PLAN_AGAIN
 from dreamshard_planner.support.formatting import first_of
 from dreamshard_planner.support.progress import working
@@ -53,7 +53,6 @@ def replan(
     from dreamshard_planner.offline.jobs import read_model
     from dreamshard_planner.workload.statistics import TableStatistics
 
-    check_picture(html, None)
     saved, gone = load_plan(plan), ranks_of(lost) if lost else []
     if (ranks := saved.inputs.topology.world_size) <= max(gone, default=0):
         raise typer.BadParameter(f"--lost {max(gone)}: the ranks of {saved.name} are 0 to {ranks - 1}")
@@ -88,7 +87,7 @@ def replan(
     if out is not None:
         found.plan.save(out)
         typer.echo(f"written to {out}", err=True)
-    picture(found, html, None)
+    save_page(found, html)
     show(found.to_dict(), format, found.sentence, grid(found.COLUMNS, found.rows()))
     if not found.stays:
         raise typer.Exit(PLAN_AGAIN)

@@ -256,16 +256,10 @@ class Report(Predicted):
         return {"verdict": self.verdict, **document_of(self), **plans}
 
     def save_html(self, path: str | Path, title: str | None = None) -> None:
-        """Write one HTML file with figures; see :func:`dreamshard_planner.plans.picture.save_html`."""
-        from dreamshard_planner.plans.picture import save_html
+        """Write one HTML page; see :func:`dreamshard_planner.plans.page.save_html`."""
+        from dreamshard_planner.plans.page import save_html
 
         save_html(self, path, title)
-
-    def save_png(self, folder: str | Path, title: str | None = None) -> tuple[Path, ...]:
-        """Write its figures; see :func:`dreamshard_planner.plans.picture.save_png`."""
-        from dreamshard_planner.plans.picture import save_png
-
-        return save_png(self, folder, title)
 
     def __str__(self) -> str:
         per_rank = "compute and collectives per rank" if self._estimate_ms else "compute per rank"

@@ -256,8 +256,6 @@ def test_mistakes_are_one_line_and_status_1(
         (("stats", "diff", "a.json", "b.json", "--statistics", "c.json"), "--statistics"),
         (("stats", "diff", "a.json", "b.json", "--worth", "0.1"), "--worth"),
         (("plan", *SMALL, "--format", "xml"), "xml"),
-        (("plan", *SMALL, "--png", "/dev/null/x"), "--png"),
-        (("report", "gone.json", "--png", "/dev/null/x"), "--png"),
         (("plan", *SMALL, "--seed", "9" * 23), "--seed"),
         (("calibrate", "--seed", "9" * 23), "--seed"),
         (("plan", *SMALL, "--search-seconds", "nan"), "--search-seconds"),

@@ -1,0 +1,204 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Reports, saved plans and re-plans as one HTML page: tables with bars, without scripts or addresses to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from dreamshard_planner import __version__
+from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.plans.replan import Replan
+from dreamshard_planner.plans.report import Report, ReportEntry
+from dreamshard_planner.support.files import write_whole
+from dreamshard_planner.support.formatting import ranges, size_in_words
+
+PARTS = ("forward", "backward", "waiting for the slowest rank", "collectives")
+"""Parts of a rank's step, in the order of a bar's colours (page.css)."""
+COST_SOURCES = {
+    "network": "A cost network, fitted to fused kernels that were measured, predicts compute.",
+    "roofline": "Compute follows from bandwidths, on GPUs from how kernels of others use them: nothing was measured. "
+    "Trust the order of plans more than the milliseconds.",
+    "torchrec": "Compute and collectives are the estimates of the TorchRec that is installed.",
+}
+"""By kind of cost source, in a sentence."""
+
+
+def save_html(subject: Report | SavedPlan | Replan, path: str | Path, title: str | None = None) -> None:
+    """Write one HTML file that needs neither network nor scripts; an existing one is replaced as a whole.
+
+    Args:
+        subject: a report; a plan from a file, whose page also lists its inputs; or a re-plan, whose page begins with
+            the curve of cost against bytes moved.
+        path: of the file.
+        title: what was planned; ``Sharding plan``, or the name of the saved plan, by default.
+
+    Raises:
+        FileError: the file can't be written.
+    """
+    saved = subject.plan if isinstance(subject, Replan) else subject
+    if isinstance(saved, SavedPlan):
+        report, facts, name = saved.report(), _facts(saved), saved.name
+    else:
+        report, facts, name = saved, [], "Sharding plan"
+    headline = f"{report.verdict}."
+    if isinstance(subject, Replan):
+        headline, name = subject.sentence, f"{subject.before}, re-planned"
+    title = title or name
+    sections = [
+        *([_curve(subject)] if isinstance(subject, Replan) else []),
+        _ranks(report.chosen, report.collectives),
+        *([_plans(report)] if report.rivals else []),
+        *([_tables(report)] if report.tables else []),
+        *([_memory(report)] if report.memory else []),
+    ]
+    style = resources.files("dreamshard_planner").joinpath("plans/page.css").read_text()
+    source = COST_SOURCES.get(report.cost_source.partition(" ")[0], "")
+    facts += [("compute", f"{report.cost_source}. {source}"), ("collectives", report.collectives_source)]
+    facts += [("search", f"{report.candidates:,} moves and swaps, {report.reshards:,} re-shards evaluated")]
+    lines = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        f"<title>{_text(title)} - dreamshard_planner</title><style>{style}</style></head><body>",
+        f'<p class="soft">Sharding report of dreamshard_planner {__version__}</p><h1>{_text(title)}</h1>',
+        f"<p>{_text(headline)}</p>",
+        *sections,
+        '<section id="sources"><h2>Where the figures come from</h2><dl>',
+        *(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts),
+        "</dl><ul>",
+        *(f"<li>{_text(str(note))}.</li>" for note in report.notes),
+        "</ul></section></body></html>",
+    ]
+    write_whole(path, "\n".join(lines))
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A cell with a stacked bar."""
+
+    shares: Sequence[float]
+    """Of the cell's width, each part's."""
+
+
+def _section(name: str, title: str, finding: str, columns: Sequence[str], rows: Iterable[Sequence[str | _Bar]]) -> str:
+    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return (
+        f'<section id="{name}"><h2>{_text(title)}</h2><p>{_text(finding)}</p><div class="scroll"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div></section>"
+    )
+
+
+def _cell(cell: str | _Bar) -> str:
+    if isinstance(cell, _Bar):
+        return f'<td class="bar">{"".join(f"""<i style="width:{share:.2%}"></i>""" for share in cell.shares)}</td>'
+    return f"<td>{_text(cell)}</td>"
+
+
+def _text(text: str) -> str:
+    """Escape a text, and replace what cannot be printed: names are the user's."""
+    return escape("".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text))
+
+
+def _of_most(values: Sequence[float]) -> Iterator[_Bar]:
+    """Yield a bar for each value, the largest as wide as its cell."""
+    most = max(values, default=0.0) or 1.0
+    return (_Bar([value / most]) for value in values)
+
+
+def _curve(replan: Replan) -> str:
+    shown = replan.rows()
+    bars = _of_most([step_ms for _, _, _, step_ms, _ in shown])
+    rows = [
+        (f"{tables}", moved, to_one, f"{step_ms:.3f}", f"{seconds:,.1f}", bar)
+        for (tables, moved, to_one, step_ms, seconds), bar in zip(shown, bars, strict=True)
+    ]
+    finding = "Each line is a plan: what has to move to reach it, and its milliseconds per training step."
+    return _section("curve", "Cost against bytes moved", finding, (*replan.COLUMNS, ""), rows)
+
+
+def _ranks(chosen: ReportEntry, collectives: Sequence[tuple[str, float]]) -> str:
+    step_ms = chosen.total_ms or 1.0
+    rows: list[Sequence[str | _Bar]] = []
+    for rank, (forward_ms, backward_ms, waiting_ms) in enumerate(
+        zip(chosen.forward_ms, chosen.backward_ms, chosen.waiting_ms, strict=True)
+    ):
+        parts_ms = (forward_ms, backward_ms, waiting_ms, chosen.collectives_ms)
+        shown_ms = (forward_ms, backward_ms, forward_ms + backward_ms, waiting_ms)
+        rows.append((f"{rank}", *(f"{ms:.3f}" for ms in shown_ms), _Bar([ms / step_ms for ms in parts_ms])))
+    sent = ", ".join(f"{name} {ms:.3f} ms" for name, ms in collectives)
+    finding = (
+        f"Rank {chosen.slowest} computes longest, {max(chosen.rank_ms):.3f} ms; collectives take "
+        f"{chosen.collectives_ms:.3f} ms on all{f' ({sent})' if sent else ''}; in all {chosen.total_ms:.3f} ms. "
+        f"Bars, from the left: {', '.join(PARTS)}."
+    )
+    columns = ("rank", "forward ms", "backward ms", "compute ms", "waiting ms", "")
+    return _section("ranks", "Each rank's step", finding, columns, rows)
+
+
+def _plans(report: Report) -> str:
+    plans = (report.chosen, *report.rivals)
+    bars = _of_most([plan.total_ms if plan.feasible else 0.0 for plan in plans])
+    rows = [
+        (
+            plan.name,
+            *(
+                (
+                    f"{plan.total_ms:.3f}",
+                    f"{plan.times(report.chosen):.3f}",
+                    f"{max(plan.rank_ms):.3f}",
+                    f"{plan.collectives_ms:.3f}",
+                )
+                if plan.feasible
+                else ("does not fit", "", "", "")
+            ),
+            bar,
+        )
+        for plan, bar in zip(plans, bars, strict=True)
+    ]
+    finding = "Totals of the chosen plan, of TorchRec's own plan and of greedy rules, by the same cost source."
+    columns = ("plan", "total ms", "vs chosen", "slowest rank's compute ms", "collectives ms", "")
+    return _section("plans", "Against other plans", finding, columns, rows)
+
+
+def _tables(report: Report) -> str:
+    tables = sorted(report.tables, key=lambda table: -table.alone_ms)
+    bars = _of_most([table.alone_ms for table in tables])
+    rows = [
+        (table.name, table.label, f"{len(table.ranks):,}", ranges(table.ranks), f"{table.alone_ms:,.3f}", bar)
+        for table, bar in zip(tables, bars, strict=True)
+    ]
+    finding = "Tables by the milliseconds that their shards would take if each had its rank for itself."
+    return _section("tables", "Tables", finding, ("table", "sharding", "shards", "ranks", "ms by itself", ""), rows)
+
+
+def _memory(report: Report) -> str:
+    rows = [
+        (
+            f"{rank}",
+            entry.kind,
+            size_in_words(used),
+            size_in_words(max(0, limit)),
+            _Bar([min(1.0, used / max(1, limit))]),
+        )
+        for entry in report.memory
+        for rank, (used, limit) in enumerate(zip(entry.used_bytes, entry.limit_bytes, strict=True))
+    ]
+    finding = "Memory of tables on each rank, of what the storage reservation leaves them."
+    return _section("memory", "Memory against the limit", finding, ("rank", "memory", "used", "limit", ""), rows)
+
+
+def _facts(saved: SavedPlan) -> list[tuple[str, str]]:
+    """Return what a plan was made from: names and values."""
+    inputs = saved.inputs
+    return [
+        ("ranks", str(inputs.topology)),
+        ("samples per rank", f"{inputs.batch_size:,}"),
+        ("statistics", inputs.statistics or "none"),
+        *((name, str(value)) for name, value in inputs.settings.items()),
+        *saved.libraries.items(),
+    ]
