@@ -27,7 +27,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInput
 from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan
 from dreamshard_planner.plans.stale import stale_differences
-from dreamshard_planner.problem.units import positions_of
+from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search.few_moves import Waypoint, few_moves
 from dreamshard_planner.search.states import Change
 from dreamshard_planner.search_space.options import fqn_of, places_of, refused, type_of

@@ -40,8 +40,8 @@ from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.report import Report
 from dreamshard_planner.plans.stale import stale_differences
+from dreamshard_planner.problem.parts import impossible_types
 from dreamshard_planner.problem.reader import OptionReader
-from dreamshard_planner.problem.units import impossible_types
 from dreamshard_planner.search_space.constraints import (
     AllowedTypes,
     PlanningConstraints,

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from dreamshard_planner.cost.problem import Problem, Sharding
-from dreamshard_planner.problem.units import positions_of
+from dreamshard_planner.problem.parts import positions_of
 from dreamshard_planner.search_space.options import cannot_lie_so, fqn_of, refused, same_option, set_ranks
 from dreamshard_planner.workload.tables import Workload
 

@@ -2,8 +2,8 @@
 """TorchRec's sharding options read as tables, workloads and sharding problems.
 
 All that depends on how TorchRec describes a table stands in this package: here what the table is, by an option, its
-module and sharder, the user's constraints and statistics; the parts that shards become in ``parts.py``, the collectives
-that carry their outputs in ``exchanges.py``, the ranks that they take together in ``units.py``.
+module and sharder, the user's constraints and statistics; the parts and units that shards become in ``parts.py``,
+the collectives that carry their outputs in ``exchanges.py``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,29 @@ from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS
 from torchrec.types import DataType
 
 from dreamshard_planner.cost.collectives import Collective, Collectives
-from dreamshard_planner.cost.problem import Option, Problem
+from dreamshard_planner.cost.problem import MEMORY_KINDS, Option, Problem
 from dreamshard_planner.plans.plan_file import TableInputs
 from dreamshard_planner.problem.exchanges import Links, exchanges_of, wire_bytes
-from dreamshard_planner.problem.parts import Parts, group_key, set_fused_params
+from dreamshard_planner.problem.parts import (
+    Part,
+    check_hosts,
+    group_key,
+    num_ranks,
+    parts_of,
+    pinned_positions,
+    sent_bytes,
+    set_fused_params,
+    units_of,
+)
 from dreamshard_planner.problem.read_problem import ReadProblem
-from dreamshard_planner.problem.units import check_hosts, num_ranks, pinned_positions, units_of
 from dreamshard_planner.search_space.constraints import constraint_of
-from dreamshard_planner.search_space.input_checks import available_bytes, check_needs, check_per_feature, per_feature
+from dreamshard_planner.search_space.input_checks import (
+    available_bytes,
+    check_needs,
+    check_per_feature,
+    needed_bytes,
+    per_feature,
+)
 from dreamshard_planner.search_space.kernels import CACHING, in_host_memory, memory_of, serves
 from dreamshard_planner.search_space.modules import ShardableTable, TableModule, brings_optimizer, is_mean
 from dreamshard_planner.search_space.options import by_table, fqn_of, type_of
@@ -108,50 +123,60 @@ class OptionReader:
         tables = by_table(options)
         flat = [option for choices in tables.values() for option in choices]
         groups: dict[Any, int] = {}
-        parts = Parts()
+        parts: list[Part] = []
         read: dict[str, list[Option]] = {fqn: [] for fqn in tables}
         for option, whole in zip(flat, self.workloads(flat, topology), strict=True):
-            table = self.table(option, topology)
-            key = group_key(option, table, self._shardable(option).config, self._fused_params(option))
-            group = groups.setdefault(key, len(groups))
-            element_bytes = wire_bytes(option, self._shardable(option).sharder, self._fused_params(option))
+            shardable, table, fused = self._shardable(option), self.table(option, topology), self._fused_params(option)
+            group = groups.setdefault(group_key(option, table, shardable.config, fused), len(groups))
+            element_bytes = wire_bytes(option, shardable.sharder, fused)
             exchanges = partial(exchanges_of, option, topology=topology, links=links, element_bytes=element_bytes)
-            rows = parts.add(option, table, whole, group, exchanges, with_storage)
-            units = units_of(option, rows, topology)
+            found, indices = parts_of(option, table, whole, group, exchanges, with_storage)
+            units = units_of(option, [len(parts) + index for index in indices], topology)
+            parts += found
             pinned = pinned_positions(option, units)
             read[fqn_of(option)].append(Option(units, option.sharding_type, option.compute_kernel, pinned))
         check_hosts(flat, topology)
+        needs_PM, limits_DM = torch.zeros(len(parts), len(MEMORY_KINDS), dtype=torch.int64), available_bytes(topology)
+        num_rules = 0
         if with_storage:
             check_needs(tables.values())
-        needs_PM, limits_DM, num_rules = parts.storage_PM(with_storage), available_bytes(topology), 0
-        if with_storage and self._legal is not None:
-            need_PR, room_DR = self._legal.limits(parts.fqns)
-            needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
-            num_rules = need_PR.shape[1]
-        spare = [] if parts.columns else [Collective("none", "world", links.all_to_all, links.all_to_all)]
+            needs_PM = needed_bytes([part.shard for part in parts])
+            if self._legal is not None:
+                need_PR, room_DR = self._legal.limits([part.fqn for part in parts])
+                needs_PM, limits_DM = torch.cat([needs_PM, need_PR], 1), torch.cat([limits_DM, room_DR], 1)
+                num_rules = need_PR.shape[1]
+        collectives, bytes_PC = sent_bytes(parts)
         problem = Problem(
             num_ranks=topology.world_size,
             tables=tuple(tuple(choices) for choices in read.values()),
             names=tuple(tables),
-            features_PF=feature_matrix(parts.workloads),
-            group_P=torch.tensor(parts.groups, dtype=torch.int64),
+            features_PF=feature_matrix([part.workload for part in parts]),
+            group_P=torch.tensor([part.group for part in parts], dtype=torch.int64),
             num_groups=max(1, len(groups)),
             needs_PM=needs_PM,
             limits_DM=limits_DM,
-            bytes_PC=parts.bytes_PC(),
-            collectives=Collectives([*parts.columns, *spare], topology.intra_group_size, links.all_to_all),
+            bytes_PC=bytes_PC,
+            collectives=Collectives(
+                collectives or [Collective("none", "world", links.all_to_all, links.all_to_all)],
+                topology.intra_group_size,
+                links.all_to_all,
+            ),
             num_rules=num_rules,
         )
+
+        def column(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.tensor([getattr(part, name) for part in parts], dtype=dtype)
+
         return ReadProblem(
             problem,
             options=tuple(tuple(choices) for choices in tables.values()),
-            shard_P=tuple(parts.shards),
-            workload_P=tuple(parts.workloads),
-            dense_elements_P=torch.tensor(parts.dense_elements, dtype=torch.float64),
-            dense_passes_P=torch.tensor(parts.dense_passes, dtype=torch.float64),
-            ssd_bytes_P=torch.tensor(parts.ssd_bytes, dtype=torch.float64),
-            synced_bytes_P=torch.tensor(parts.synced_bytes, dtype=torch.float64),
-            is_estimated_P=torch.tensor(parts.are_estimated, dtype=torch.bool),
+            shard_P=tuple(part.shard for part in parts),
+            workload_P=tuple(part.workload for part in parts),
+            dense_elements_P=column("dense_elements"),
+            dense_passes_P=column("dense_passes"),
+            ssd_bytes_P=column("ssd_bytes"),
+            synced_bytes_P=column("synced_bytes"),
+            is_estimated_P=column("is_estimated", torch.bool),
         )
 
     def workloads(self, options: Sequence[ShardingOption], topology: Topology) -> list[Workload]:
