@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
+import torch
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
 
 from dreamshard_planner import FeatureStatistics, TableStatistics
-from dreamshard_planner.workload.sketch import MAX_ID, PIECES, IdSketch
+from dreamshard_planner.workload.id_histogram import MAX_ID, IdHistogram
 from tests.ambient_states import STATES
 from tests.mixed_models import MixedCase, random_case
 
@@ -86,12 +87,11 @@ def hostile_cases(draw: DrawFn) -> HostileCase:
 
 
 @st.composite
-def _sketches(draw: DrawFn) -> IdSketch:
-    """Of ids in a few places, near and far."""
-    points = sorted(draw(st.lists(st.integers(0, MAX_ID - 1), min_size=2, max_size=6, unique=True)))
-    pieces = sorted(draw(st.lists(st.integers(0, len(points) - 1), min_size=PIECES + 1, max_size=PIECES + 1)))
-    edges = (points[0], *(points[piece] for piece in pieces[1:-1]), points[-1])
-    return IdSketch(edges, edges)
+def _ids(draw: DrawFn) -> IdHistogram | None:
+    """In a few places, near and far."""
+    ids = sorted(draw(st.lists(st.integers(0, MAX_ID - 1), min_size=1, max_size=6, unique=True)))
+    count_R = torch.tensor(draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids))))
+    return IdHistogram.of_counts(torch.tensor(ids), count_R)
 
 
 @st.composite
@@ -101,7 +101,7 @@ def _feature_statistics(draw: DrawFn) -> FeatureStatistics:
     batch_size = draw(st.sampled_from([1, 2, 512, 2**40]))
     full = draw(st.integers(0, 16))
     bins = tuple(float(index == full) for index in range(17)) if draw(st.booleans()) else None
-    ids = draw(st.none() | _sketches())
+    ids = draw(st.none() | _ids())
     distinct = None
     if bins and 0 < factor * batch_size < math.inf and draw(st.booleans()):
         distinct = factor * batch_size * draw(st.sampled_from([1e-12, 0.5, 1.0]))

@@ -49,8 +49,8 @@ from dreamshard_planner.checkpoints.checkpoint import FORMAT, SHIPPED, VERSION
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.collectives import MeasuredCollectives
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.pools import load_tables, named_pool, save_tables
-from dreamshard_planner.workload.sketch import IdSketch
 from tests.ambient_states import STATES
 from tests.cost.test_dataset import HARDWARE, REFERENCE_NR2, SAMPLES_NR2, SETS
 from tests.mixed_models import MixedCase
@@ -135,7 +135,7 @@ def test_numbers_that_nobody_means_are_planned_or_named(hostile: HostileCase) ->
 
 STATISTICS = TableStatistics(
     {
-        "t0_f0": FeatureStatistics(2.0, (0.5, 0.3, 0.2) + (0.0,) * 14, 64, 60.0, IdSketch.even(999)),
+        "t0_f0": FeatureStatistics(2.0, (0.5, 0.3, 0.2) + (0.0,) * 14, 64, 60.0, IdHistogram.even(999)),
         "t1_f0": FeatureStatistics(0.0),
     }
 )

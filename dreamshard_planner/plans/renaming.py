@@ -78,7 +78,7 @@ def renamed(plan: SavedPlan, names: Sequence[int]) -> SavedPlan:
 
 
 def _reads_blocks_unevenly(plan: SavedPlan) -> bool:
-    """Whether a table with a block of rows on each rank has statistics that the file lacks: sketches of ids."""
+    """Whether a table with a block of rows on each rank has statistics that the file lacks: histograms of ids."""
     of_blocks = [fqn for fqn, table in plan.tables()
                  if (spec := SHARDING_TYPES.get(table.sharding_type)) is None or spec.splits_rows]  # fmt: skip
     read = {name for fqn in of_blocks for name in plan.inputs.tables[fqn].features}

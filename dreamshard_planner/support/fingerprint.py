@@ -53,7 +53,7 @@ def canonical(value: Any, depth: int = MAX_DEPTH) -> str:
     if isinstance(value, Set):
         return "{" + ", ".join(sorted(map(inner, value))) + "}"
     if isinstance(value, Sequence):
-        numbers = (int, float)  # thousands of them, in sketches of ids
+        numbers = (int, float)  # hundreds of them, in histograms of ids
         return "[" + ", ".join(repr(part) if type(part) in numbers else inner(part) for part in value) + "]"
     if hasattr(value, "__qualname__"):  # classes and functions
         return _name(value)

@@ -14,54 +14,15 @@ from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.torch_state import neutral
+from dreamshard_planner.workload.id_histogram import IdHistogram, merge
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, histogram_of_counts, mean_reuse
-from dreamshard_planner.workload.sketch import IdSketch, merge
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-SKETCHES_AT_ONCE = 16
-"""Sketches of ids that are merged into one, of which again as many are merged: a merge costs some accuracy, so that
-each batch goes through few of them, and few sketches are kept."""
 SAME_BATCH = 1.25
 """How far batch sizes may be apart, as a ratio, for statistics to be merged."""
-
-
-class Sketches:
-    """One sketch of ids of any number of batches."""
-
-    def __init__(self) -> None:
-        self._levels: list[list[tuple[IdSketch, float, float]]] = []
-        """Sketches with their lookups and distinct rows; one of a level is of 16 of the level below."""
-        self._known = True
-
-    def add(self, sketch: IdSketch | None, lookups: float, distinct: float) -> None:
-        """Of one batch; None where its ids are no rows, and then there is none of all."""
-        if sketch is None:
-            self._known, self._levels = False, []
-        elif self._known:
-            self._push(0, (sketch, lookups, distinct))
-
-    def _push(self, level: int, entry: tuple[IdSketch, float, float]) -> None:
-        if level == len(self._levels):
-            self._levels.append([])
-        self._levels[level].append(entry)
-        if len(self._levels[level]) == SKETCHES_AT_ONCE:
-            full, self._levels[level] = self._levels[level], []
-            self._push(level + 1, _merged(full))
-
-    def all(self) -> IdSketch | None:
-        """Of all batches so far."""
-        entries = [entry for level in self._levels for entry in level]
-        return _merged(entries)[0] if entries else None
-
-
-def _merged(entries: Sequence[tuple[IdSketch, float, float]]) -> tuple[IdSketch, float, float]:
-    if len(entries) == 1:
-        return entries[0]
-    sketches, lookups, distinct = zip(*entries, strict=True)
-    return merge(sketches, lookups, distinct), sum(lookups), sum(distinct)
 
 
 class FeatureCounts:
@@ -72,7 +33,8 @@ class FeatureCounts:
         self._batches, self._samples, self._lookups = 0, 0, 0
         self._weighted = False
         self._count_K = torch.zeros(NUM_REUSE_BINS, dtype=torch.float64)
-        self._sketches = Sketches()
+        self._ids: IdHistogram | None = None
+        self._ids_are_rows = True
 
     def add(self, id_N: Tensor, samples: int, weighted: bool = False) -> None:
         """Count one batch: its samples, all ids that they look up, and whether it carries weights of these lookups. A
@@ -82,13 +44,18 @@ class FeatureCounts:
         self._weighted = self._weighted or weighted
         self._batches += 1
         self._samples += samples
-        self._lookups += len(id_N)
         if not len(id_N):
             return
         id_R, count_R = torch.unique(_whole_numbers(self.name, "ids", id_N).cpu(), return_counts=True)
         histogram_K, distinct = histogram_of_counts(count_R)
+        ids = IdHistogram.of_counts(id_R, count_R)
+        self._ids_are_rows = self._ids_are_rows and ids is not None
+        if ids is not None and self._ids is not None:
+            weights = (self._lookups, len(id_N)), (float(self._count_K.sum()), distinct)
+            ids = merge([self._ids, ids], *weights)
+        self._ids = ids
+        self._lookups += len(id_N)
         self._count_K += histogram_K * distinct
-        self._sketches.add(IdSketch.of_counts(id_R, count_R), len(id_N), distinct)
 
     @property
     def has_samples(self) -> bool:
@@ -107,7 +74,7 @@ class FeatureCounts:
             batch_size=batch_size,
             # Of batches of several sizes, whose mean was rounded down, they may be more than its lookups.
             distinct_rows=min(distinct / self._batches, pooling_factor * batch_size) if self._lookups else None,
-            ids=self._sketches.all(),
+            ids=self._ids if self._ids_are_rows else None,
             batches=self._batches,
             weighted=self._weighted,
         )
@@ -243,16 +210,19 @@ def merge_features(name: str, parts: Sequence[FeatureStatistics]) -> FeatureStat
         # Batches without a lookup have no distinct row; those that nothing is known of are like the others.
         known = sum(part.batches for part, read in zip(parts, lookups, strict=True) if part.reuse_histogram or not read)
         distinct = total / known
-    sketches = Sketches()
-    for part, read in zip(parts, lookups, strict=True):
-        if read:
-            sketches.add(part.ids, read, part.batches * _distinct(part))
+    placed = [
+        (part.ids, read, part.batches * _distinct(part)) for part, read in zip(parts, lookups, strict=True) if read
+    ]
+    known_ids = [ids for ids, *_ in placed if ids is not None]
+    ids = None
+    if placed and len(known_ids) == len(placed):
+        ids = merge(known_ids, [read for _, read, _ in placed], [rows for *_, rows in placed])
     batches = sum(part.batches for part in parts)
     pooling_factor, batch_size = sum(lookups) / sum(samples), max(1, round(sum(samples) / batches))
     if distinct is not None:
         distinct = min(distinct, pooling_factor * batch_size)
     weighted = any(part.weighted for part in parts)
-    return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, sketches.all(), batches, weighted)
+    return FeatureStatistics(pooling_factor, histogram, batch_size, distinct, ids, batches, weighted)
 
 
 def _distinct(part: FeatureStatistics) -> float:

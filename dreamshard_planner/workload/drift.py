@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics
 
 DRIFTED = 0.1
@@ -28,7 +28,7 @@ class FeatureDrift:
     """Share of the distinct rows that would have to change their bin, 0 to 1; None without histograms at one batch
     size."""
     ids_change: float | None
-    """Largest difference between the shares of lookups that fall below any id, 0 to 1; None without sketches."""
+    """Largest difference between the shares of lookups that fall below any id, 0 to 1; None if unknown."""
 
     @property
     def largest(self) -> float:
@@ -101,7 +101,7 @@ def _relative(one: float, other: float) -> float:
     return 0.0 if low == high else math.inf if low == 0 else high / low - 1
 
 
-def _ids_change(before: IdSketch, after: IdSketch) -> float:
-    """Kolmogorov's distance: at the ends of both sketches' pieces, since the shares are linear between them."""
-    points = sorted({*before.lookups, *after.lookups})
+def _ids_change(before: IdHistogram, after: IdHistogram) -> float:
+    """Kolmogorov's distance: at the ends of both histograms' parts, since the shares are linear between them."""
+    points = {*range(0, before.end, before.width), before.end, *range(0, after.end, after.width), after.end}
     return max(abs(before.shares(0, point)[0] - after.shares(0, point)[0]) for point in points)

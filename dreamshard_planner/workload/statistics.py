@@ -71,7 +71,7 @@ class TableStatistics(Mapping[str, FeatureStatistics]):
         """Statistics over batches, each of about the local batch size.
 
         Pooling factors are lookups over samples, distinct rows are averaged over batches, and so are histograms,
-        weighted by these. Features whose ids are hashes (negative, or 2^53 and more) have no sketch of ids. Memory
+        weighted by these. Features whose ids are hashes (negative, or 2^53 and more) have no histogram of ids. Memory
         does not grow with the number of batches.
 
         Args:

@@ -8,17 +8,18 @@ shard of it asks of one device in one training step, at the batch size that its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
+from pydantic import BeforeValidator
 from torch import Tensor
 
 from dreamshard_planner.errors import StatisticsError, TaskError
 from dreamshard_planner.support.documents import STRICT
 from dreamshard_planner.support.files import brief
+from dreamshard_planner.workload.id_histogram import IdHistogram, merge, of_document
 from dreamshard_planner.workload.reuse import NUM_REUSE_BINS, default_reuse, merge_reuse, rescale_reuse, shift_reuse
-from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 
 
 class States(NamedTuple):
@@ -94,9 +95,8 @@ class FeatureStatistics:
     distinct_rows: float | None = None
     """Distinct rows of one such batch. None: derived from lookups and histogram, a few percent off."""
 
-    ids: IdSketch | None = None
-    """Where in the table's range of ids the lookups of such batches fall, and their distinct rows; a mapping with the
-    fields of :class:`IdSketch` is taken as one. None: evenly."""
+    ids: Annotated[IdHistogram | None, BeforeValidator(of_document)] = None
+    """Shares of the lookups and distinct rows of such batches by parts of the table's range of ids. None: even."""
 
     batches: int = field(default=1, compare=False)
     """How many such batches were counted: what merging weighs them by."""
@@ -105,12 +105,8 @@ class FeatureStatistics:
     """Whether the batches carry weights of its lookups, also where the module asks for none."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.ids, Mapping):
-            object.__setattr__(self, "ids", IdSketch(**self.ids))
-        if not isinstance(self.ids, IdSketch | None):
-            raise StatisticsError(f"ids must be an IdSketch, got {type(self.ids).__name__}")
         if self.ids is not None and self.batch_size is None:
-            raise StatisticsError("a sketch of ids belongs to a batch size: give batch_size")
+            raise StatisticsError("a histogram of ids belongs to a batch size: give batch_size")
         for name in ("pooling_factor", "distinct_rows"):
             value = getattr(self, name)
             try:
@@ -239,9 +235,9 @@ class Workload:
     memory: str = "device"
     output_share: float = field(default=1.0, metadata={"measured": False})
     """As in :class:`Table`. Kernels are measured with one."""
-    ids: IdSketch | None = field(default=None, repr=False, metadata={"measured": False})
-    """Where in the range of ids lookups and distinct rows of such a batch fall; None: evenly. Of whole tables: a block
-    of rows has none of its own."""
+    ids: IdHistogram | None = field(default=None, repr=False, metadata={"measured": False})
+    """Shares of such a batch's lookups and distinct rows by parts of the range of ids; None: even. Of whole tables: a
+    block of rows has none of its own."""
     cache_load_factor: float = field(default=CACHE_LOAD_FACTOR, metadata={"measured": False})
     prefetched: bool = field(default=False, metadata={"measured": False})
     served: bool = field(default=False, metadata={"measured": False})
@@ -291,7 +287,7 @@ class Workload:
             self,
             pooling_factor=lookups / self.batch_size,
             reuse_histogram=shift_reuse(self.reuse_histogram, lookups / self.lookups),
-            ids=None if of_rank.ids is None or self.ids is None else IdSketch(of_rank.ids.distinct, self.ids.distinct),
+            ids=None if of_rank.ids is None or self.ids is None else replace(self.ids, lookups=of_rank.ids.distinct),
         )
 
     @property
@@ -338,7 +334,6 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
     features = [feature for table in tables for feature in table.features]
     rows = [table.rows for table in tables for _ in table.features]
     histograms, distinct = _reuse_at(batch_size, features, rows)
-    known_ids = _ids_at(batch_size, features)
     workloads, start = [], 0
     for table in tables:
         stop = start + len(table.features)
@@ -354,7 +349,7 @@ def workloads_of(tables: Sequence[Table], batch_size: int) -> list[Workload]:
                 reuse_histogram=bins,
                 num_features=len(table.features),
                 **{name: getattr(table, name) for name in ALIKE},
-                ids=_merged_ids(table, known_ids, distinct[start:stop]) if known_ids else None,
+                ids=_ids_of(table, batch_size, distinct[start:stop]),
             )
         )
         start = stop
@@ -390,24 +385,18 @@ def _reuse_at(
     return histograms, distinct
 
 
-def _ids_at(batch_size: int, features: Sequence[FeatureStatistics]) -> dict[FeatureStatistics, IdSketch]:
-    """Sketches of the features that have one, at another batch size."""
-    known = {feature: ids for feature in features if (ids := feature.ids) is not None and feature.pooling_factor > 0}
-    if not known:
-        return {}
-    lookups = [feature.lookups for feature in known]
-    factors = [batch_size / feature.samples for feature in known]
-    return dict(zip(known, rescale(list(known.values()), lookups, factors), strict=True))
-
-
-def _merged_ids(
-    table: Table, known: Mapping[FeatureStatistics, IdSketch], distinct: Sequence[float]
-) -> IdSketch | None:
-    """Of a table whose features read so many distinct rows; those without a sketch read evenly."""
+def _ids_of(table: Table, batch_size: int, distinct: Sequence[float]) -> IdHistogram | None:
+    """Histogram of a table's ids at a batch size at which its features read ``distinct`` rows; features without one of
+    their own read evenly."""
     read = [(feature, count) for feature, count in zip(table.features, distinct, strict=True) if count > 0]
-    if not any(feature in known for feature, _ in read):
+    if all(feature.ids is None for feature, _ in read):
         return None
-    sketches = [known.get(feature) or IdSketch.even(table.rows) for feature, _ in read]
-    if len(sketches) == 1:
-        return sketches[0]
-    return merge(sketches, [feature.pooling_factor for feature, _ in read], [count for _, count in read])
+    histograms = [
+        IdHistogram.even(table.rows)
+        if feature.ids is None
+        else feature.ids.rescaled(feature.lookups, feature.distinct_rows, batch_size / feature.samples)
+        for feature, _ in read
+    ]
+    if len(histograms) == 1:
+        return histograms[0]
+    return merge(histograms, [feature.pooling_factor for feature, _ in read], [count for _, count in read])

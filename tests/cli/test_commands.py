@@ -27,7 +27,7 @@ from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.measure.hardware import describe_hardware
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.plans.plan_file import SavedPlan
-from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import Table, Workload
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "tables.json")
@@ -394,7 +394,7 @@ def test_commands_keep_the_effort_of_a_plan_unless_they_are_told_another(tmp_pat
 
 
 def test_a_plan_is_explained_by_the_statistics_that_it_was_made_with(folder: Path, tmp_path: Path) -> None:
-    counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
+    counted = {"user_id": FeatureStatistics(50.0, ids=IdHistogram.even(20_000_000), batch_size=256)}
     statistics, plan = str(tmp_path / "counted.json"), str(tmp_path / "plan.json")
     TableStatistics(counted).to_json(statistics)
     run("plan", *SMALL, "--statistics", statistics, "--out", plan)
@@ -440,7 +440,7 @@ def test_a_plan_of_other_tables_is_refused_by_its_tables(folder: Path, tmp_path:
     tables = tmp_path / "tables.json"
     listed = [{"name": "elsewhere", "num_embeddings": 1000, "embedding_dim": 64}]
     tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
-    TableStatistics({"elsewhere": FeatureStatistics(4.0, ids=IdSketch.even(1000), batch_size=256)}).to_json(
+    TableStatistics({"elsewhere": FeatureStatistics(4.0, ids=IdHistogram.even(1000), batch_size=256)}).to_json(
         statistics := str(tmp_path / "counted.json")
     )
     job = ("--tables", str(tables), "--gpus", "2", "--gpu", "h100", "--batch-size", "256")
@@ -469,7 +469,7 @@ def test_tables_that_are_hardly_meant_are_told_before_planning(tmp_path: Path) -
     entries = [("odd", 1e3, 63), ("swapped", 64, 100_000), ("fine", 100, 64)]
     listed = [{"name": name, "num_embeddings": rows, "embedding_dim": dim} for name, rows, dim in entries]
     tables.write_text(json.dumps({"schema": "dreamshard_planner.table_list/1", "tables": listed}))
-    TableStatistics({"fine": FeatureStatistics(4.0, ids=IdSketch.even(5000), batch_size=256)}).to_json(statistics)
+    TableStatistics({"fine": FeatureStatistics(4.0, ids=IdHistogram.even(5000), batch_size=256)}).to_json(statistics)
     job = ("--tables", str(tables), "--batch-size", "1e2", "--effort", "quick", "--statistics", str(statistics))
     done = run("plan", *job, "--gpus", "2", "--gpu", "h100", "--format", "json")
     told = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
@@ -532,12 +532,12 @@ def test_drift_and_what_planning_again_gains(folder: Path) -> None:
         run("stats", "diff", "--plan", plan, *files, "--worth", "0", "--format", "json", status=3).stdout
     )
     assert again["verdict"] == "plan again" and again["replanning"]["again_ms"] <= again["replanning"]["keep_ms"]
-    sketches, of_sketches = str(folder / "sketches.json"), str(folder / "of_sketches.json")
-    counted = {"user_id": FeatureStatistics(50.0, ids=IdSketch.even(20_000_000), batch_size=256)}
-    TableStatistics(counted).to_json(sketches)
-    run("plan", *SMALL, "--statistics", sketches, "--effort", "quick", "--out", of_sketches)
-    refused = run("stats", "diff", "--plan", of_sketches, files[0], status=1).stderr
-    assert "of_sketches.json" in refused and "monday.json" in refused and "city" in refused
+    histograms, of_histograms = str(folder / "histograms.json"), str(folder / "of_histograms.json")
+    counted = {"user_id": FeatureStatistics(50.0, ids=IdHistogram.even(20_000_000), batch_size=256)}
+    TableStatistics(counted).to_json(histograms)
+    run("plan", *SMALL, "--statistics", histograms, "--effort", "quick", "--out", of_histograms)
+    refused = run("stats", "diff", "--plan", of_histograms, files[0], status=1).stderr
+    assert "of_histograms.json" in refused and "monday.json" in refused and "city" in refused
     assert "give two files of statistics, or --plan" in run("stats", "diff", files[0], status=2).stderr
     assert "leave out --gpu" in run("stats", "diff", "--plan", plan, files[1], "--gpu", "h100", status=2).stderr
     merged = str(folder / "merged.json")

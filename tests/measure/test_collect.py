@@ -18,7 +18,7 @@ from dreamshard_planner.errors import DatasetError, TaskError
 from dreamshard_planner.measure.collect import BATCH_SIZES, MAX_SET_WORK, GroupMix, collect, draw_sets, set_work
 from dreamshard_planner.measure.kernels import Arena, check_group
 from dreamshard_planner.support.files import open_locked
-from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from dreamshard_planner.workload.tables import FeatureStatistics, Table
 from tests.faults import ended, start, wait_for
 
@@ -61,7 +61,7 @@ def test_a_share_of_the_sets_has_one_dim_and_the_others_are_the_same_without() -
 
 
 def test_a_collection_goes_on_whatever_else_a_pool_says_of_its_tables(tmp_path: Path) -> None:
-    counted = FeatureStatistics(5.0, ids=IdSketch.even(1000), batch_size=8)
+    counted = FeatureStatistics(5.0, ids=IdHistogram.even(1000), batch_size=8)
     tables = [
         replace(table, features=(counted,), output_share=0.5, cache_load_factor=0.5, prefetched=True)
         for table in TABLES

@@ -41,7 +41,7 @@ from dreamshard_planner.offline.table_list import OPTIMIZERS, TableSpec
 from dreamshard_planner.planning.plan_inputs import topology_inputs
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.stale import machine_differences, stale_differences
-from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from tests.cli.test_commands import run
 
 META = torch.device("meta")
@@ -76,7 +76,7 @@ def saved_of(module: nn.Module, statistics: TableStatistics | None, topology: To
 
 
 STATISTICS = TableStatistics(
-    {"f": FeatureStatistics(20.0), "h": FeatureStatistics(3.0, ids=IdSketch.even(90), batch_size=64)}
+    {"f": FeatureStatistics(20.0), "h": FeatureStatistics(3.0, ids=IdHistogram.even(90), batch_size=64)}
 )
 CUDA = Machine(ranks_per_host=2, hosts=2, gpu="h100").topology()
 
@@ -204,7 +204,7 @@ def test_what_a_plan_was_made_from_comes_back(topology: Topology) -> None:
     ]
 
 
-def test_statistics_with_sketches_are_asked_for_by_name(tmp_path: Path) -> None:
+def test_statistics_with_histograms_are_asked_for_by_name(tmp_path: Path) -> None:
     saved = saved_of(model(), STATISTICS, CUDA)
     assert list(saved.inputs.features) == ["f"]
     with pytest.raises(

@@ -12,7 +12,7 @@ from small_models import SHARDERS, collection, table, topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 
 from dreamshard_planner import DreamShardError, DreamShardPlanner, FeatureStatistics, SavedPlan, TableStatistics
-from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.id_histogram import IdHistogram
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -107,7 +107,7 @@ def test_ranks_and_plans_that_there_are_not() -> None:
 def hot_block(**changes) -> DreamShardPlanner:
     """All lookups of one table are of its first rows."""
     pooling = {f"t{i}_f0": FeatureStatistics(5.0) for i in range(4)}
-    hot = FeatureStatistics(200.0, ids=IdSketch.even(8_000), batch_size=512)
+    hot = FeatureStatistics(200.0, ids=IdHistogram.even(8_000), batch_size=512)
     given = {"topology": topology(4, device="cuda"), "statistics": TableStatistics({**pooling, "hot_f0": hot})}
     return planner(**(given | changes))
 

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from dreamshard_planner import FeatureStatistics, PlacementRules, TableStatistics, compare
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace
 from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
-from dreamshard_planner.workload.sketch import IdSketch
+from dreamshard_planner.workload.id_histogram import IdHistogram
 from tests.cli.test_commands import run
 
 KINDS = ["row_wise", "table_row_wise", "column_wise", *["table_wise"] * 7]
@@ -82,7 +82,7 @@ def test_ranks_that_rules_name_and_ranks_of_other_memory_keep_theirs(plan: Saved
 
 def test_ranks_keep_their_names_where_blocks_may_be_read_unevenly(tmp_path: Path) -> None:
     """Blocks lie in the order of ranks: under other names a block would have another rank's cost."""
-    hot = FeatureStatistics(LOOKUPS, ids=IdSketch.even(500), batch_size=64)  # half of the rows
+    hot = FeatureStatistics(LOOKUPS, ids=IdHistogram.even(500), batch_size=64)  # half of the rows
     known = saved(effort="quick", statistics=TableStatistics({"t0_f0": hot}))
     assert dict(known.tables())["t0"].sharding_type == "row_wise"
     other = renamed(known, NAMES)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -52,17 +50,6 @@ def test_only_the_features_of_a_module_are_counted() -> None:
     assert list(sampled(batches(1), keys=["b"]).statistics()) == ["b"]
     with pytest.raises(StatisticsError, match=r"the batches lack \['c'\]"):
         sampled(batches(1), keys=["c"])
-
-
-def test_memory_does_not_grow_with_the_batches() -> None:
-    def kept(count: int) -> int:
-        sampler, given = BatchSampler(every=1), batches(4, samples=8)
-        for index in range(count):
-            sampler.add(given[index % 4])
-        features = sampler._counts._features.values()
-        return sum(sys.getsizeof(level) + len(level) for count in features for level in count._sketches._levels)
-
-    assert kept(300) <= kept(47) + 2 * sys.getsizeof([]) + 2 * 16 * 9  # one level of at most 15 sketches more
 
 
 def test_a_job_goes_on_where_nothing_was_read() -> None:

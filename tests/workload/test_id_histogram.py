@@ -7,6 +7,7 @@ Shapes: R rows, N indices, B blocks.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ from torchrec.modules.mc_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, StatisticsError, TableStatistics
+from dreamshard_planner.workload.id_histogram import IdHistogram, merge
 from dreamshard_planner.workload.pools import load_tables, save_tables
 from dreamshard_planner.workload.reuse import mean_reuse
-from dreamshard_planner.workload.sketch import IdSketch, merge, rescale
 from dreamshard_planner.workload.tables import Table, workloads_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -59,56 +60,43 @@ def block_shares(read_N: Tensor, rows: int, blocks: int = RANKS) -> Tensor:
     return torch.bincount(read_N // (rows // blocks), minlength=blocks)[:blocks] / len(read_N)
 
 
-def test_a_sketch_by_hand() -> None:
+def test_a_histogram_by_hand() -> None:
     # Ids 0, 2 and 1000: three quarters of the lookups, an eighth, an eighth; each a third of the distinct rows.
-    sketch = IdSketch.of_counts(torch.tensor([0, 2, 1000]), torch.tensor([6, 1, 1]))
-    assert sketch.lookups[0] == 0 and sketch.lookups[1:193] == (1,) * 192 and sketch.end == 1001
-    assert sketch.shares(0, 1) == (0.75, pytest.approx(1 / 3, abs=1 / 256))
-    assert sketch.shares(0, 500)[0] == pytest.approx(7 / 8, abs=1 / 256)
-    for first, end in ((0, 1001), (0, 10**6)):
-        assert sketch.shares(first, end) == (1.0, 1.0)
-    assert sketch.shares(1001, 2000) == (0.0, 0.0)
-    assert IdSketch.even(1024).shares(256, 512) == (0.25, 0.25)
-    assert sum(IdSketch.even(7).shares(row, row + 1)[0] for row in range(7)) == pytest.approx(1)
+    ids = IdHistogram.of_counts(torch.tensor([0, 2, 1000]), torch.tensor([6, 1, 1]))
+    assert (ids.end, ids.width, len(ids.lookups)) == (1001, 16, 63)
+    assert ids.shares(0, 16) == pytest.approx((7 / 8, 2 / 3)) and ids.shares(0, 8) == pytest.approx((7 / 16, 1 / 3))
+    assert ids.shares(0, 1001) == ids.shares(-5, 10**6) == (1.0, 1.0)
+    assert ids.shares(992, 1001) == pytest.approx((1 / 8, 1 / 3)) and ids.shares(1001, 2000) == (0.0, 0.0)
+    assert IdHistogram.even(1024).shares(256, 512) == (0.25, 0.25)
+    for row in range(7):
+        assert IdHistogram.even(7).shares(row, row + 1) == pytest.approx((1 / 7, 1 / 7))
 
 
-def test_sketches_merge_by_weight() -> None:
-    low, high = IdSketch.even(100), IdSketch(*[tuple(edge + 900 for edge in IdSketch.even(100).lookups)] * 2)
+def test_histograms_merge_by_weight() -> None:
+    """Exactly, at all ends of the wider parts."""
+    low, high = IdHistogram.even(128), IdHistogram.of_counts(torch.arange(896, 1024), torch.full((128,), 2))
     merged = merge([low, high], [3.0, 1.0], [1.0, 1.0])
-    assert merged.shares(0, 500) == pytest.approx((0.75, 0.5), abs=1 / 256)
-    assert merged.shares(900, 950) == pytest.approx((0.125, 0.25), abs=2 / 256)
-    hot = IdSketch.of_counts(torch.tensor([5]), torch.tensor([8]))
+    assert merged.end == 1024 and merged.shares(0, 512) == (0.75, 0.5)
+    assert merged.shares(896, 960) == (0.125, 0.25) and merged.shares(0, 64) == (0.375, 0.25)
+    hot = IdHistogram.of_counts(torch.tensor([5]), torch.tensor([8]))
     assert merge([hot, hot], [1.0, 2.0], [1.0, 1.0]) == hot
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_ids_merge_and_rescale(seed: int) -> None:
-    """Sparse and dense, hot and cold, far apart: always a sketch, which keeps what it has where."""
-    generator = torch.Generator().manual_seed(seed)
-    sketches, lookups, distinct = [], [], []
-    for _ in range(5):
-        far = 10 ** torch.randint(1, 12, (), generator=generator)
-        count = int(torch.randint(1, 300, (), generator=generator))
-        id_R = torch.randint(int(far), (count,), generator=generator).unique()
-        count_R = (10 ** (4 * torch.rand(len(id_R), generator=generator))).long()
-        sketches.append(IdSketch.of_counts(id_R, count_R))
-        lookups.append(float(count_R.sum()))
-        distinct.append(float(len(id_R)))
-    merged = merge(sketches, lookups, distinct)
-    assert merged.end <= max(sketch.end for sketch in sketches)
-    for first, end in ((0, 100), (50, 10**4), (10**3, 10**9)):
-        each = torch.tensor([sketch.shares(first, end) for sketch in sketches], dtype=torch.float64)
-        weight = torch.tensor([lookups, distinct], dtype=torch.float64).T
-        expected = (each * weight).sum(0) / weight.sum(0)
-        assert merged.shares(first, end) == pytest.approx(expected.tolist(), abs=3 / 256)
-    for factor in (1 / 64, 1.0, 64.0):
-        (scaled,) = rescale([merged], [sum(lookups)], [factor])
-        assert scaled.lookups == merged.lookups
-        if factor == 1:
-            assert scaled.shares(0, 10**4)[1] == pytest.approx(merged.shares(0, 10**4)[1], abs=2 / 256)
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
+def test_distinct_rows_of_larger_batches_lie_where_they_are_counted(exponent: float, shuffled: bool) -> None:
+    data = PowerLaw(exponent=exponent, shuffled=shuffled)
+    batches = [torch.unique(data.draw(lookups), return_counts=True) for lookups in (20_000, 160_000)]
+    small, large = (IdHistogram.of_counts(*batch) for batch in batches)
+    for distinct, tolerance in ((float(len(batches[0][0])), 0.03), (None, 0.08)):
+        scaled = small.rescaled(20_000, distinct, 8)
+        assert scaled.lookups == small.lookups
+        for end in range(0, ROWS, ROWS // RANKS):
+            assert scaled.shares(0, end)[1] == pytest.approx(large.shares(0, end)[1], abs=tolerance)
+    assert small.rescaled(20_000, 9_000.0, 1) == small
 
 
-def test_ids_that_are_hashes_have_no_sketch() -> None:
+def test_ids_that_are_hashes_have_no_histogram() -> None:
     for ids in ([-3, 5], [5, 2**60]):
         batch = KeyedJaggedTensor(["a"], torch.tensor(ids), lengths=torch.tensor([2]))
         statistics = TableStatistics.from_batches([batch])
@@ -145,7 +133,7 @@ def test_blocks_have_what_fresh_batches_bring_them(exponent: float, shuffled: bo
         assert bins == pytest.approx(max(1, off * block.lookups / block.distinct_rows), rel=1e-6)
 
 
-def test_without_a_sketch_shares_are_even_and_whole_tables_are_the_same() -> None:
+def test_without_a_histogram_shares_are_even_and_whole_tables_are_the_same() -> None:
     feature = PowerLaw().statistics()["f"]
     without = FeatureStatistics(feature.pooling_factor, feature.reuse_histogram, SAMPLES, feature.distinct_rows)
     known, even = workloads_of([Table(name, ROWS, 16, (f,)) for name, f in (("k", feature), ("e", without))], 2048)
@@ -165,7 +153,7 @@ def test_a_shared_table_merges_its_features() -> None:
 
 
 def test_blocks_that_nobody_reads_ask_for_nothing() -> None:
-    feature = FeatureStatistics(2.0, (1.0,) + (0.0,) * 16, 64, 128.0, IdSketch.even(100))
+    feature = FeatureStatistics(2.0, (1.0,) + (0.0,) * 16, 64, 128.0, IdHistogram.even(100))
     whole = workloads_of([Table("t", 1000, 16, (feature,))], 64)[0]
     unread = whole.part(500, 16, 500)
     assert unread.lookups == unread.distinct_rows == sum(unread.reuse_histogram) == 0
@@ -174,7 +162,7 @@ def test_blocks_that_nobody_reads_ask_for_nothing() -> None:
     assert whole.part(0, 16, 1000).lookups == 0
 
 
-def test_sketches_in_files(tmp_path) -> None:
+def test_histograms_in_files(tmp_path) -> None:
     statistics = PowerLaw().statistics()
     path = tmp_path / "statistics.json"
     statistics.to_json(path)
@@ -187,25 +175,40 @@ def test_sketches_in_files(tmp_path) -> None:
 GOOD = list(range(257))
 
 
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [
-        ({"lookups": GOOD[1:], "distinct": GOOD}, "has 257 lookups quantiles, got 256 of"),
-        ({"lookups": GOOD, "distinct": GOOD[::-1]}, "must ascend .* got distinct 257 of .256, 255, 254. ... .0."),
-        ({"lookups": [-1, *GOOD[1:]], "distinct": GOOD}, "must ascend from 0"),
-        ({"lookups": [0.5, *GOOD[1:]], "distinct": GOOD}, "lookups.0: .* got 0.5"),
-        ({"lookups": GOOD}, "distinct"),
-        (GOOD, "must be an object, got"),
-    ],
-)
-def test_damaged_sketches_name_their_feature(tmp_path, ids, reason: str) -> None:
-    path = tmp_path / "statistics.json"
+def with_ids(path: Path, ids: object) -> Path:
+    """A file of statistics with these ids of its feature ``a``."""
     TableStatistics({"a": FeatureStatistics(1.0, None, 4)}).to_json(path)
     document = json.loads(path.read_text())
     document["features"]["a"]["ids"] = ids
     path.write_text(json.dumps(document))
+    return path
+
+
+def test_quantiles_of_earlier_files_are_read(tmp_path: Path) -> None:
+    """Half of the lookups are of id 3."""
+    quantiles = {"lookups": [0] + [4] * 128 + [4 + 8 * k for k in range(128)], "distinct": GOOD}
+    ids = TableStatistics.from_json(with_ids(tmp_path / "s.json", quantiles))["a"].ids
+    assert ids.end == 1020 and ids.shares(0, 16) == pytest.approx((0.5 + 1.5 / 256, 16 / 256), abs=1 / 256)
+    assert ids.shares(256, 1020) == pytest.approx((0.5 - 31.5 / 256, 0.0), abs=1 / 256)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ({"lookups": GOOD, "distinct": GOOD[::-1]}, "quantiles of distinct must be ids that ascend"),
+        ({"lookups": [-1, *GOOD[1:]], "distinct": GOOD}, "must be ids that ascend from 0"),
+        ({"lookups": [0.5, *GOOD[1:]], "distinct": GOOD}, "quantiles of lookups must be ids"),
+        ({"lookups": GOOD}, "lacks 'end'"),
+        ({"end": 2, "lookups": [1.0], "distinct": [0.5, 0.5]}, "ids up to 2 have 2 shares of lookups, got 1"),
+        ({"end": 2, "lookups": [0.5, 0.5], "distinct": [0.5, -0.5]}, "distinct by id must be 0 or more and sum to 1"),
+        ({"end": 2, "lookups": [0.5, 0.2], "distinct": [0.5, 0.5]}, "lookups by id must be 0 or more and sum to 1"),
+        ({"end": 0, "lookups": [], "distinct": []}, "ids must end between 1 and 2.53, got 0"),
+        (GOOD, "must be an object, got"),
+    ],
+)
+def test_damaged_histograms_name_their_feature(tmp_path: Path, ids: object, reason: str) -> None:
     with pytest.raises(StatisticsError, match=f"features.a.ids.*{reason}"):
-        TableStatistics.from_json(path)
+        TableStatistics.from_json(with_ids(tmp_path / "statistics.json", ids))
 
 
 def collection(rows: int, tables: int = 1) -> EmbeddingBagCollection:

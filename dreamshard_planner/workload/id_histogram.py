@@ -1,0 +1,170 @@
+# Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
+"""Histograms over the range of ids: the lookups and distinct rows that each block of rows gets.
+
+Row-wise sharding cuts a table into contiguous blocks. Where ids are sorted by frequency, as many pipelines make them,
+the first block has every hot row.
+
+Shapes: P = 64 parts, 2 (lookups, distinct rows).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dreamshard_planner.errors import StatisticsError
+from dreamshard_planner.support.documents import STRICT
+
+PARTS = 64
+"""Equal parts of the range of ids, at most. Their width is a power of two, so that histograms add up exactly."""
+MAX_ID = 2**53
+"""Ids above are hashes, which managed collisions map to rows that nobody knows beforehand."""
+_RARE = 1e-9
+"""Reads of a row in a batch below which it is read once or never."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdHistogram:
+    """Shares of one feature's or table's lookups and distinct rows, by equal parts of its range of ids.
+
+    A part has as many ids as the smallest power of two with which 64 parts reach ``end``. The last part stops at
+    ``end``. Inside a part all ids are taken to be alike.
+
+    Raises:
+        StatisticsError: the numbers are no such shares.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    end: int
+    """The highest id plus one."""
+    lookups: tuple[float, ...]
+    """Share of the lookups in each part."""
+    distinct: tuple[float, ...]
+    """Share of a batch's distinct rows in each part."""
+
+    def __post_init__(self) -> None:
+        if type(self.end) is not int or not 1 <= self.end <= MAX_ID:
+            raise StatisticsError(f"ids must end between 1 and 2^53, got {self.end!r}")
+        parts = -(-self.end // self.width)
+        for name in ("lookups", "distinct"):
+            shares = getattr(self, name)
+            if len(shares) != parts:
+                raise StatisticsError(f"ids up to {self.end:,} have {parts} shares of {name}, got {len(shares)}")
+            if not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 0.02:
+                raise StatisticsError(f"shares of {name} by id must be 0 or more and sum to 1, got {shares}")
+
+    @property
+    def width(self) -> int:
+        """Ids of one part."""
+        return _width(self.end)
+
+    @classmethod
+    def of_counts(cls, id_R: Tensor, count_R: Tensor) -> IdHistogram | None:
+        """Return the histogram of one batch, or None if it has no id, or one that is no row of any table.
+
+        Args:
+            id_R: distinct ids, ascending, int64.
+            count_R: lookups of each, int64.
+        """
+        if not len(id_R) or int(id_R[0]) < 0 or int(id_R[-1]) >= MAX_ID:
+            return None
+        end = int(id_R[-1]) + 1
+        part_R = id_R // _width(end)
+        both = (part_R.bincount(weights, PARTS) for weights in (count_R.double(), torch.ones(len(id_R)).double()))
+        return _of_amounts(end, torch.stack([*both]))
+
+    @classmethod
+    def even(cls, rows: int) -> IdHistogram:
+        """Return the histogram of a table whose rows are all alike."""
+        width = _width(rows)
+        shares = tuple(min(width, rows - first) / rows for first in range(0, rows, width))
+        return cls(rows, shares, shares)
+
+    def shares(self, first: int, end: int) -> tuple[float, float]:
+        """Return the shares of lookups and of distinct rows that ids from ``first`` to ``end`` - 1 have."""
+        lookups, distinct = (
+            self._below(shares, end) - self._below(shares, first) for shares in (self.lookups, self.distinct)
+        )
+        return lookups, distinct
+
+    def _below(self, shares: Sequence[float], point: int) -> float:
+        if point <= 0 or point >= self.end:
+            return float(point > 0)
+        part, ids = divmod(point, self.width)
+        return sum(shares[:part]) + shares[part] * ids / min(self.width, self.end - part * self.width)
+
+    def rescaled(self, lookups: float, distinct: float | None, factor: float) -> IdHistogram:
+        """Return the histogram at another batch size: lookups fall where they did, distinct rows saturate.
+
+        Rows of a part are taken to be read alike: a batch reads r (1 - exp(-n)) of r rows that are read n times on
+        average. Each part's n is that of its distinct rows, at most that of its lookups.
+
+        Args:
+            lookups: of the batch that the histogram was taken at.
+            distinct: distinct rows of that batch; None: unknown.
+            factor: new batch size over old.
+        """
+        if factor == 1:
+            return self
+        lookups_P, distinct_P = torch.tensor([self.lookups, self.distinct], dtype=torch.float64).unbind()
+        reads_P = lookups_P * lookups / self.width
+        if distinct is not None:
+            read_P = (distinct_P * distinct / self.width).clamp_max(1 - _RARE)
+            reads_P = torch.minimum(reads_P, -torch.log1p(-read_P))
+        growth_P = torch.expm1(-reads_P * factor) / torch.expm1(-reads_P)
+        grown_P = distinct_P * torch.where(reads_P > _RARE, growth_P, factor)
+        return IdHistogram(self.end, self.lookups, tuple((grown_P / grown_P.sum()).tolist()))
+
+
+def merge(parts: Sequence[IdHistogram], lookups: Sequence[float], distinct: Sequence[float]) -> IdHistogram:
+    """Return one histogram of several, weighted by their lookups and distinct rows."""
+    end = max(part.end for part in parts)
+    amount_2P = torch.zeros(2, PARTS, dtype=torch.float64)
+    for part, weights in zip(parts, zip(lookups, distinct, strict=True), strict=True):
+        shares = torch.tensor([part.lookups, part.distinct], dtype=torch.float64)
+        at = torch.arange(shares.shape[1]) * part.width // _width(end)
+        amount_2P.index_add_(1, at, shares * torch.tensor(weights, dtype=torch.float64)[:, None])
+    return _of_amounts(end, amount_2P)
+
+
+def of_document(document: Any) -> Any:
+    """Return a file's histogram of ids. Earlier files have 257 quantiles of lookups and of distinct rows instead."""
+    if not isinstance(document, dict):
+        return document
+    if set(document) != {"lookups", "distinct"}:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+    edges = {name: document[name] for name in ("lookups", "distinct")}
+    for name, ids in edges.items():
+        whole = isinstance(ids, list) and len(ids) > 1 and all(type(edge) is int for edge in ids)
+        if not whole or not 0 <= ids[0] < ids[-1] <= MAX_ID or any(low > high for low, high in pairwise(ids)):
+            raise ValueError(f"quantiles of {name} must be ids that ascend from 0 or more to less than 2^53")
+    end = max(ids[-1] for ids in edges.values())
+    points = [*range(0, end, _width(end)), end]
+    below = {name: [_share_below(ids, point) for point in points] for name, ids in edges.items()}
+    return {"end": end, **{name: tuple(high - low for low, high in pairwise(at)) for name, at in below.items()}}
+
+
+def _share_below(quantiles: Sequence[int], point: int) -> float:
+    """Share below one id, linear between quantiles."""
+    pieces = len(quantiles) - 1
+    piece = bisect_right(quantiles, point) - 1
+    if piece in (-1, pieces):
+        return float(piece > 0)
+    return (piece + (point - quantiles[piece]) / (quantiles[piece + 1] - quantiles[piece])) / pieces
+
+
+def _of_amounts(end: int, amount_2P: Tensor) -> IdHistogram:
+    share_2P = (amount_2P / amount_2P.sum(-1, keepdim=True))[:, : -(-end // _width(end))]
+    return IdHistogram(end, *map(tuple, share_2P.tolist()))
+
+
+def _width(end: int) -> int:
+    """Ids of a part: the smallest power of two with which 64 parts reach ``end``."""
+    return 1 << max(0, math.ceil(end / PARTS) - 1).bit_length()
