@@ -27,33 +27,28 @@ HEAVY = 0.5
 """Of what a rank would take were all level: the share from which a table is worth halving."""
 
 
-class OwnSlices(OwnOption):
-    """Column-wise, in slices of another width."""
-
-
-class Halves(OwnSlices):
+class Halves(OwnOption):
     """A table that TorchRec's default width leaves whole, in two."""
 
 
-class NarrowSlices(OwnSlices):
-    """Slices that only another ``min_partition`` allows."""
+S = TypeVar("S", bound=OwnOption)
 
 
-S = TypeVar("S", bound=OwnSlices)
-
-
-def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnSlices]:
+def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[OwnOption]:
     """The option with two, four, ... slices merged into one, as long as at least two are left; a single slice in two,
     where nobody asked for a width. All slices stay equal.
 
     Narrow slices repeat every lookup for few columns, so splitting in two is often all that a table needs. Slices of an
-    EmbeddingCollection, which must all be of one width, are left alone.
+    EmbeddingCollection, which must all be of one width, are left alone, as are those of an unknown kernel: an
+    estimator prices it as it was enumerated.
 
     Args:
         option: TorchRec's.
         asked: tables, by name, whose constraints give a ``min_partition``.
     """
-    if not may_be_sliced(option):
+    spec, module = type_of(option), option.module[1]
+    is_free = spec.span == "rank" and not isinstance(module, EmbeddingCollection | nn.EmbeddingBag)
+    if not (is_known(option.compute_kernel) and spec.splits_columns and is_free):
         return []
     if option.num_shards == 1:
         width = option.shards[0].size[1]
@@ -63,37 +58,9 @@ def own_slices(option: EnumeratedOption, asked: Collection[str] = ()) -> list[Ow
         if option.num_shards % merged == 0:
             widths = [shard.size[1] for shard in option.shards]
             joined = [sum(widths[start : start + merged]) for start in range(0, len(widths), merged)]
-            wider.append(_sliced(OwnSlices, option, joined))
+            wider.append(_sliced(OwnOption, option, joined))
         merged *= 2
     return wider
-
-
-def narrower_slices(options: Sequence[ShardingOption]) -> list[NarrowSlices]:
-    """Slices of half the width, a quarter, ... of the narrowest that a table may have: what another ``min_partition``
-    would allow. Without estimates.
-
-    Args:
-        options: of one table.
-    """
-    sliced = [option for option in options if isinstance(option, EnumeratedOption) and may_be_sliced(option)]
-    if not sliced:
-        return []
-    narrowest = min(sliced, key=lambda option: option.shards[0].size[1])
-    columns, width = narrowest.tensor.shape[1], narrowest.shards[0].size[1]
-    made = []
-    while _halves_well(width):
-        width //= 2
-        made.append(_sliced(NarrowSlices, narrowest, [width] * (columns // width)))
-    return made
-
-
-def may_be_sliced(option: ShardingOption) -> bool:
-    """Whether slices of the option's table may have any width, and lie on any rank. An estimator prices an unknown
-    kernel as it was enumerated, so that keeps its width."""
-    spec, module = type_of(option), option.module[1]
-    if not is_known(option.compute_kernel):
-        return False
-    return spec.span == "rank" and spec.splits_columns and not isinstance(module, EmbeddingCollection | nn.EmbeddingBag)
 
 
 def _halves_well(width: int) -> bool:

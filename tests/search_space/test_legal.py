@@ -44,17 +44,14 @@ def test_optimizers_have_fbgemms_names(optimizer: type, name: str, elementwise: 
     assert (name in ELEMENTWISE_OPTIMIZERS) == elementwise
 
 
-def test_an_explicit_kernel_has_precedence_over_the_class() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2, 4))
-    kernel = EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
-    apply_optimizer_in_backward(optim.SGD, [parameter], {"lr": 0.1, "optimizer": kernel})
-    assert optimizer_name(parameter, None) == "ensemble_rowwise_adagrad"
-
-
-def test_without_one_of_its_own_a_table_has_the_sharders_or_fbgemms() -> None:
+def test_optimizers_that_no_class_names_are_read_from_arguments() -> None:
+    """An explicit kernel beats the class; without one of its own a table has the sharder's or FBGEMM's."""
     parameter = torch.nn.Parameter(torch.zeros(2, 4))
     assert optimizer_name(parameter, None) == "exact_sgd"
     assert optimizer_name(parameter, {"optimizer": EmbOptimType.EXACT_ADAGRAD}) == "exact_adagrad"
+    kernel = EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
+    apply_optimizer_in_backward(optim.SGD, [parameter], {"lr": 0.1, "optimizer": kernel})
+    assert optimizer_name(parameter, None) == "ensemble_rowwise_adagrad"
 
 
 @pytest.mark.parametrize(("optimizer", "exact"), [(torch.optim.Adagrad, True), (optim.RowWiseAdagrad, False)])
