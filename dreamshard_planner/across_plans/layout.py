@@ -7,22 +7,61 @@ a fused optimizer's state of it ``state`` / ``ebc.embedding_bags.t.weight`` / ``
 shard. Row-wise states of column slices follow on each other: row r of slice k is element k * rows + r. A replicated
 table is a plain tensor with the states of the script's optimizer: ``state`` / ``dense.ebc.embedding_bags.t.weight`` /
 ``sum``, where ``dense`` is the key of a ``CombinedOptimizer``.
+
+:data:`RULES` says how each optimizer state is carried to another plan, for the code and for the documentation.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import accumulate
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dreamshard_planner.across_plans.rules import NAMES
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.support.formatting import nearest
+
+
+class Join(Enum):
+    """What becomes of a state that is not of the shape of the weights; one that is, is cut like them."""
+
+    MEAN = "one value per row: a slice takes it as it is, slices join as the mean weighted by width"
+    SAME = "one value per row, the same in every slice: as it is"
+    SINGLE = "one value per table: as it is"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``name`` is what TorchRec's fused optimizers call a state; ``aliases`` are the names in optimizers of torch and
+    TorchRec, which train replicated tables."""
+
+    name: str
+    aliases: tuple[str, ...]
+    join: Join
+    why: str
+
+
+RULES = (
+    Rule("momentum1", ("sum", "exp_avg"), Join.MEAN, "row-wise Adagrad sums the mean square of a row's gradient"),
+    Rule("exp_avg_sq", ("momentum2",), Join.MEAN, "row-wise Adam and LAMB average the same mean square"),
+    Rule("prev_iter", (), Join.SAME, "every slice sees the same lookups"),
+    Rule("row_counter", (), Join.SAME, "every slice sees the same lookups"),
+    Rule("iter", ("step",), Join.SINGLE, "steps done"),
+)
+NAMES = {alias: rule.name for rule in RULES for alias in (rule.name, *rule.aliases)}
+JOINS = {rule.name: rule.join for rule in RULES}
+STEP_COUNT = "iter"
+
+
+def needs_no_step_count(states: Set[str]) -> bool:
+    """Adagrad counts steps to decay its learning rate, which its fused kernels do not do: nothing hangs on it."""
+    return set(states) - {STEP_COUNT} == {"momentum1"}
+
 
 KeyPath = tuple[str | int, ...]
 """Where something is in a nested state dict."""

@@ -1,23 +1,206 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Read checkpoints of ``torch.distributed.checkpoint`` in bounded memory, and unpickle only what their metadata is made
-of."""
+"""Read checkpoints: the parts that make up a shard of another plan, in bounded memory, and what a checkpoint holds.
+
+Only what metadata of ``torch.distributed.checkpoint`` is made of is unpickled.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, TensorWriteData
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from dreamshard_planner.across_plans.reads import PIECE_BYTES
+from dreamshard_planner.across_plans.layout import JOINS, Join, SavedTable, saved_tables
 from dreamshard_planner.errors import CheckpointError
+from dreamshard_planner.support.formatting import first_of
+
+PIECE_BYTES = 64 << 20
+"""What is read, written or kept beside the shards at a time."""
+_WITHOUT_ROWS = ("._output_segments_tensor", "._current_iter_tensor", "._scalar_logger_steps", "._hash_zch_bucket")
+"""Buffers of managed collisions that every rank has whole."""
+
+
+class RefusedError(Exception):
+    """What cannot be carried, and what would help."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A part of a checkpoint that goes into a shard: copied, or, with a share, added that many times."""
+
+    item: ReadItem
+    share: float | None = None
+
+
+def read_bytes(key: str) -> ReadItem:
+    """A read of what is no tensor."""
+    index, zero = MetadataIndex(key), torch.Size([0])
+    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+
+
+def rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def pieces(
+    whole: ChunkStorageMetadata, like: TensorStorageMetadata | TensorWriteData
+) -> Iterator[ChunkStorageMetadata]:
+    """Blocks of rows; as many rows as :data:`PIECE_BYTES` hold of a tensor, and one at least."""
+    if not whole.sizes:
+        yield whole
+        return
+    step = max(1, PIECE_BYTES // max(1, like.properties.dtype.itemsize * math.prod(like.size[1:])))
+    for start in range(0, whole.sizes[0], step):
+        rows = min(step, whole.sizes[0] - start)
+        yield rectangle((whole.offsets[0] + start, *whole.offsets[1:]), (rows, *whole.sizes[1:]))
+
+
+def check_row_blocks(key: str, entry: TensorStorageMetadata, table: str, here: Iterable[ChunkStorageMetadata]) -> None:
+    """Managed collisions map ids to rows in each row block by itself: what they know of one says nothing of another.
+
+    Args:
+        key: of a buffer of theirs.
+        here: row blocks of this rank.
+
+    Raises:
+        RefusedError: not all of them were row blocks when the buffer was saved.
+    """
+    if key.endswith(_WITHOUT_ROWS):
+        return
+    was, now = ({(part.offsets[0], part.sizes[0]) for part in parts if part.sizes[0]} for parts in (entry.chunks, here))
+    if not now <= was:
+        saved, own = (first_of([f"{row}-{row + rows - 1}" for row, rows in sorted(of)], 4) for of in (was, now))
+        raise RefusedError(
+            f"table {table}: {key} maps ids to rows in each row block by itself, which were rows {saved} in the "
+            f"checkpoint and are {own} here; keep the table's sharding type and number of ranks, or start it anew: "
+            f"pass dropped=[{table!r}] and added=[{table!r}]"
+        )
+
+
+def overlaps(
+    key: str,
+    entry: TensorStorageMetadata,
+    wanted: ChunkStorageMetadata,
+    index: MetadataIndex,
+    share: float | None = None,
+) -> list[Read]:
+    """Reads of a rectangle of a saved tensor into all of a shard.
+
+    Raises:
+        RefusedError: the checkpoint lacks a part of it.
+    """
+    parts, reads = list(pieces(wanted, entry)), []
+    found = create_read_items_for_chunk_list(key, entry, parts)
+    if sum(math.prod(item.lengths) for item in found) != math.prod(wanted.sizes):
+        raise RefusedError(f"the checkpoint does not hold all of {key}")
+    for item in found:
+        offsets = list(item.dest_offsets)
+        if offsets and (number := item.dest_index.index) is not None:
+            offsets[0] += parts[number].offsets[0] - wanted.offsets[0]
+        reads.append(Read(replace(item, dest_index=index, dest_offsets=torch.Size(offsets)), share))
+    return reads
+
+
+def state_reads(
+    table: SavedTable, name: str, index: MetadataIndex, sizes: tuple[int, ...], weights: ChunkStorageMetadata
+) -> list[Read]:
+    """Reads that make up a shard of an optimizer state by :data:`~dreamshard_planner.across_plans.layout.RULES`.
+
+    Args:
+        sizes: of the shard.
+        weights: the shard of the table's weights that it belongs to.
+
+    Raises:
+        RefusedError: no rule makes this state of that in the checkpoint.
+    """
+    key, entry, rows = table.states[name], table.state_entries[name], table.entry.size[0]
+    if JOINS.get(name) is Join.SINGLE:
+        zeros, ones = torch.Size([0] * len(entry.size)), torch.Size([1] * len(entry.size))
+        saved = MetadataIndex(key, entry.chunks[0].offsets, 0)
+        return [Read(ReadItem(LoadItemType.TENSOR, index, zeros, saved, zeros, ones))]
+    if sizes == tuple(weights.sizes) and entry.size == table.entry.size:
+        return overlaps(key, entry, weights, index)
+    per_row = tuple(entry.size) in ((rows * len(table.slices),), (rows, 1))
+    if not per_row or sizes not in ((weights.sizes[0],), (weights.sizes[0], 1)):
+        raise RefusedError(
+            f"of size {tuple(entry.size)} for weights of {tuple(table.entry.size)} in the checkpoint, of {sizes} for "
+            f"{tuple(weights.sizes)} here, and no rule makes one of the other"
+        )
+    reads, slices = [], _slices_in_common(table, name, weights)
+    width = sum(slices.values())
+    for number, columns in slices.items():
+        down = number * rows + weights.offsets[0]
+        wanted = rectangle((down, 0)[: len(entry.size)], (weights.sizes[0], 1)[: len(entry.size)])
+        reads += overlaps(key, entry, wanted, index, columns / width if len(slices) > 1 else None)
+    return reads
+
+
+def _slices_in_common(table: SavedTable, name: str, weights: ChunkStorageMetadata) -> dict[int, int]:
+    """Saved column slices that a shard's row-wise state is made of, by number, and how many columns they share."""
+    first, width = weights.offsets[1], weights.sizes[1]
+    common = {
+        number: min(start + columns, first + width) - max(start, first)
+        for number, (start, columns) in enumerate(table.slices)
+        if start < first + width and first < start + columns
+    }
+    join = JOINS.get(name)
+    if join is None and (first, width) not in table.slices:
+        raise RefusedError("has one value for each row, and no rule says what other column slices make of it")
+    return dict(list(common.items())[:1]) if join is Join.SAME else common
+
+
+class FillingPlanner(DefaultLoadPlanner):
+    """Puts reads where they belong: copied, or added by their share."""
+
+    def keep(self, reads: list[Read]) -> list[ReadItem]:
+        """The items of reads, whose shares are kept until they come back."""
+        self._shares = {read.item: read.share for read in reads if read.share is not None}
+        return [read.item for read in reads]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        for index in {item.dest_index for item in self._shares}:
+            self.lookup_tensor(index).detach().zero_()
+        return new_plan
+
+    def _landing(self, read_item: ReadItem) -> Tensor:
+        """The part of a shard, in the shape in which it is saved: a row's value may have a second dimension."""
+        shard, lengths = self.lookup_tensor(read_item.dest_index).detach(), read_item.lengths
+        if shard.dim() == len(lengths):
+            return narrow_tensor_by_index(shard, read_item.dest_offsets, lengths)
+        rows = shard.narrow(0, read_item.dest_offsets[0], lengths[0]) if shard.dim() and lengths else shard
+        return rows.view(lengths)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        landing = self._landing(read_item)
+        return torch.empty_like(landing, device="cpu") if read_item in self._shares else landing
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        if (share := self._shares.get(read_item)) is not None:
+            landing = self._landing(read_item)
+            landing.add_(tensor.to(landing.device), alpha=share)
+
 
 _OWN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _OTHERS = {("builtins", "set"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("torch", "Size")}
@@ -85,3 +268,29 @@ class BoundedReader(FileSystemReader):
         target = planner.resolve_tensor(item)
         target.copy_(rows)
         planner.commit_tensor(item, target)
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a checkpoint, with their cuts and the sizes of their states, and the keys of all else.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint, or a damaged one.
+    """
+    metadata = BoundedReader(path).read_metadata()
+    sizes: Counter[str] = Counter()
+    others, tables = set(metadata.state_dict_metadata), {}
+    for index, stored in metadata.storage_data.items():
+        sizes[index.fqn] += stored.length
+    for _, table in sorted(saved_tables(metadata).items()):
+        keys = {table.key, *table.states.values()}
+        others -= keys
+        tables[table.name] = {
+            "rows": table.entry.size[0],
+            "dim": table.entry.size[1],
+            "data_type": str(table.entry.properties.dtype).removeprefix("torch."),
+            "column_slices": [width for _, width in table.slices],
+            "row_blocks": len({part.offsets[0] for part in table.entry.chunks}),
+            "states": {name: list(entry.size) for name, entry in table.state_entries.items()},
+            "bytes": sum(sizes[key] for key in keys),
+        }
+    return {"tables": tables, "others": sorted(others), "bytes": sum(sizes.values())}

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from dreamshard_planner.across_plans.layout import remapped_table
 from dreamshard_planner.across_plans.loading import users_error
-from dreamshard_planner.across_plans.reads import pieces
+from dreamshard_planner.across_plans.reading import pieces
 from dreamshard_planner.errors import FileError
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -23,20 +24,31 @@ def is_users(error: Exception) -> bool:
     return isinstance(error, (DreamShardError, OSError, *planner_error)) and not isinstance(error, BrokenPipeError)
 
 
-def _worth_telling(record: logging.LogRecord) -> bool:
-    """All but that replicas have no spec."""
-    return not str(record.msg).startswith("Sharding spec not found")
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Mute TorchRec's messages about itself, and its message on the root logger that replicas have no spec."""
+
+    def worth_telling(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Sharding spec not found")
+
+    root, torchrec = logging.getLogger(), logging.getLogger("torchrec")
+    level = torchrec.level
+    torchrec.setLevel(logging.ERROR)
+    root.addFilter(worth_telling)
+    try:
+        yield
+    finally:
+        root.removeFilter(worth_telling)
+        torchrec.setLevel(level)
 
 
 class Commands(TyperGroup):
-    """Commands whose expected errors become one line on stderr and exit status 1, without what TorchRec tells of
-    itself."""
+    """Commands whose expected errors become one line on stderr and exit status 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        logging.getLogger("torchrec").setLevel(logging.ERROR)
-        logging.getLogger().addFilter(_worth_telling)
         try:
-            return super().invoke(ctx)
+            with _quiet():
+                return super().invoke(ctx)
         except Exception as error:
             said = explained(error) or error
             if not is_users(said):

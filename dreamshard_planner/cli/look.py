@@ -48,7 +48,7 @@ def doctor(
 def info(
     source: Annotated[
         str,
-        typer.Argument(help="Checkpoint, dataset, statistics, observation, list of tables or plan; or auto."),
+        typer.Argument(help="A file of this package, or the folder of a training's checkpoint; or auto."),
     ],
     device: Annotated[Device, typer.Option(help="Whose checkpoint auto stands for.")] = Device.cpu,
     format: FormatOption = Format.table,
@@ -86,60 +86,28 @@ def _checkpoint_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {name: text for name, text in told.items() if text}
 
 
-def _dataset_in_words(dataset: dict[str, Any]) -> dict[str, Any]:
-    hardware, usual_ms = dataset["hardware"], dataset["usual_ms"]
-    return {
-        "sets": f"{dataset['sets']:,} of {dataset['shards']:,} shards",
-        "samples of a batch": ", ".join(f"{size:,}" for size in dataset["batch_sizes"]),
-        "measured": f"{dataset['repeats']} times each, {dataset['spread_of_repeats']:.1%} apart",
-        "reference set": usual_ms and f"{usual_ms:.3f} ms, which tells how fast the machine is",
-        "hardware": f"{hardware['name']}, {hardware['threads']} thread(s)",
-        "made with": _made_with(hardware),
-        "seed": dataset["seed"],
-        "created": dataset["created"],
-        "digest": dataset["digest"],
-    }
-
-
 def _made_with(hardware: dict[str, Any]) -> str:
     names = ("torch", "fbgemm", "torchrec", "python", "instruction_set")
     return ", ".join(f"{name.replace('_', ' ')} {hardware[name]}" for name in names if name in hardware)
 
 
-def _plan_in_words(plan: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "tables": plan["tables"],
-        "ranks": plan["ranks"],
-        "predicted": f"{plan['total_ms']:.3f} ms of embedding work per training step",
-        "costs": plan["cost_source"],
-        "made with": ", ".join(f"{name} {version}" for name, version in plan["libraries"].items()),
-        **{
-            name.replace("_", " "): value for name, value in plan["settings"].items() if value not in (None, False, 0.0)
-        },
-    }
-
-
-def _statistics_in_words(statistics: dict[str, Any]) -> dict[str, Any]:
-    factors = statistics["pooling_factors"]
-    return {
-        "features": statistics["features"],
-        "lookups per sample": f"{sum(factors.values()):,.1f} of all features together",
-        **{f"of {name}": f"{factor:,.2f}" for name, factor in factors.items()},
-    }
-
-
-def _tables_in_words(tables: dict[str, Any]) -> dict[str, Any]:
-    return {**tables, "weights": f"{tables['weights']:,} numbers, {size_in_words(4 * tables['weights'])} as fp32"}
+def _training_in_words(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Describe each table of a training's checkpoint in a line."""
+    told = {}
+    for name, table in checkpoint["tables"].items():
+        states = ", ".join(f"{state} {' x '.join(map(str, shape))}" for state, shape in table["states"].items())
+        told[name] = (
+            f"{table['rows']:,} x {table['dim']} {table['data_type']}, {size_in_words(table['bytes'])}; columns of "
+            f"slices {table['column_slices']}, {table['row_blocks']} row blocks; states: {states or 'none'}"
+        )
+    return {**told, "others": checkpoint["others"], "in all": size_in_words(checkpoint["bytes"])}
 
 
 IN_WORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "checkpoint": _checkpoint_in_words,
-    "dataset": _dataset_in_words,
-    "plan": _plan_in_words,
-    "statistics": _statistics_in_words,
-    "tables": _tables_in_words,
+    "training checkpoint": _training_in_words,
 }
-"""What is shown of each kind of file, with units."""
+"""Shown content of kinds of files whose JSON is long."""
 
 
 def _error(shares: Sequence[float] | None) -> str | None:
@@ -167,6 +135,10 @@ def _described(source: str, device: str) -> tuple[str, dict[str, Any]]:
     from dreamshard_planner.checkpoints.user_folder import folder
 
     path = Path(source)
+    if path.is_dir() and (path / ".metadata").exists():
+        from dreamshard_planner.across_plans.reading import describe
+
+        return "training checkpoint", describe(path)
     form = path.suffix
     if form not in FORMS.values() and path.is_file():
         with path.open("rb") as file:

@@ -99,8 +99,7 @@ def compare(
     format: FormatOption = Format.table,
 ) -> None:
     """Tables that moved or changed how they are sharded, bytes to move, and costs before and after."""
-    from dreamshard_planner.plans.comparison import compare
-    from dreamshard_planner.plans.renaming import renamed
+    from dreamshard_planner.plans.comparison import compare, renamed
 
     found = compare(before, after)
     if out is not None:

@@ -23,7 +23,7 @@ from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
 from dreamshard_planner.devices import default_notes
 from dreamshard_planner.planning.training_notes import costed_optimizers
 from dreamshard_planner.plans.notes import Note, noted
-from dreamshard_planner.plans.verdict import ESTIMATE_PARTS
+from dreamshard_planner.plans.report import ESTIMATE_PARTS
 from dreamshard_planner.problem.exchanges import Links
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.problem.reader import OptionReader

@@ -23,8 +23,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.given_plans import GivenPlans, sharding_of, tables_of
 from dreamshard_planner.planning.session import PlanningSession
+from dreamshard_planner.plans.comparison import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableInputs, TableSharding
-from dreamshard_planner.plans.renaming import names_that_keep_most_of, renamed
 from dreamshard_planner.plans.replan import Move, Moving, OnRequest, Replan
 from dreamshard_planner.plans.stale import stale_differences
 from dreamshard_planner.problem.parts import positions_of

@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from typer.testing import CliRunner
 
 from dreamshard_planner import CheckpointError, load_across_plans, save_across_plans
-from dreamshard_planner.across_plans import reading, reads, saving
-from dreamshard_planner.across_plans.describing import describe
-from dreamshard_planner.across_plans.reading import BoundedReader
+from dreamshard_planner.across_plans import reading, saving
+from dreamshard_planner.across_plans.reading import BoundedReader, describe
 from dreamshard_planner.cli import app
 from dreamshard_planner.errors import FileError
 from tests.faults import ended, start
@@ -274,7 +273,7 @@ def test_states_without_a_rule_and_tables_start_anew_by_consent(tmp_path: Path) 
 def test_large_shards_are_read_and_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 300
     state = saved(tmp_path / "plain", rows=rows)
-    monkeypatch.setattr(reads, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 1 << 10)
     monkeypatch.setattr(reading, "PIECE_BYTES", 1 << 10)
     found = zeros_like(state)
     load_across_plans(found, tmp_path / "plain")
@@ -292,7 +291,7 @@ PIECE_BYTES = 4 << 20
 
 def _peak_bytes(folder: Path, sizes: list[int]) -> None:
     """Write the peak of loading the last table. Everything that has to be imported is, for the first."""
-    reads.PIECE_BYTES = reading.PIECE_BYTES = PIECE_BYTES
+    reading.PIECE_BYTES = PIECE_BYTES
     for rows in sizes:
         state = {"model": {WEIGHT: torch.ones(rows, DIM)}}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -400,9 +399,9 @@ def test_the_command_describes_a_checkpoint(tmp_path: Path) -> None:
     state = fused(((0, 0, ROWS, 4), (0, 4, ROWS, 12)), ("momentum1",))
     save_across_plans({**state, "top.bias": torch.zeros(5), "epoch": 3}, tmp_path / "saved")
     runner, name = CliRunner(), str(tmp_path / "saved")
-    told = json.loads(runner.invoke(app, ["checkpoint", "info", name, "--format", "json"]).stdout)
+    told = json.loads(runner.invoke(app, ["info", name, "--format", "json"]).stdout)
     table = told["tables"]["ebc.t"]
     assert table["column_slices"] == [4, 12] and table["states"]["momentum1"] == [2 * ROWS]
     assert (table["rows"], table["dim"], table["data_type"]) == (ROWS, DIM, "float32")
     assert told["others"] == ["epoch", "top.bias"]
-    assert "ebc.t" in runner.invoke(app, ["checkpoint", "info", name]).stdout
+    assert "ebc.t" in runner.invoke(app, ["info", name]).stdout

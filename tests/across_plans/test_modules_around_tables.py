@@ -27,9 +27,8 @@ from torchrec.modules.mc_modules import (
 )
 
 from dreamshard_planner import CheckpointError, DreamShardPlanner, SavedPlan, load_across_plans, save_across_plans
-from dreamshard_planner.across_plans import reads
-from dreamshard_planner.across_plans.describing import describe
-from dreamshard_planner.across_plans.reading import BoundedReader
+from dreamshard_planner.across_plans import reading
+from dreamshard_planner.across_plans.reading import BoundedReader, describe
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -164,7 +163,7 @@ def test_weights_are_not_carried_without_what_maps_ids_to_them(tmp_path: Path) -
 def test_row_blocks_are_told_by_large_buffers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are saved in pieces."""
     model = model_of(x=managed("a"))
-    monkeypatch.setattr(reads, "PIECE_BYTES", 64)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 64)
     first = saved(tmp_path / "saved", model)
     entries = BoundedReader(first).read_metadata().state_dict_metadata
     assert [tuple(part.sizes) for part in entries[f"{BUFFERS}.a._mch_counts"].chunks] == [(ROWS,)]

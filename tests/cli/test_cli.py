@@ -264,7 +264,7 @@ def test_collect_continues_and_refuses_other_sets(tmp_path: Path) -> None:
     other = dreamshard(*command, "--sets", "16", "--held-out", status=1)
     assert "sets.blocks" in other.stderr and other.stdout == ""
     assert json.loads(dreamshard("info", str(out), "--format", "json").stdout)["kind"] == "dataset"
-    assert "16 of " in dreamshard("info", str(out)).stdout
+    assert "spread_of_repeats" in dreamshard("info", str(out)).stdout
 
 
 def test_without_a_network_calibration_names_the_command_that_makes_one(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from small_models import SHARDERS, collection, planner, table
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from dreamshard_planner import FeatureStatistics, PlacementRules, TableStatistics, compare
+from dreamshard_planner.plans.comparison import names_that_keep_most, renamed
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace
-from dreamshard_planner.plans.renaming import names_that_keep_most, renamed
 from dreamshard_planner.workload.id_histogram import IdHistogram
 from tests.cli.test_commands import run
 

@@ -10,8 +10,7 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.plans.report import ReportEntry, TableEntry
-from dreamshard_planner.plans.verdict import verdict
+from dreamshard_planner.plans.report import ReportEntry, TableEntry, verdict
 
 
 def entry(rank_ms: tuple[float, ...], collectives_ms: float) -> ReportEntry:
