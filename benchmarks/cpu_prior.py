@@ -20,7 +20,8 @@ import torch
 from scipy.optimize import minimize
 
 from common.output import table_of, wide_console
-from dreamshard_planner.cost.correction import DIRECTIONS, OPTIMIZERS
+from dreamshard_planner.cost.compute import OPTIMIZERS
+from dreamshard_planner.cost.correction import DIRECTIONS
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.roofline import CPU_KERNELS, Kernels, RooflineCost

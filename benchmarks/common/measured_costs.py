@@ -46,8 +46,7 @@ class MeasuredCosts:
         todo = sorted(sets if again else sets - self._set_ms.keys())
         if not todo:
             return
-        for group, kernel_ms_2 in zip(todo, self._measure(todo, repeats), strict=True):
-            self._set_ms[group] = kernel_ms_2 + self.cost.compute.extra_ms(self.cost.latent_PH[list(group)].sum(0))
+        self._set_ms.update(zip(todo, self._measure(todo, repeats), strict=True))
 
     def rate(self, assignment_S: Tensor) -> PlacementCosts:
         """Return the costs of a placement by the last measurement of each of its sets."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,8 @@ from dreamshard_planner.checkpoints.file import (
     network_of,
     opened,
 )
-from dreamshard_planner.cost.compute import ComputeCost, CostSource
-from dreamshard_planner.cost.correction import CorrectedCost
+from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource
 from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
@@ -67,7 +65,7 @@ class Checkpoint:
         if self.cost is None and learned and corrections:
             hardware, (memory, link) = self.metadata["hardware"], learned["bytes_per_ms"]
             compute = RooflineCost.of_bandwidths(hardware["device"], memory, link, hardware.get("name"))
-        return CorrectedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
+        return AdjustedCost(compute, corrections, (learned or {}).get("title", "")) if corrections else compute
 
     @property
     def measured_on(self) -> str:
@@ -114,8 +112,9 @@ class Checkpoint:
             policy = network_of(path, "policy", Policy, PolicyConfig, description.get("policy"), file)
             cost = None
             if description.get("cost") is not None:
-                kind = NetworkOverPrior if "cost.prior" in file.keys() else CostNetwork
-                cost = network_of(path, "cost", kind, CostNetworkConfig, description["cost"], file)
+                prior = RooflineCost.of_gpu("h100") if "cost.prior" in file.keys() else None  # its figures are read
+                make = partial(CostNetwork, prior=prior)
+                cost = network_of(path, "cost", make, CostNetworkConfig, description["cost"], file)
         check_sense(path, policy, cost)
         metadata = {key: value for key, value in description.items() if key not in ("features", "policy", "cost")}
         checkpoint = cls(policy, cost, metadata, path.name)

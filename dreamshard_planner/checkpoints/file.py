@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dreamshard_planner.cost.collectives import fits_of
-from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.correction import check_corrections
+from dreamshard_planner.cost.compute import ComputeCost, check_corrections
 from dreamshard_planner.errors import CheckpointError
 from dreamshard_planner.policy.network import AnyPolicy
 from dreamshard_planner.support.documents import check_version, parsed

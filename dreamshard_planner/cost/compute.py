@@ -10,10 +10,14 @@ Shapes: S shards, F features, H latent channels, X groups or placements, D ranks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dreamshard_planner.workload.features import columns, optimizer_of
 
 
 def overall_ms(slowest_X: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
@@ -55,12 +59,7 @@ class CostSource:
 
 
 class ComputeCost(ABC):
-    """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents.
-
-    A cost around another one, such as :class:`WithExtras`, adds to :meth:`group_cost_ms` and :meth:`approximate_ms`
-    alike, and passes on ``source``, ``approximates``, :meth:`extra_ms`, :meth:`notes` and, unless it adds channels,
-    ``approximate_channels``.
-    """
+    """Cost of fused groups. Shards are encoded once; a group is the *sum* of its shards' latents."""
 
     source: CostSource
     approximate_channels: int | None = None
@@ -77,17 +76,9 @@ class ComputeCost(ABC):
         """Forward and backward milliseconds [..., 2] of groups from their summed latents [..., H].
         A group without shards costs exactly nothing."""
 
-    def needed_by(self, features_SF: Tensor) -> ComputeCost:
-        """The same costs for these shards, without what none of them needs."""
-        return self
-
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
         """A cheaper estimate of :meth:`group_cost_ms`, for what a policy observes at every step."""
         return self.group_cost_ms(latent_XH)
-
-    def extra_ms(self, latent_XH: Tensor) -> Tensor:
-        """Of :meth:`group_cost_ms`, what is spent outside of fused kernels, where timing these does not see it."""
-        return latent_XH.new_zeros(*latent_XH.shape[:-1], 2)
 
     def reward_ms(self, latent_XDGH: Tensor, collective_ms: tuple[Tensor, Tensor]) -> Tensor:
         """What the estimated MDP counts as the overall cost of placements, [...]: the formula, unless a network has an
@@ -116,38 +107,104 @@ class GivenCost(ComputeCost):
         return torch.where(latent_XH[..., :1] > 0.5, latent_XH[..., 1:3], 0.0)
 
 
-class WithExtras(ComputeCost):
-    """A compute cost, and milliseconds that some parts add outside of their fused kernel, such as the table-sized
-    gradient of data-parallel. Latents have two channels more."""
+OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "Adagrad"}
+"""Optimizers with corrections of their own, in the order of :func:`optimizer_of`, and their names; all others go with
+row-wise Adagrad."""
+UNCHANGED = (1.0, 0.0, 0.0, 0.0, 0.0)
+"""A direction's numbers without a correction."""
+EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements", "lookups")
+"""Features that the numbers behind the scale are multiplied with."""
+LEAST_SCALE = 0.1
+"""Smallest scale of a kernel cost, which knows what else there is than rows."""
 
-    def __init__(self, compute: ComputeCost) -> None:
-        self.source, self.approximates = compute.source, compute.approximates
-        self._compute = compute
+Corrections = Mapping[str, Sequence[Sequence[float]]]
+"""By optimizer: forward and backward, each a scale and milliseconds per unit of each :data:`EXTENT`; the last ones may
+be left out."""
+
+
+class AdjustedCost(ComputeCost):
+    """A compute cost with corrections by optimizer, and milliseconds that parts take outside of their fused kernel,
+    such as for the table-sized gradient of data-parallel.
+
+    Latents begin with the named sums below; the latents of the compute cost follow.
+
+    Args:
+        compute: costs of fused kernels.
+        corrections: by optimizer; see :data:`Corrections`.
+        learned: training steps that the corrections were learned from, in words; empty for measured sets.
+    """
+
+    COUNT, SCALE, ADDED_MS, EXTRA_MS = slice(0, 1), slice(1, 3), slice(3, 5), slice(5, 7)
+    """Channels: fused shards, sums of their scales, milliseconds of corrections, and milliseconds beside kernels; each
+    but the count forward and backward."""
+    _OWN = 7
+
+    def __init__(self, compute: ComputeCost, corrections: Corrections | None = None, learned: str = "") -> None:
+        self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
+        inner = compute.approximate_channels
+        self.approximate_channels = None if inner is None else self._OWN + inner
+        self._learned = learned
+        if learned:
+            prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
+            self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
+        self._rates_O2N = torch.tensor(list(complete_corrections(corrections or {}).values()))
+
+    def needed_by(self, features_SF: Tensor) -> ComputeCost:
+        """The compute cost itself, if nothing is corrected of these shards' optimizers."""
+        rates_O2N = self._rates_O2N[optimizer_of(features_SF).unique()]
+        unchanged = bool((rates_O2N == torch.tensor(UNCHANGED)).all())
+        return self._compute if unchanged and not self._learned else self
 
     def encode(self, features_SF: Tensor) -> Tensor:
-        """Latents of parts that add nothing."""
-        return self.latents(features_SF, torch.zeros(len(features_SF), 2, dtype=torch.float64))
-
-    def latents(self, features_SF: Tensor, extra_ms_S2: Tensor) -> Tensor:
-        """The compute cost's latents, and forward and backward milliseconds beside them."""
-        return torch.cat([self._compute.encode(features_SF).double(), extra_ms_S2], dim=-1)
+        """See :meth:`ComputeCost.encode`; the shards take nothing outside of their kernels."""
+        latent_SH, rates_S2N = self._compute.encode(features_SF), self._rates_O2N[optimizer_of(features_SF)]
+        added_S2 = torch.einsum("sdk,sk->sd", rates_S2N[..., 1:], features_SF[:, columns(EXTENT)])
+        count_S1 = torch.ones_like(added_S2[:, :1])
+        return torch.cat([count_S1, rates_S2N[..., 0], added_S2, torch.zeros_like(added_S2), latent_SH], dim=-1)
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """Forward and backward milliseconds [..., 2]."""
-        return self._compute.group_cost_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH)
+        """See :meth:`ComputeCost.group_cost_ms`."""
+        return self._adjusted(self._compute.group_cost_ms(latent_XH[..., self._OWN :]), latent_XH)
 
     def approximate_ms(self, latent_XH: Tensor) -> Tensor:
-        """The compute cost's, and the extras."""
-        return self._compute.approximate_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH)
+        """See :meth:`ComputeCost.approximate_ms`."""
+        return self._adjusted(self._compute.approximate_ms(latent_XH[..., self._OWN :]), latent_XH)
 
-    def extra_ms(self, latent_XH: Tensor) -> Tensor:
-        """The compute cost's, and the extras."""
-        return self._compute.extra_ms(latent_XH[..., :-2]) + self._own_ms(latent_XH)
-
-    def _own_ms(self, latent_XH: Tensor) -> Tensor:
-        """The extras, without the rounding of what was subtracted."""
-        return latent_XH[..., -2:].clamp_min(0)
+    def _adjusted(self, cost_X2: Tensor, latent_XH: Tensor) -> Tensor:
+        """A group has one optimizer, and else the mean of its scales. Sums are clamped against the rounding of what a
+        search subtracted."""
+        count_X1 = latent_XH[..., self.COUNT]
+        scale_X2 = latent_XH[..., self.SCALE] / count_X1.clamp_min(1)
+        kernel_X2 = scale_X2 * cost_X2 + latent_XH[..., self.ADDED_MS].clamp_min(0)
+        return torch.where(count_X1 > 0.5, kernel_X2, 0.0) + latent_XH[..., self.EXTRA_MS].clamp_min(0)
 
     def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """The compute cost's."""
-        return self._compute.notes(features_SF, latent_XH[..., :-2])
+        """The compute cost's notes, but none of a prior that was learned from training steps."""
+        if self._learned and self.source.kind == "roofline":
+            return ()
+        return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
+
+
+def complete_corrections(corrections: Corrections) -> dict[str, list[list[float]]]:
+    """Corrections of every optimizer with all numbers."""
+    given = {name: corrections.get(name, (UNCHANGED, UNCHANGED)) for name in OPTIMIZERS}
+    return {name: [[*rates, *UNCHANGED[len(rates) :]] for rates in both] for name, both in given.items()}
+
+
+def check_corrections(given: Any) -> None:
+    """Check what a file has for corrections.
+
+    Raises:
+        ValueError: it holds none; names what is wrong.
+    """
+    if not isinstance(given, dict) or not given.keys() <= OPTIMIZERS.keys():
+        raise ValueError(f"its corrections must be of {', '.join(OPTIMIZERS)}")
+    least_N = torch.tensor([LEAST_SCALE, *UNCHANGED[1:]], dtype=torch.float64)
+    for name, rates in given.items():
+        try:
+            rates_2K = torch.tensor(rates, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"its corrections of {name} are no numbers") from error
+        known = rates_2K.ndim == 2 and len(rates_2K) == 2 and 3 <= rates_2K.shape[1] <= len(least_N)
+        if not known or not bool((rates_2K.isfinite() & (rates_2K >= least_N[: rates_2K.shape[1]])).all()):
+            raise ValueError(f"its corrections of {name} must be twice five finite numbers from {least_N.tolist()}")

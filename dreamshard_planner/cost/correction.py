@@ -1,123 +1,53 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Corrections of a cost network for the hardware at hand, by optimizer and direction, from few measured sets.
+"""Corrections of a compute cost for the hardware at hand, by optimizer and direction, from few measured sets.
 
 What differs most between processors is what an optimizer takes: whether its kernel is vectorised, how it finds its
 states. So each optimizer's forward and backward is *scale* x network + *a* x distinct rows + *b* x weights of these
 + *c* x weights that lookups read, again and again where rows are hot, + *d* x lookups, however narrow their rows: five
 numbers, of which few sets carry some and a dozen most. They apply where held-out sets say that they are better than
-what was in use.
+what was in use. Calibration and learning from training steps choose them alike.
 
-Shapes: S shards, X sets, O optimizers, F features, H latent channels, 2 = forward and backward, N = 5 numbers of each.
+Shapes: S shards, X sets of one optimizer, N = 5 numbers, K of them that are fitted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dreamshard_planner.cost.compute import NOT_MEASURED, ComputeCost, CostSource
+from dreamshard_planner.cost.compute import (
+    EXTENT,
+    LEAST_SCALE,
+    OPTIMIZERS,
+    UNCHANGED,
+    ComputeCost,
+    Corrections,
+    complete_corrections,
+)
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.workload.features import FEATURE_INDEX, columns, optimizer_of
 
-OPTIMIZERS = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad", "adagrad": "Adagrad"}
-"""Those that are corrected apart, in the order of :func:`optimizer_of`, and their names; all others go with row-wise
-Adagrad."""
 DIRECTIONS = ("forward", "backward")
-UNCHANGED = ((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0, 0.0))
 
 GOOD, OTHER_SETS, DOUBT = 0.20, 10, 2.0
 """Mean error up to which costs are good, if that of so many other sets would be; standard errors that are certain."""
 OTHER_TABLES = 0.03
 """How much further sets of tables of another kind may be off than those that costs were checked with."""
 FEW_SETS, ENOUGH_SETS = 6, 40
-"""Of one optimizer: below the first a fit or a check tells nothing; from the second on, more sets change little."""
+"""Of one optimizer: below the first a check tells nothing; from the second on, more sets change little."""
 LEAST_GAIN, LEAST_GAIN_OF_GOOD, BUSY_GAIN = 0.02, 0.05, 0.20
 """Of the mean error, below which nothing is changed: levels drift from one hour to the next, and errors of good costs
 have to be halved as well, or a quiet minute does harm in the next. The last is added where others had the core, by the
 share of time: where they had it for 80 to 90 %, levels drifted by 17 % within minutes."""
 MOST_FOLDS = 20
-"""Into which sets are divided to be held out in turn."""
-LEARNED_TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 4), (0, 1, 2), (0, 1, 4))
-"""Which of the numbers are learned together from observed kernels."""
-_LEAST_SCALE = 0.1
-"""Of the network's part, which knows what else there is than rows."""
-
-Corrections = Mapping[str, Sequence[Sequence[float]]]
-"""By optimizer: forward and backward, each a scale, milliseconds per distinct row, per weight of these, per weight that
-lookups read, and per lookup; the last ones may be left out."""
-
-
-class CorrectedCost(ComputeCost):
-    """A compute cost with corrections. Its latents begin with a count and sums of scales and of milliseconds to add."""
-
-    _OWN = 5
-
-    def __init__(self, compute: ComputeCost, corrections: Corrections, learned: str = "") -> None:
-        """``learned`` says from what, where training steps were observed."""
-        self._compute, self.source, self.approximates = compute, compute.source, compute.approximates
-        inner = compute.approximate_channels
-        self.approximate_channels = None if inner is None else self._OWN + inner
-        self._learned = learned
-        if learned:
-            prior = self.source.detail.removesuffix(f", {NOT_MEASURED}")
-            self.source = CostSource(self.source.kind, f"{prior}, learned from {learned}")
-        self._rates_O2N = torch.tensor(list(_all_of(corrections).values()))
-
-    def needed_by(self, features_SF: Tensor) -> ComputeCost:
-        """The compute cost itself, where nothing is corrected of these shards' optimizers."""
-        rates_O2N = self._rates_O2N[optimizer_of(features_SF).unique()]
-        unchanged = bool((rates_O2N == torch.tensor(UNCHANGED)).all())
-        return self._compute if unchanged and not self._learned else self
-
-    def encode(self, features_SF: Tensor) -> Tensor:
-        """See :meth:`ComputeCost.encode`."""
-        latent_SH, rates_S2N = self._compute.encode(features_SF), self._rates_O2N[optimizer_of(features_SF)]
-        added_S2 = torch.einsum("sdk,sk->sd", rates_S2N[..., 1:], features_SF[:, columns(_EXTENT)])
-        return torch.cat([torch.ones_like(added_S2[:, :1]), rates_S2N[..., 0], added_S2, latent_SH], dim=-1)
-
-    def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
-        """See :meth:`ComputeCost.group_cost_ms`."""
-        return self._corrected(self._compute.group_cost_ms(latent_XH[..., self._OWN :]), latent_XH)
-
-    def approximate_ms(self, latent_XH: Tensor) -> Tensor:
-        """See :meth:`ComputeCost.approximate_ms`."""
-        return self._corrected(self._compute.approximate_ms(latent_XH[..., self._OWN :]), latent_XH)
-
-    def _corrected(self, cost_X2: Tensor, latent_XH: Tensor) -> Tensor:
-        """A group has one optimizer, and else the mean of its scales."""
-        scale_X2 = latent_XH[..., 1:3] / latent_XH[..., :1].clamp_min(1)
-        corrected_X2 = scale_X2 * cost_X2 + latent_XH[..., 3:5].clamp_min(0)
-        return torch.where(latent_XH[..., :1] > 0.5, corrected_X2, 0.0)
-
-    def notes(self, features_SF: Tensor, latent_XH: Tensor) -> tuple[str, ...]:
-        """The compute cost's, but what a prior says of itself where steps were observed."""
-        if self._learned and self.source.kind == "roofline":
-            return ()
-        return self._compute.notes(features_SF, latent_XH[..., self._OWN :])
-
-
-_EXTENT = ("distinct_rows", "distinct_elements", "lookup_elements", "lookups")
-"""What the numbers behind the scale are of."""
-
-
-def check_corrections(given: Any) -> None:
-    """ValueError or TypeError where a file holds none: names what is wrong."""
-    if not isinstance(given, dict) or not given.keys() <= OPTIMIZERS.keys():
-        raise ValueError(f"its corrections must be of {', '.join(OPTIMIZERS)}")
-    least_N = torch.tensor([_LEAST_SCALE, *UNCHANGED[0][1:]], dtype=torch.float64)
-    for name, rates in given.items():
-        try:
-            rates_2K = torch.tensor(rates, dtype=torch.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"its corrections of {name} are no numbers") from error
-        known = rates_2K.ndim == 2 and len(rates_2K) == 2 and 3 <= rates_2K.shape[1] <= len(least_N)
-        if not known or not bool((rates_2K.isfinite() & (rates_2K >= least_N[: rates_2K.shape[1]])).all()):
-            raise ValueError(f"its corrections of {name} must be twice five finite numbers from {least_N.tolist()}")
+"""Parts that sets are divided into, to be held out in turn."""
+TERMS = ((0,), (1,), (2,), (0, 1), (0, 2), (0, 3), (0, 4), (0, 1, 2), (0, 1, 4))
+"""Which of the numbers are fitted together."""
 
 
 @dataclass(frozen=True)
@@ -173,130 +103,119 @@ class StageCheck:
 
 
 def choose_corrections(
-    compute: ComputeCost, in_use: Corrections, fit: LabelledSets, check: LabelledSets, others_share: float = 0.0
-) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
-    """Corrections of a network that others are in use of, and how far they are off.
-
-    Args:
-        compute: the network, uncorrected.
-        in_use: corrections to do better than.
-        fit: measured sets that the new ones are fitted to.
-        check: measured sets that choose, by optimizer and direction, among scales, scales with rates, and what is in
-            use; which stays where the gain is small, or may be chance.
-        others_share: of the time for which others had the core.
-
-    Returns:
-        The corrections, and a check of every optimizer and direction that ``check`` has sets of.
-    """
-    chosen = _all_of(in_use)
-    options = [chosen, *(_fitted(compute, fit, chosen, terms, FEW_SETS) for terms in ((0,), (0, 1, 2)))]
-    error_CX2 = torch.stack([_errors(CorrectedCost(compute, corrections), check) for corrections in options])
-
-    def certain(gain_CX: Tensor) -> Tensor:
-        few = gain_CX.shape[1] < FEW_SETS
-        return gain_CX.std(1, unbiased=False) * (math.inf if few else DOUBT / math.sqrt(gain_CX.shape[1]))
-
-    return _chosen(chosen, options, error_CX2, check, certain, BUSY_GAIN * others_share)
-
-
-def learn_corrections(
     compute: ComputeCost,
     in_use: Corrections,
     sets: LabelledSets,
-    choices: Sequence[Sequence[int]] = LEARNED_TERMS,
+    half_X: Tensor | None = None,
+    others_share: float = 0.0,
 ) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
-    """The same from few sets, such as a plan's fused kernels: each is held out once from a fit to the others, to choose
-    and to tell the errors, which count by the sets' times. One number takes two sets, each more of them two more. What
-    a single set speaks for is not chosen.
+    """Choose corrections that sets confirm, and tell how far costs are off.
+
+    Each set is held out once from fits to other sets of its optimizer, which choose, by direction, among :data:`TERMS`
+    and the corrections in use. These stay where the gain is small, or may be chance. A number takes two sets to be
+    fitted.
 
     Args:
-        compute: uncorrected.
+        compute: the cost, uncorrected.
         in_use: corrections to do better than.
-        sets: measured or observed.
-        choices: which of the numbers may be learned together.
+        sets: measured sets, or kernels observed in training.
+        half_X: of sets drawn at random, which half each is in, 0 or 1: each is held out as a whole, since its tables
+            are others. None for kernels of plans, which are held out one by one, and whose errors count by their times.
+        others_share: share of the time for which others had the core.
+
+    Returns:
+        The corrections, and a check of every optimizer and direction that there are sets of.
     """
-    chosen, folds = _all_of(in_use), min(len(sets), MOST_FOLDS)
-    options, error_CX2 = [chosen], [_errors(CorrectedCost(compute, chosen), sets)]
-    fold_X = torch.arange(len(sets)) % folds
-    for terms in choices:
-        few = 2 * len(terms) - 1
-        options.append(_fitted(compute, sets, chosen, terms, few + 1))
-        error_X2 = torch.zeros(len(sets), 2, dtype=torch.float64)
-        for fold in range(folds):
-            kept, held_out = ((fold_X != fold).nonzero()[:, 0], (fold_X == fold).nonzero()[:, 0])
-            of_others = _fitted(compute, sets.select(kept), chosen, terms, few)
-            error_X2[held_out] = _errors(CorrectedCost(compute, of_others), sets.select(held_out))
-        error_CX2.append(error_X2)
-    weight_X2 = sets.labels_ms_X2.double()
-    for _, way, at_X in _stages(sets):
-        weight_X2[at_X, way] /= weight_X2[at_X, way].mean()
-    weighted_CX2 = torch.stack(error_CX2) * weight_X2
-    return _chosen(chosen, options, weighted_CX2, sets, lambda gain_CX: gain_CX.amax(1) / gain_CX.shape[1])
+    chosen, checks = complete_corrections(in_use), []
+
+    def chance_of(gain_X: Tensor) -> float:
+        """Mean gain of sets drawn at random that may be chance; of kernels of plans, the gain of a single one."""
+        if half_X is None:
+            return float(gain_X.max()) / len(gain_X)
+        return DOUBT * float(gain_X.std(unbiased=False)) / math.sqrt(len(gain_X))
+
+    for stage in _stages(compute, sets):
+        used_N = torch.tensor(chosen[stage.optimizer][stage.way], dtype=torch.float64)
+        used_X = stage.errors(used_N)
+        fold_X = torch.arange(len(stage.at_X)) % MOST_FOLDS if half_X is None else half_X[stage.at_X]
+        weight_X = torch.ones_like(used_X) if half_X is not None else stage.label_X / stage.label_X.mean()
+        before = float((used_X.abs() * weight_X).mean())
+        least = BUSY_GAIN * others_share + (max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN)
+        best_terms, best_X, best_gain = None, used_X, 0.0
+        for terms in TERMS:
+            error_X = stage.held_out_errors(terms, fold_X, used_N)
+            gain_X = (used_X.abs() - error_X.abs()) * weight_X
+            gain = float(gain_X.mean())
+            if gain > max(best_gain, least, chance_of(gain_X)):
+                best_terms, best_X, best_gain = terms, error_X, gain
+        if best_terms is not None:
+            chosen[stage.optimizer][stage.way] = stage.fitted(best_terms).tolist()
+        checks.append(stage.check(sets, used_X * weight_X, best_X * weight_X, best_terms is not None))
+    corrections = {name: both for name, both in chosen.items() if any(tuple(rates) != UNCHANGED for rates in both)}
+    return corrections, checks
 
 
-def _all_of(corrections: Corrections) -> dict[str, list[list[float]]]:
-    """Of every optimizer, with all numbers."""
-    given = {name: corrections.get(name, UNCHANGED) for name in OPTIMIZERS}
-    return {name: [[*rates, *UNCHANGED[0][len(rates) :]] for rates in both] for name, both in given.items()}
+def check_costs(compute: ComputeCost, sets: LabelledSets) -> list[StageCheck]:
+    """Tell how far costs are off, by optimizer and direction."""
+    errors = [(stage, stage.errors(torch.tensor(UNCHANGED, dtype=torch.float64))) for stage in _stages(compute, sets)]
+    return [stage.check(sets, error_X, error_X, False) for stage, error_X in errors]
 
 
-def _chosen(
-    chosen: dict[str, list[list[float]]],
-    options: Sequence[Corrections],
-    error_CX2: Tensor,
-    check: LabelledSets,
-    certain: Callable[[Tensor], Tensor],
-    more_gain: float = 0.0,
-) -> tuple[dict[str, list[list[float]]], list[StageCheck]]:
-    """By optimizer and direction the best of some corrections, of which the first are in use. ``certain`` says which
-    mean gains [C] are more than chance."""
-    checks = []
-    for name, direction, at_X in _stages(check):
-        error_CX = error_CX2[:, at_X, direction]
-        gain_CX = error_CX[0].abs() - error_CX.abs()
-        before = float(error_CX[0].abs().mean())
-        least = more_gain + (max(LEAST_GAIN_OF_GOOD, before / 2) if before <= GOOD else LEAST_GAIN)
-        best = int(torch.where(gain_CX.mean(1) > certain(gain_CX).clamp_min(least), gain_CX.mean(1), 0.0).argmax())
-        chosen[name][direction] = list(options[best][name][direction])
-        checks.append(_check(name, direction, error_CX[[0, best]], check, at_X, best > 0))
-    return {name: rates for name, rates in chosen.items() if rates != list(map(list, UNCHANGED))}, checks
+@dataclass(frozen=True)
+class _Stage:
+    """The sets of one optimizer in one direction."""
+
+    optimizer: str
+    way: int
+    """Index of the direction."""
+    at_X: Tensor
+    """Indices of the sets."""
+    terms_XN: Tensor
+    """What the numbers are multiplied with: milliseconds without a correction, then :data:`EXTENT`."""
+    label_X: Tensor
+    """Measured milliseconds."""
+
+    def errors(self, factor_N: Tensor) -> Tensor:
+        """Signed relative errors with these numbers, [X]."""
+        return self.terms_XN @ factor_N / self.label_X - 1
+
+    def held_out_errors(self, terms: Sequence[int], fold_X: Tensor, used_N: Tensor) -> Tensor:
+        """Signed relative errors of sets by fits to the other folds, [X]; by ``used_N`` where these are too few."""
+        error_X = self.errors(used_N)
+        for fold in fold_X.unique():
+            held_out_X = fold_X == fold
+            if int((~held_out_X).sum()) >= 2 * len(terms) - 1:
+                error_X[held_out_X] = self.errors(self.fitted(terms, ~held_out_X))[held_out_X]
+        return error_X
+
+    def fitted(self, terms: Sequence[int], of_X: Tensor | None = None) -> Tensor:
+        """All numbers, [N], some of them fitted to some sets (default: all). Without a scale, rates are added to the
+        uncorrected cost."""
+        terms_XN, label_X = (self.terms_XN, self.label_X) if of_X is None else (self.terms_XN[of_X], self.label_X[of_X])
+        factor_N = torch.tensor(UNCHANGED, dtype=torch.float64)
+        fixed_X = terms_XN[:, 0] * (0 not in terms)
+        factor_N[list(terms)] = _least_relative_error(terms_XN[:, list(terms)], fixed_X, label_X, 0 in terms)
+        return factor_N
+
+    def check(self, sets: LabelledSets, before_X: Tensor, after_X: Tensor, changed: bool) -> StageCheck:
+        """Sum up errors before and after."""
+        figures = before_X.abs().mean(), before_X.median(), after_X.abs().mean(), after_X.abs().std(unbiased=False)
+        before, bias, after, spread = (round(float(x), 4) for x in figures)
+        remark = _remark(after_X.abs(), sets, self.at_X)
+        direction = DIRECTIONS[self.way]
+        return StageCheck(self.optimizer, direction, len(self.at_X), before, bias, after, spread, changed, remark)
 
 
-def check_costs(compute: ComputeCost, check: LabelledSets) -> list[StageCheck]:
-    """How far costs are off, by optimizer and direction."""
-    error_2X2 = _errors(compute, check).expand(2, -1, -1)
-    return [_check(name, way, error_2X2[:, at_X, way], check, at_X, False) for name, way, at_X in _stages(check)]
-
-
-def _stages(sets: LabelledSets) -> list[tuple[str, int, Tensor]]:
-    """Every optimizer with every direction, and the indices of its sets; optimizers without sets are left out."""
+def _stages(compute: ComputeCost, sets: LabelledSets) -> Iterator[_Stage]:
+    """Every optimizer that there are sets of, in both directions."""
     optimizer_X = optimizer_of(sets.features_SF[sets.offsets_X1[:-1]])
-    present = [(name, (optimizer_X == index).nonzero()[:, 0]) for index, name in enumerate(OPTIMIZERS)]
-    return [(name, direction, at_X) for name, at_X in present if len(at_X) for direction in range(2)]
-
-
-def _errors(compute: ComputeCost, sets: LabelledSets) -> Tensor:
-    """Signed relative errors of predictions, [X, 2]."""
-    return predict_ms(compute, sets).double() / sets.labels_ms_X2.double() - 1
-
-
-def _fitted(
-    compute: ComputeCost, sets: LabelledSets, in_use: Corrections, terms: Sequence[int], few: int
-) -> dict[str, list[list[float]]]:
-    """Some of the scale and the rates, of each optimizer that there are at least ``few`` sets of. Without a scale,
-    rates are added to the network's."""
-    network_X2 = predict_ms(compute, sets).double()
-    extent_XE = sets.sum(sets.features_SF[:, columns(_EXTENT)].double())
-    found = {name: [list(rates) for rates in both] for name, both in in_use.items()}
-    for name, direction, at_X in _stages(sets):
-        if len(at_X) >= few:
-            terms_XN = torch.cat([network_X2[at_X, direction, None], extent_XE[at_X]], dim=-1)
-            factor_N = torch.tensor(UNCHANGED[direction], dtype=torch.float64)
-            fixed_X = terms_XN[:, 0] * (0 not in terms)
-            label_X = sets.labels_ms_X2[at_X, direction].double()
-            factor_N[list(terms)] = _least_relative_error(terms_XN[:, list(terms)], fixed_X, label_X, 0 in terms)
-            found[name][direction] = factor_N.tolist()
-    return found
+    predicted_X2 = predict_ms(compute, sets).double()
+    extent_XE = sets.sum(sets.features_SF[:, columns(EXTENT)].double())
+    for index, name in enumerate(OPTIMIZERS):
+        at_X = (optimizer_X == index).nonzero()[:, 0]
+        for way in range(2 if len(at_X) else 0):
+            terms_XN = torch.cat([predicted_X2[at_X, way, None], extent_XE[at_X]], dim=-1)
+            yield _Stage(name, way, at_X, terms_XN, sets.labels_ms_X2[at_X, way].double())
 
 
 def _least_relative_error(terms_XK: Tensor, fixed_X: Tensor, label_X: Tensor, scaled: bool) -> Tensor:
@@ -312,20 +231,11 @@ def _least_relative_error(terms_XK: Tensor, fixed_X: Tensor, label_X: Tensor, sc
         lambda factors_K: design_XK @ factors_K - rest_X,
         [1.0] * scaled + [0.1] * rates,
         lambda _: design_XK,
-        bounds=([_LEAST_SCALE] * scaled + [0.0] * rates, math.inf),
+        bounds=([LEAST_SCALE] * scaled + [0.0] * rates, math.inf),
         loss="soft_l1",
         f_scale=0.05,
     )
     return torch.from_numpy(solved.x) / unit_K
-
-
-def _check(name: str, way: int, error_2X: Tensor, sets: LabelledSets, at_X: Tensor, changed: bool) -> StageCheck:
-    """Of the errors before and after."""
-    before_X, after_X = error_2X
-    figures = before_X.abs().mean(), before_X.median(), after_X.abs().mean(), after_X.abs().std(unbiased=False)
-    before, bias, after, spread = (round(float(x), 4) for x in figures)
-    remark = _remark(after_X.abs(), sets, at_X)
-    return StageCheck(name, DIRECTIONS[way], len(at_X), before, bias, after, spread, changed, remark)
 
 
 def _remark(error_X: Tensor, sets: LabelledSets, at_X: Tensor) -> str:

@@ -18,7 +18,6 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix, features_of
@@ -125,16 +124,13 @@ def fit_cost_network(
         raise TaskError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network_config = network_config or CostNetworkConfig()
     if start is not None:
-        if train.prior is not None or type(start) is not CostNetwork or start.config != network_config:
+        has_prior = train.prior is not None or (isinstance(start, CostNetwork) and start.roofline is not None)
+        if has_prior or not isinstance(start, CostNetwork) or start.config != network_config:
             raise TaskError(f"no {type(start).__name__} to start from: sets with a prior, or another configuration")
         network = copy.deepcopy(start).requires_grad_(True)
         network.go_on(train)
-    elif train.prior is None:
-        network = CostNetwork(network_config, seed=config.seed)
-        network.initialize(train)
     else:
-        network = NetworkOverPrior(network_config, seed=config.seed)
-        network.set_prior(train.prior)
+        network = CostNetwork(network_config, config.seed, train.prior)
         network.initialize(train)
     generator = torch.Generator().manual_seed(config.seed)
     uniform_EX = torch.rand(network.config.members, len(train), generator=generator).clamp_min(1e-6)

@@ -7,24 +7,30 @@ positive context channels. Both are *summed* over the shards of a group (DreamSh
 sum makes the network independent of how many tables there are). A head reads the logarithms of the sums and
 corrects the additive cost for what fusion changes. Costs span three orders of magnitude, hence logarithms.
 
+On GPUs a group starts from the roofline model instead. That knows more than a few thousand measured sets show: what the
+widest table of a kernel does to the others, what a cache holds, which optimizer states there are, and memory that no
+set was measured in. A network that learns from nothing is off where tables are of another kind.
+
 Several networks of the same shape form an ensemble; their parameters are stacked and evaluated at once.
 
-Shapes: E ensemble members, S shards, X groups (any leading shape), F features, P kinds of work,
-K context channels, H latent channels = P + E * (2 + K), 2 = forward and backward.
+Shapes: E ensemble members, S shards, X groups (any leading shape), F features, P kinds of work, R latents of the
+roofline, K context channels, H latent channels = P + E * (2 + K), or P + R + E * K, 2 = forward and backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.compute import ComputeCost, CostSource
+from dreamshard_planner.cost.roofline import Kernels, RooflineCost
 from dreamshard_planner.workload.features import DESCRIPTORS, FEATURE_INDEX, WORK, Scaler, columns, optimizer_of
+from dreamshard_planner.workload.tables import OPTIMIZERS
 
 if TYPE_CHECKING:
     from dreamshard_planner.cost.fit import LabelledSets
@@ -40,6 +46,13 @@ NAMED_DESCRIPTORS = {
 
 MIN_LOG_SUM = 1e-9
 """Keeps logarithms finite where subtraction left a sum at zero; far below any cost in milliseconds."""
+LEAST_PRIOR_MS = 1e-3
+"""Least milliseconds of a prior: what a GPU's backward takes to return at once where nothing was looked up."""
+_DEVICE = ("memory_bytes_per_ms", "uvm_bytes_per_ms", "cache_bytes", "slowness")
+_KERNELS = tuple(each.name for each in fields(Kernels))
+_DIVISORS = {*_DEVICE, "forward_share", "backward_share", "cache_speedup", "gradient_speedup", "far_table_bytes"}
+_MOST = 1e15
+"""Largest figure of a prior: bytes of a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +109,14 @@ class AnyCostNetwork(nn.Module, ComputeCost):
 
 
 class CostNetwork(AnyCostNetwork):
-    """An ensemble of cost networks."""
+    """An ensemble of cost networks.
+
+    Args:
+        config: size.
+        seed: of the initial weights.
+        prior: roofline to start from, whose figures become part of the state: a later one changes nothing. None to
+            start from an additive cost that is learned.
+    """
 
     approximates = True
     descriptor_mean: Tensor
@@ -111,42 +131,68 @@ class CostNetwork(AnyCostNetwork):
     log_cost_scale: Tensor
     log_cost_low: Tensor
     log_cost_high: Tensor
+    prior: Tensor
 
-    def __init__(self, config: CostNetworkConfig, seed: int = 0) -> None:
+    def __init__(self, config: CostNetworkConfig, seed: int = 0, prior: RooflineCost | None = None) -> None:
         super().__init__()
         self.config = config
         self.source = CostSource("network", "not trained")
-        self.approximate_channels = len(WORK) + 2 + config.context  # of the work, and of the first member
         generator = torch.Generator().manual_seed(seed)
-        members, num_work, channels = config.members, len(WORK), 2 + config.context
-        self.table = StackedMLP(
-            members,
-            (len(DESCRIPTORS), config.table_hidden, config.table_hidden, 2 * num_work + config.context),
-            generator,
-        )
-        self.head = StackedMLP(members, (num_work + channels, config.head_hidden, config.head_hidden, 2), generator)
-        self.log_floor_E2 = nn.Parameter(torch.full((members, 2), -4.0))
-        with torch.no_grad():  # start from the additive cost: the correction begins at nothing
+        members, hidden, head = config.members, config.table_hidden, config.head_hidden
+        rates = 2 * len(WORK) if prior is None else 0
+        self.table = StackedMLP(members, (len(DESCRIPTORS), hidden, hidden, rates + config.context), generator)
+        self.head = StackedMLP(members, (len(WORK) + 2 + config.context, head, head, 2), generator)
+        with torch.no_grad():  # the correction begins at nothing
             self.table.weights[-1].mul_(0.1)
             self.head.weights[-1].zero_()
-        self._register_scalers()
-        self.eval()
-
-    @property
-    def optimizers(self) -> Collection[str]:
-        """See :attr:`AnyCostNetwork.optimizers`; Adagrad where it was measured."""
-        last_kind = float(self._trained_bounds("descriptor")[1][DESCRIPTORS.index("stateful_optimizer")])
-        return (*super().optimizers, "adagrad") if 1.5 < last_kind < math.inf else super().optimizers
-
-    def _register_scalers(self) -> None:
+        self.roofline: RooflineCost | None = None
+        self.approximate_channels = len(WORK) + 2 + config.context  # of the work, and of the first member
+        if prior is None:
+            self.log_floor_E2 = nn.Parameter(torch.full((members, 2), -4.0))
+        else:
+            self.set_prior(prior)
         for name, size in (("descriptor", len(DESCRIPTORS)), ("log_work", len(WORK)), ("log_cost", 2)):
             for statistic, value in (("mean", 0.0), ("scale", 1.0), ("low", -math.inf), ("high", math.inf)):
                 self.register_buffer(f"{name}_{statistic}", torch.full((size,), value))
+        self.eval()
+
+    def set_prior(self, prior: RooflineCost) -> None:
+        """Start from this roofline; for networks that were made with one."""
+        values = [getattr(prior, name) for name in _DEVICE] + [getattr(prior.kernels, name) for name in _KERNELS]
+        self.register_buffer("prior", torch.tensor(values, dtype=torch.float64))
+        self.roofline = prior
+        self.approximate_channels = len(WORK) + prior.channels + self.config.context
+
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.roofline is None:
+            return
+        values = self.prior.tolist()
+        for name, value in zip((*_DEVICE, *_KERNELS), values, strict=True):
+            if not (0 < value if name in _DIVISORS else 0 <= value) or value > _MOST:
+                raise ValueError(f"its prior has {name} {value:g}, which no device has")
+        kernels = Kernels(**dict(zip(_KERNELS, values[len(_DEVICE) :], strict=True)))
+        self.set_prior(RooflineCost(**dict(zip(_DEVICE, values, strict=False)), kernels=kernels))
+
+    @property
+    def optimizers(self) -> Collection[str]:
+        """See :attr:`AnyCostNetwork.optimizers`; Adagrad if it was measured, and all that a prior tells apart."""
+        if self.roofline is not None:
+            return tuple(name for name in OPTIMIZERS if name != "other")
+        last_kind = float(self._trained_bounds("descriptor")[1][DESCRIPTORS.index("stateful_optimizer")])
+        return (*super().optimizers, "adagrad") if 1.5 < last_kind < math.inf else super().optimizers
 
     @torch.no_grad()
     def initialize(self, train: LabelledSets) -> None:
         """Set the scalers, the trained ranges and the additive start from measured sets."""
-        self._fit_scalers(train)
+        for name, values in self._scaled_inputs(train).items():
+            scaler = Scaler.fit(values)
+            scaled = scaler(values)
+            fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
+            for statistic, value in fitted.items():
+                getattr(self, f"{name}_{statistic}").copy_(value)
+        if self.roofline is not None:
+            return
         labels_ms_X2 = train.labels_ms_X2
         rates_2P = _additive_rates(_work(train), labels_ms_X2.double())
         self.table.biases[-1].zero_()
@@ -165,15 +211,6 @@ class CostNetwork(AnyCostNetwork):
         predicted_X2 = self.group_cost_ms(train.sum(self.encode(train.features_SF)))
         self.head.biases[-1] += (train.labels_ms_X2 / predicted_X2).log().median(0).values
 
-    def _fit_scalers(self, train: LabelledSets) -> None:
-        """Scalers and trained ranges."""
-        for name, values in self._scaled_inputs(train).items():
-            scaler = Scaler.fit(values)
-            scaled = scaler(values)
-            fitted = {"mean": scaler.mean_F, "scale": scaler.scale_F, "low": scaled.amin(0), "high": scaled.amax(0)}
-            for statistic, value in fitted.items():
-                getattr(self, f"{name}_{statistic}").copy_(value)
-
     def _scaled_inputs(self, train: LabelledSets) -> dict[str, Tensor]:
         """Of each scaler, what measured sets have there."""
         return {
@@ -182,26 +219,16 @@ class CostNetwork(AnyCostNetwork):
             "log_cost": train.labels_ms_X2.log().float(),
         }
 
-    def _descriptors(self, features_SF: Tensor) -> Tensor:
-        """What the table MLPs read, [E, S, descriptors]."""
-        descriptor_SF = (described(features_SF) - self.descriptor_mean) / self.descriptor_scale
-        return descriptor_SF.clamp(self.descriptor_low, self.descriptor_high).expand(self.config.members, -1, -1)
-
-    def _log_work(self, latent_XH: Tensor) -> Tensor:
-        """What the heads read of the work, [X, P]."""
-        log_work_XP = latent_XH[:, : len(WORK)].float().clamp_min(0).log1p()
-        return ((log_work_XP - self.log_work_mean) / self.log_work_scale).clamp(self.log_work_low, self.log_work_high)
-
-    def _scaled(self, log_start_EX2: Tensor) -> Tensor:
-        """What they read of the cost that they correct. Outside the trained range the correction keeps its last value,
-        and that cost carries on."""
-        scaled_EX2 = (log_start_EX2 - self.log_cost_mean) / self.log_cost_scale
-        return scaled_EX2.clamp(self.log_cost_low - 0.5, self.log_cost_high + 0.5)
-
     def encode(self, features_SF: Tensor) -> Tensor:
         """See :meth:`ComputeCost.encode`; channel 0 is the work named ``tables``, one per shard."""
         num_work, work_SP = len(WORK), features_SF[:, columns(WORK)]
-        out_ESO = self.table(self._descriptors(features_SF))
+        descriptor_SF = (described(features_SF) - self.descriptor_mean) / self.descriptor_scale
+        descriptor_SF = descriptor_SF.clamp(self.descriptor_low, self.descriptor_high)
+        out_ESO = self.table(descriptor_SF.expand(self.config.members, -1, -1))
+        if self.roofline is not None:
+            context_SEK = out_ESO.clamp(-8, 8).exp().transpose(0, 1)
+            roofline_SR = self.roofline.encode(features_SF).to(features_SF.dtype)
+            return torch.cat([work_SP, roofline_SR, context_SEK.flatten(1)], dim=-1)
         rate_ES2P = out_ESO[..., : 2 * num_work].clamp(-40, 8).exp().unflatten(-1, (2, num_work))
         additive_ES2 = torch.einsum("estp,sp->est", rate_ES2P, work_SP)
         context_ESK = out_ESO[..., 2 * num_work :].clamp(-8, 8).exp()
@@ -211,16 +238,31 @@ class CostNetwork(AnyCostNetwork):
     def member_log_cost(self, latent_XH: Tensor, members: int | None = None) -> Tensor:
         """Logarithm of forward and backward milliseconds by each of the first ``members`` (default: all),
         [E, X, 2]; X is one dimension."""
-        num_work, members = len(WORK), members or self.config.members
-        channels = 2 + self.config.context
-        member_XH = latent_XH[:, num_work : num_work + members * channels]
-        member_EXH = member_XH.unflatten(-1, (members, channels)).transpose(0, 1).float()
-        additive_EX2 = member_EXH[..., :2].clamp_min(0) + self.log_floor_E2[:members, None].exp()
-        log_additive_EX2 = additive_EX2.log()
-        log_context_EXK = member_EXH[..., 2:].clamp_min(MIN_LOG_SUM).log().clamp(-8, 16)
-        log_work_EXP = self._log_work(latent_XH).expand(members, -1, -1)
-        inputs = [log_work_EXP, self._scaled(log_additive_EX2), log_context_EXK * 0.3]
-        return log_additive_EX2 + self.head(torch.cat(inputs, dim=-1))
+        members = members or self.config.members
+        work_XP = latent_XH[:, : len(WORK)]
+        log_start_EX2, context_EXK = self._start(latent_XH[:, len(WORK) :], members)
+        log_work_XP = (work_XP.float().clamp_min(0).log1p() - self.log_work_mean) / self.log_work_scale
+        log_work_EXP = log_work_XP.clamp(self.log_work_low, self.log_work_high).expand(members, -1, -1)
+        log_context_EXK = context_EXK.clamp_min(MIN_LOG_SUM).log().clamp(-8, 16)
+        # Outside the trained range the correction keeps its last value, and the cost that it starts from carries on.
+        scaled_EX2 = (log_start_EX2 - self.log_cost_mean) / self.log_cost_scale
+        scaled_EX2 = scaled_EX2.clamp(self.log_cost_low - 0.5, self.log_cost_high + 0.5)
+        inputs = [log_work_EXP, scaled_EX2, log_context_EXK * 0.3]
+        return log_start_EX2 + self.head(torch.cat(inputs, dim=-1))
+
+    def _start(self, latent_XR: Tensor, members: int) -> tuple[Tensor, Tensor]:
+        """Logarithm of the milliseconds that the heads correct, [E, X, 2], and sums of the context, [E, X, K], from the
+        latents behind those of the work."""
+        if self.roofline is None:
+            channels = 2 + self.config.context
+            member_EXH = latent_XR[:, : members * channels].unflatten(-1, (members, channels)).transpose(0, 1).float()
+            additive_EX2 = member_EXH[..., :2].clamp_min(0) + self.log_floor_E2[:members, None].exp()
+            return additive_EX2.log(), member_EXH[..., 2:]
+        start, channels = self.roofline.channels, self.config.context
+        member_XH = latent_XR[:, start : start + members * channels]
+        context_EXK = member_XH.unflatten(-1, (members, channels)).transpose(0, 1).float()
+        prior_X2 = self.roofline.group_cost_ms(latent_XR[:, :start]).clamp_min(LEAST_PRIOR_MS)
+        return prior_X2.float().log().expand(members, -1, -1), context_EXK
 
     def group_cost_ms(self, latent_XH: Tensor) -> Tensor:
         """See :meth:`ComputeCost.group_cost_ms`: the geometric mean of the members."""

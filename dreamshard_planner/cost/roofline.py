@@ -2,7 +2,7 @@
 """The roofline model: bytes moved over bandwidths, and times that kernels take whatever they move.
 
 It serves topologies that no checkpoint covers, and is what networks for GPUs start from
-(:mod:`dreamshard_planner.cost.over_prior`). On GPUs its parameters are fitted to FBGEMM's kernels as an H100 measured
+(:mod:`dreamshard_planner.cost.network`). On GPUs its parameters are fitted to FBGEMM's kernels as an H100 measured
 them and as others published them of other cards (``benchmarks/gpu_prior.py``), on CPUs to the shape of what one kind of
 CPU measured (``benchmarks/cpu_prior.py``), whatever its speed; nothing of it was measured on the machine at hand.
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.correction import OPTIMIZERS, StageCheck, learn_corrections
+from dreamshard_planner.cost.compute import OPTIMIZERS, ComputeCost
+from dreamshard_planner.cost.correction import StageCheck, choose_corrections
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import CalibrationRefused, ObservationError
@@ -139,7 +139,7 @@ def learn(checkpoint: Checkpoint, observation: Observation, out: str | Path, *, 
             f"{checkpoint.name} has costs of {known}, and {device} was observed: use --checkpoint auto"
         )
     compute, bytes_per_ms = prior_of(checkpoint, observation)
-    corrections, checks = learn_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
+    corrections, checks = choose_corrections(compute, checkpoint.metadata.get("corrections", {}), observed.sets)
     collectives, exchanges = learn_exchanges(observation, checkpoint)
     if not force and not any(check.changed for check in checks) and not exchanges:
         kernels = f"{len(observed.sets)} kernels" if len(observed.sets) > 1 else "one kernel, which none confirms"

@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cost.collectives import LOOKUPS, OPERATIONS, CollectiveModel, fits_of
-from dreamshard_planner.cost.compute import ComputeCost, CostSource, GivenCost, WithExtras
+from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource, GivenCost
 from dreamshard_planner.cost.interconnect import Interconnect
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost, dense_ms
@@ -73,7 +73,8 @@ class NetworkCosts:
         problem = read.problem
         if bool(problem.features_PF[:, FEATURE_INDEX["served"]].any()):
             compute = RooflineCost.of_topology(self.topology)
-        compute = compute.needed_by(problem.features_PF)
+        if isinstance(compute, AdjustedCost):
+            compute = compute.needed_by(problem.features_PF)
         sync_ms_P = read.synced_bytes_P * self.sync_ms_per_byte
         extras = (read.dense_elements_P, read.ssd_bytes_P, sync_ms_P, read.is_estimated_P)
         if not any(bool(extra_P.any()) for extra_P in extras):
@@ -81,15 +82,16 @@ class NetworkCosts:
         dense_ms_P = dense_ms(read.dense_elements_P, read.dense_passes_P, self.topology)
         # The forward reads rows from the SSD, the backward reads and writes them.
         ssd_ms_P = read.ssd_bytes_P / self.topology.ssd_mem_bw
-        with_extras = WithExtras(compute)
+        adjusted = compute if isinstance(compute, AdjustedCost) else AdjustedCost(compute)
+        latent_PH = adjusted.encode(problem.features_PF).double()
         # A rank waits for its replicas, and for no other rank of its group.
-        extra_ms_P2 = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
-        latent_PH = with_extras.latents(problem.features_PF, extra_ms_P2)
+        latent_PH[:, adjusted.EXTRA_MS] = torch.stack([ssd_ms_P, dense_ms_P + 2 * ssd_ms_P + sync_ms_P], -1)
         for part in read.is_estimated_P.nonzero()[:, 0].tolist():
             perf = read.shard_P[part].perf
             price_ms = [perf.fwd_compute + perf.prefetch_compute, perf.bwd_compute]
-            latent_PH[part] = torch.tensor([0.0] * (latent_PH.shape[1] - 2) + price_ms)
-        return Cost(problem, with_extras, latent_PH)
+            latent_PH[part] = 0.0
+            latent_PH[part, adjusted.EXTRA_MS] = torch.tensor(price_ms, dtype=torch.float64)
+        return Cost(problem, adjusted, latent_PH)
 
     def notes(self, plan: Sequence[ShardingOption], reader: OptionReader) -> tuple[Note, ...]:
         """What a reader of a plan's cost should know of where it came from."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
-from dreamshard_planner.cost.compute import ComputeCost
-from dreamshard_planner.cost.correction import FEW_SETS, OPTIMIZERS, StageCheck, check_costs, choose_corrections
+from dreamshard_planner.cost.compute import OPTIMIZERS, ComputeCost
+from dreamshard_planner.cost.correction import FEW_SETS, StageCheck, check_costs, choose_corrections
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets
 from dreamshard_planner.cost.network import CostNetwork
@@ -55,11 +57,11 @@ def calibrate(
     """Correct a checkpoint's costs for this machine with few measurements, and write the result ``out``. All ``ranks``
     measure, the first one does the rest.
 
-    Half of the time goes into sets that corrections are fitted to, half into other sets, of other tables unless
-    ``tables`` are given, which choose between these and what is in use (:mod:`dreamshard_planner.cost.correction`), and
-    tell the errors before and after: in the metadata under ``calibration``. Networks and measured collectives stay as
-    they are. With one thread, processor time
-    counts; else the wall clock. An interrupted calibration, started again with the same settings, goes on.
+    Half of the time goes into sets of some tables, half into sets of others, unless ``tables`` are given. Each half
+    confirms what was fitted to the other (:mod:`dreamshard_planner.cost.correction`) and tells the errors before and
+    after: in the metadata under ``calibration``. Networks and measured collectives stay as they are. With one thread,
+    processor time counts; else the wall clock. An interrupted calibration, started again with the same settings, goes
+    on.
 
     Args:
         checkpoint: what is in use.
@@ -86,32 +88,33 @@ def calibrate(
     for part, (half, folder) in enumerate(zip(halves, folders, strict=True)):
         pools = dict.fromkeys(OPTIMIZERS, half) if tables is None else _by_optimizer(half)
         measured.append(_measure(_draw(pools, config, seed + part, ranks), config, folder, 0.5, progress, ranks))
-    data, others_share = [part for part, _ in measured], max(share for _, share in measured)
+    halves_of_data, shares = zip(*measured, strict=True)
+    data, others_share = CostDataset.concatenate(halves_of_data), max(shares)
+    half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves_of_data]))
     for folder in folders:
         remove_blocks(folder, ranks)  # another calibration is of the machine as it is then
 
     def corrected() -> Checkpoint:
-        sets, check = (LabelledSets.of_dataset(part, data[0].usual_ms) for part in data)
         in_use = checkpoint.metadata.get("corrections", {})
-        corrections, checks = choose_corrections(network, in_use, sets, check, others_share)
+        sets = LabelledSets.of_dataset(data)
+        corrections, checks = choose_corrections(network, in_use, sets, half_X, others_share)
         if not force:
-            _refuse(len(sets), checks, others_share, seconds)
+            _refuse(checks, others_share, seconds)
         told = {
             "from": checkpoint.name,
             "sets": len(sets),
-            "check_sets": len(check),
             "clock": "processor time" if (device, threads) == ("cpu", 1) else "wall clock",
             "others_share": round(others_share, 3),
-            "checked": _checked(checks, data[1]),
+            "checked": _checked(checks, data),
             "checks": [one.to_dict(seconds) for one in checks],
         }
         metadata = {
             **{key: value for key, value in checkpoint.metadata.items() if key not in ("learned", "corrected")},
             "corrections": corrections,
             "collectives": collectives or checkpoint.metadata.get("collectives"),
-            "hardware": data[0].hardware,
-            "hardware_name": f"{checkpoint.measured_on}, calibrated on {hardware_name(data[0].hardware)}",
-            "reference_ms": data[0].usual_ms,
+            "hardware": data.hardware,
+            "hardware_name": f"{checkpoint.measured_on}, calibrated on {hardware_name(data.hardware)}",
+            "reference_ms": data.usual_ms,
             "calibration": told,
         }
         Checkpoint(checkpoint.policy, network, metadata).save(out)
@@ -178,9 +181,9 @@ def _measure(
     return data, max(ranks.gather(lambda: clock.others_share))
 
 
-def _refuse(sets: int, checks: Sequence[StageCheck], others_share: float, seconds: float) -> None:
+def _refuse(checks: Sequence[StageCheck], others_share: float, seconds: float) -> None:
     """Raises CalibrationRefused where the result would be no better, or where that can't be known."""
-    reasons, fewest = [], min(2 * sets // len(checks), *(check.sets for check in checks))
+    reasons, fewest = [], min(check.sets for check in checks) // 2  # of each half
     if others_share > BUSY_SHARE:
         share = f"{100 * others_share:.0f} % of the time of the kernels (at most {100 * BUSY_SHARE:.0f} %)"
         reasons.append(f"others had the core for {share}: measure while the machine is free")

@@ -16,7 +16,7 @@ from dreamshard_planner.checkpoints.checkpoint import SHIPPED, Checkpoint, resol
 from dreamshard_planner.checkpoints.notes import checkpoint_notes
 from dreamshard_planner.cli import app, diagnosis, learn
 from dreamshard_planner.cost.collectives import OPERATIONS, CollectiveFit
-from dreamshard_planner.cost.correction import OPTIMIZERS
+from dreamshard_planner.cost.compute import OPTIMIZERS
 from dreamshard_planner.cost.dataset import CostDataset
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.devices import Machine

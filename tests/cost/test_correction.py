@@ -13,23 +13,15 @@ from torch import Tensor
 
 from dreamshard_planner import Checkpoint, CheckpointError
 from dreamshard_planner.checkpoints.checkpoint import SHIPPED
-from dreamshard_planner.cost.correction import (
-    OPTIMIZERS,
-    CorrectedCost,
-    StageCheck,
-    check_corrections,
-    check_costs,
-    choose_corrections,
-    learn_corrections,
-    optimizer_of,
-)
+from dreamshard_planner.cost.compute import OPTIMIZERS, AdjustedCost, Corrections, check_corrections
+from dreamshard_planner.cost.correction import StageCheck, check_costs, choose_corrections
 from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.measure.collect import GroupMix, draw_sets
 from dreamshard_planner.policy.tasks import problem_of
 from dreamshard_planner.training.config import pool_tables
-from dreamshard_planner.workload.features import columns, feature_matrix
+from dreamshard_planner.workload.features import columns, feature_matrix, optimizer_of
 from dreamshard_planner.workload.tables import Workload
 
 ROOFLINE = RooflineCost(1e7, 1e6)
@@ -67,42 +59,51 @@ def errors(compute, sets: LabelledSets) -> Tensor:
     return torch.tensor([check.before for check in checks]).view(3, 2)
 
 
+def chosen(*halves: LabelledSets, in_use: Corrections | None = None) -> tuple[Corrections, list[StageCheck]]:
+    """Corrections by two halves of measured sets."""
+    sets = LabelledSets(
+        torch.cat([half.features_SF for half in halves]),
+        torch.cat([halves[0].offsets_X1, halves[0].offsets_X1[-1] + halves[1].offsets_X1[1:]]),
+        torch.cat([half.labels_ms_X2 for half in halves]),
+    )
+    half_X = torch.arange(2).repeat_interleave(torch.tensor([len(half) for half in halves]))
+    return choose_corrections(ROOFLINE, in_use or {}, sets, half_X)
+
+
 def test_a_few_sets_correct_each_optimizer_and_direction() -> None:
-    fit, check, other = (measured(count, seed, OTHER_CPU) for count, seed in ((20, 1), (20, 2), (60, 3)))
-    corrections, checks = choose_corrections(ROOFLINE, {}, fit, check)
+    some, others, unseen = (measured(count, seed, OTHER_CPU) for count, seed in ((20, 1), (20, 2), (60, 3)))
+    corrections, checks = chosen(some, others)
     assert set(corrections) == {"rowwise_adagrad", "adagrad"}  # SGD's costs are right
     changed = {(one.optimizer, one.direction) for one in checks if one.changed}
     assert changed == {("rowwise_adagrad", "backward"), ("adagrad", "forward"), ("adagrad", "backward")}
     assert corrections["rowwise_adagrad"][1] == pytest.approx([0.8, 3e-4, 0, 0, 0], rel=0.3, abs=1e-6)
-    before_O2, after_O2 = errors(ROOFLINE, other), errors(CorrectedCost(ROOFLINE, corrections), other)
+    before_O2, after_O2 = errors(ROOFLINE, unseen), errors(AdjustedCost(ROOFLINE, corrections), unseen)
     assert (before_O2[1, 1], before_O2[2, 0]) > (0.4, 0.4) and (after_O2 < 0.10).all(), (before_O2, after_O2)
     assert all(one.good and one.after < 0.1 for one in checks)
 
 
 def test_noise_changes_nothing_and_neither_do_small_gains() -> None:
     level = {name: [[0.97, 0.0, 0.0, 0.0, 0.0]] * 2 for name in OPTIMIZERS}
-    fit, check = (measured(10, seed, level, noise=0.3) for seed in (1, 2))
-    corrections, checks = choose_corrections(ROOFLINE, {}, fit, check)
+    corrections, checks = chosen(*(measured(10, seed, level, noise=0.3) for seed in (1, 2)))
     assert corrections == {} and not any(one.changed for one in checks)
     assert not any(one.good for one in checks)  # ten others might be off by more
 
 
 def test_what_is_in_use_stays_unless_the_new_is_better() -> None:
-    fit, check = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
-    corrections, checks = choose_corrections(ROOFLINE, OTHER_CPU, fit, check)
+    some, others = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
+    corrections, checks = chosen(some, others, in_use=OTHER_CPU)
     assert not any(one.changed for one in checks) and corrections["adagrad"] == OTHER_CPU["adagrad"]
-    # A fit that comes from another hour, or is wrong, is found out by the check.
+    # A half that comes from another hour, or is wrong, confirms nothing.
     wrong = measured(20, 3, {name: [[3.0, 0.0, 0.0, 0.0, 0.0]] * 2 for name in OPTIMIZERS})
-    kept, checks = choose_corrections(ROOFLINE, OTHER_CPU, wrong, check)
+    kept, checks = chosen(wrong, others, in_use=OTHER_CPU)
     assert kept == corrections and all(one.before == one.after for one in checks)
 
 
-def test_too_few_sets_of_an_optimizer_leave_its_costs() -> None:
-    fit, check = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
-    few = torch.tensor([k for k in range(len(fit)) if k % 3 < 2 or k < 15])  # five of Adagrad
-    for parts in ((fit.select(few), check), (fit, check.select(few))):
-        corrections, checks = choose_corrections(ROOFLINE, {}, *parts)
-        assert set(corrections) == {"rowwise_adagrad"} and len(checks) == 6
+def test_a_single_set_of_an_optimizer_leaves_its_costs() -> None:
+    some, others = (measured(20, seed, OTHER_CPU) for seed in (1, 2))
+    few = some.select(torch.tensor([k for k in range(len(some)) if k % 3 < 2 or k < 3]))
+    corrections, checks = chosen(few, others.select((torch.arange(len(others)) % 3 < 2).nonzero()[:, 0]))
+    assert set(corrections) == {"rowwise_adagrad"} and [one.sets for one in checks] == [40, 40, 40, 40, 1, 1]
 
 
 def test_words() -> None:
@@ -132,10 +133,10 @@ def test_what_lookups_take_is_told_from_a_few_kernels(number: int, ms: float) ->
     slow = [3.0, *(ms if index == number else 0.0 for index in range(1, 5))]
     rates = {name: [slow, [1.0, 0.0, 0.0, 0.0, 0.0]] for name in OPTIMIZERS}
     some, other = measured(6, 31, rates, noise=0.01), measured(20, 32, rates, noise=0.01)
-    corrections, _ = learn_corrections(ROOFLINE, {}, some)
+    corrections, _ = choose_corrections(ROOFLINE, {}, some)
     for name in OPTIMIZERS:
         assert corrections[name][0] == pytest.approx(slow, rel=0.2, abs=1e-12), name
-    assert max(errors(CorrectedCost(ROOFLINE, corrections), other)[:, 0].tolist()) < 0.03
+    assert max(errors(AdjustedCost(ROOFLINE, corrections), other)[:, 0].tolist()) < 0.03
 
 
 def test_optimizers_without_a_correction_of_their_own_go_with_row_wise_adagrad() -> None:
@@ -147,7 +148,7 @@ def test_optimizers_without_a_correction_of_their_own_go_with_row_wise_adagrad()
 @pytest.mark.parametrize("compute", ["network", "roofline"])
 def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str) -> None:
     inner = Checkpoint.load(SHIPPED / "cpu.safetensors").cost if compute == "network" else ROOFLINE
-    corrected, unchanged = CorrectedCost(inner, OTHER_CPU), CorrectedCost(inner, {})
+    corrected, unchanged = AdjustedCost(inner, OTHER_CPU), AdjustedCost(inner, {})
     for group in drawn(4, 5):
         features_SF, name = feature_matrix(group), group[0].optimizer
         assert set(optimizer_of(features_SF).tolist()) == {list(OPTIMIZERS).index(name)}
@@ -168,7 +169,7 @@ def test_corrected_costs_are_those_of_the_compute_cost_by_the_rates(compute: str
 
 def test_placements_and_shards_are_rated_by_corrected_costs() -> None:
     group = drawn(3, 6)[1]
-    compute = CorrectedCost(ROOFLINE, OTHER_CPU)
+    compute = AdjustedCost(ROOFLINE, OTHER_CPU)
     cost = Cost(problem_of(group, 2), compute)
     whole = cost.rate(torch.zeros(1, len(group), dtype=torch.int64))
     (expected_2,) = predict_ms(compute, LabelledSets.of([group], torch.ones(1, 2)))
@@ -181,14 +182,14 @@ def test_the_shipped_network_corrects_adagrad_and_costs_nothing_elsewhere() -> N
     groups = drawn(2, 4)
     sets = {name: LabelledSets.of(groups[k::3], torch.ones(2, 2)) for k, name in enumerate(OPTIMIZERS)}
     needed = {name: compute.needed_by(one.features_SF) for name, one in sets.items()}
-    assert isinstance(compute, CorrectedCost) and needed["adagrad"] is compute
-    assert needed["sgd"] is needed["rowwise_adagrad"] and not isinstance(needed["sgd"], CorrectedCost)
+    assert isinstance(compute, AdjustedCost) and needed["adagrad"] is compute
+    assert needed["sgd"] is needed["rowwise_adagrad"] and not isinstance(needed["sgd"], AdjustedCost)
     for name, one in sets.items():
         before_X2, after_X2 = predict_ms(needed["sgd"], one), predict_ms(compute, one)
         added_X2 = after_X2 - before_X2
         assert torch.equal(after_X2[:, 0], before_X2[:, 0])
         assert bool((added_X2[:, 1] > 0).all() if name == "adagrad" else (added_X2 == 0).all())
-    learned = CorrectedCost(compute, {}, "three runs")
+    learned = AdjustedCost(compute, {}, "three runs")
     assert learned.needed_by(sets["sgd"].features_SF) is learned  # whose source says so
 
 
@@ -196,7 +197,7 @@ def test_checkpoints_keep_corrections_and_refuse_what_are_none(tmp_path: Path) -
     shipped, path = Checkpoint.load(SHIPPED / "cpu.safetensors"), tmp_path / "x.safetensors"
     replace(shipped, metadata={**shipped.metadata, "corrections": OTHER_CPU}).save(path)
     made = Checkpoint.load(path)
-    assert isinstance(made.compute_cost(None), CorrectedCost) and made.compute_cost(None).source == made.cost.source
+    assert isinstance(made.compute_cost(None), AdjustedCost) and made.compute_cost(None).source == made.cost.source
     bare = replace(shipped, metadata={**shipped.metadata, "corrections": {}})
     assert bare.compute_cost(None) is shipped.cost and made.digest() != shipped.digest()
     ordinary = LabelledSets.of([[group[0]] for group in drawn(1, 1)], torch.ones(3, 2))

@@ -19,7 +19,6 @@ from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.collectives import MAX_BYTES_PER_MS, CollectiveFit, CollectiveModel
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
-from dreamshard_planner.cost.over_prior import NetworkOverPrior
 from dreamshard_planner.cost.roofline import AMD_KERNELS, GPU_KERNELS, Kernels, RooflineCost
 from dreamshard_planner.errors import CheckpointError, TaskError
 from dreamshard_planner.measure.collect import draw_sets
@@ -491,8 +490,7 @@ def _measured_by_a_gpu(count: int, seed: int) -> LabelledSets:
 
 def test_a_network_over_a_prior_starts_from_it_and_learns_what_it_leaves(tmp_path: Path) -> None:
     train, test = _measured_by_a_gpu(200, 0), _measured_by_a_gpu(60, 1)
-    untrained = NetworkOverPrior(CostNetworkConfig())
-    untrained.set_prior(train.prior)
+    untrained = CostNetwork(CostNetworkConfig(), prior=train.prior)
     torch.testing.assert_close(
         predict_ms(untrained, test).double(), predict_ms(train.prior, test).clamp_min(1e-6), rtol=1e-5, atol=1e-5
     )
@@ -506,9 +504,9 @@ def test_a_network_over_a_prior_starts_from_it_and_learns_what_it_leaves(tmp_pat
     network.set_prior(other)
     Checkpoint(Policy(PolicyConfig(hidden=8)), network, {"hardware_name": "a GPU"}).save(path)
     loaded = Checkpoint.load(path).cost
-    assert isinstance(loaded, NetworkOverPrior) and {*loaded.optimizers} == OPTIMIZERS.keys() - {"other"}
+    assert {*loaded.optimizers} == OPTIMIZERS.keys() - {"other"}
     assert torch.equal(predict_ms(loaded, test), predict_ms(network, test))
-    assert not torch.equal(loaded.prior, NetworkOverPrior(CostNetworkConfig()).prior)
+    assert not torch.equal(loaded.prior, untrained.prior)
     for again in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         assert torch.equal(predict_ms(again, test), predict_ms(network, test))
 

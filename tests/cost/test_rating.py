@@ -10,7 +10,7 @@ import torch
 from placement_tasks import ROOFLINE, make_cost
 
 from common.linear_cost import LinearCost
-from dreamshard_planner.cost.compute import WithExtras
+from dreamshard_planner.cost.compute import AdjustedCost
 from dreamshard_planner.cost.model import Cost, Preload
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.policy.environment import EstimatedMDP, TaskBatch
@@ -77,15 +77,14 @@ COMPUTE = {
     "network": CostNetwork(CostNetworkConfig(members=2, table_hidden=8, head_hidden=8)),
     "paper": PaperCostNetwork(PaperCostConfig()),
     "linear": LinearCost(torch.ones(len(WORK), 2).double() * 1e-6, torch.ones(2).double(), "by hand"),
-    "extras": WithExtras(ROOFLINE),
+    "adjusted": AdjustedCost(ROOFLINE, {"sgd": [[2.0, 1e-6], [1.0, 0.0, 1e-6]]}),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", COMPUTE)
 def test_every_compute_cost_keeps_the_contract(name: str) -> None:
-    """Latents count shards, nothing costs nothing, extras are part of the cost, and approximate costs and rewards are
-    of the same shape."""
+    """Latents count shards, nothing costs nothing, and approximate costs and rewards are of the same shape."""
     compute, problem = COMPUTE[name], make_cost(6, 2).problem
     cost = Cost(problem, compute)
     latent_BDGH = cost.group_latents(torch.tensor([[0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1]]))
@@ -95,18 +94,19 @@ def test_every_compute_cost_keeps_the_contract(name: str) -> None:
     for ms_BDG2 in (cost_BDG2, approximate_BDG2):
         assert ms_BDG2.shape == (2, 2, 1, 2) and (ms_BDG2[0, 1] == 0).all() and (ms_BDG2[1] > 0).all()
     assert compute.approximates or torch.equal(cost_BDG2, approximate_BDG2)
-    extra_BDG2 = compute.extra_ms(latent_BDGH)
-    assert ((extra_BDG2 >= 0) & (extra_BDG2 <= cost_BDG2)).all() and str(compute.source)
+    assert str(compute.source)
     collective_ms = torch.zeros(2), torch.ones(2)
     if name != "paper":  # whose overall head has learned something else
         expected_B = cost_BDG2.sum((-1, -2)).amax(-1) + 1
         assert torch.allclose(compute.reward_ms(latent_BDGH, collective_ms), expected_B)
 
 
-def test_extras_of_the_cost_inside_are_extras_too() -> None:
-    inside, features_PF = WithExtras(ROOFLINE), make_cost(3, 1).problem.features_PF
-    outside, ones_P2 = WithExtras(inside), torch.ones(3, 2, dtype=torch.float64)
-    latent_PH = torch.cat([inside.latents(features_PF, ones_P2), 2 * ones_P2], dim=-1)
-    assert torch.equal(outside.extra_ms(latent_PH), 3 * ones_P2)
+def test_milliseconds_beside_a_kernel_add_up_and_are_not_corrected() -> None:
+    adjusted, features_PF = AdjustedCost(ROOFLINE, {"sgd": [[2.0], [2.0]]}), make_cost(3, 1).problem.features_PF
+    latent_PH = adjusted.encode(features_PF).double()
+    latent_PH[:, adjusted.EXTRA_MS] = 3.0
+    latent_PH[2] = 0.0  # a part that comes with its price has no kernel
+    latent_PH[2, adjusted.EXTRA_MS] = 5.0
     kernel_ms_P2 = ROOFLINE.group_cost_ms(ROOFLINE.encode(features_PF))
-    assert torch.allclose(outside.group_cost_ms(latent_PH), kernel_ms_P2 + 3)
+    expected_P2 = torch.cat([2 * kernel_ms_P2[:2] + 3, torch.full((1, 2), 5.0)])
+    assert torch.allclose(adjusted.group_cost_ms(latent_PH), expected_P2)
