@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from dreamshard_planner.cost.collectives import CollectiveModel
-from dreamshard_planner.cost.compute import CostSource, overall_ms
+from dreamshard_planner.cost.compute import ComputeCost, CostSource, overall_ms
 from dreamshard_planner.cost.fit import LabelledSets
-from dreamshard_planner.cost.network import AnyCostNetwork
 from dreamshard_planner.workload.features import FEATURE_INDEX, PAPER_FEATURES, Scaler, columns
 from dreamshard_planner.workload.tables import OUTPUT_BYTES
 
@@ -84,7 +83,7 @@ class PublishedTables(nn.Module):
         return self.table((features_XF[..., columns(self.FEATURES)] - self.feature_mean) / self.feature_scale)
 
 
-class PaperCostNetwork(PublishedTables, AnyCostNetwork):
+class PaperCostNetwork(PublishedTables, ComputeCost):
     """Published heads for the stages of a device, and a learned overall head beside them."""
 
     target_ms: Tensor

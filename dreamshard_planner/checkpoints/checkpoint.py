@@ -28,7 +28,7 @@ from dreamshard_planner.checkpoints.file import (
     opened,
 )
 from dreamshard_planner.cost.compute import AdjustedCost, ComputeCost, CostSource
-from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.devices import card_of
 from dreamshard_planner.errors import CheckpointError
@@ -49,7 +49,7 @@ class Checkpoint:
     """A cost network (or none, where costs come from the roofline model) and a policy trained on it."""
 
     policy: AnyPolicy
-    cost: AnyCostNetwork | None
+    cost: CostNetwork | None
     """As it was fitted; what calibration corrected is in the metadata, and in :meth:`compute_cost`."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Hardware, library versions, dataset digest, validation errors and the like."""

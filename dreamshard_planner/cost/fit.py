@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.dataset import CostDataset
-from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.errors import TaskError
 from dreamshard_planner.workload.features import feature_matrix, features_of
@@ -110,7 +110,7 @@ def fit_cost_network(
     network_config: CostNetworkConfig | None = None,
     config: FitConfig | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
-    start: AnyCostNetwork | None = None,
+    start: CostNetwork | None = None,
 ) -> CostNetwork:
     """Fit an ensemble on the mean absolute error of log milliseconds (a relative loss), around the prior of the sets,
     where they have one. Where they have none, it may ``start`` from a network of the same configuration, such as one of
@@ -124,9 +124,10 @@ def fit_cost_network(
         raise TaskError(f"a cost network needs at least 8 measured sets, got {len(train)}")
     network_config = network_config or CostNetworkConfig()
     if start is not None:
-        has_prior = train.prior is not None or (isinstance(start, CostNetwork) and start.roofline is not None)
-        if has_prior or not isinstance(start, CostNetwork) or start.config != network_config:
-            raise TaskError(f"no {type(start).__name__} to start from: sets with a prior, or another configuration")
+        if train.prior is not None or start.roofline is not None or start.config != network_config:
+            raise TaskError(
+                "no network to start from: the sets or the network have a prior, or its size is another one"
+            )
         network = copy.deepcopy(start).requires_grad_(True)
         network.go_on(train)
     else:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -97,18 +97,7 @@ class StackedMLP(nn.Module):
         return x_EXI
 
 
-class AnyCostNetwork(nn.Module, ComputeCost):
-    """A cost network: a module made from a configuration, which it keeps."""
-
-    config: Any
-
-    @property
-    def optimizers(self) -> Collection[str]:
-        """Of :data:`~dreamshard_planner.workload.tables.OPTIMIZERS`, those that it tells apart."""
-        return ("sgd", "rowwise_adagrad")
-
-
-class CostNetwork(AnyCostNetwork):
+class CostNetwork(nn.Module, ComputeCost):
     """An ensemble of cost networks.
 
     Args:
@@ -176,11 +165,11 @@ class CostNetwork(AnyCostNetwork):
 
     @property
     def optimizers(self) -> Collection[str]:
-        """See :attr:`AnyCostNetwork.optimizers`; Adagrad if it was measured, and all that a prior tells apart."""
+        """Optimizers of :data:`~dreamshard_planner.workload.tables.OPTIMIZERS` that the network tells apart."""
         if self.roofline is not None:
             return tuple(name for name in OPTIMIZERS if name != "other")
         last_kind = float(self._trained_bounds("descriptor")[1][DESCRIPTORS.index("stateful_optimizer")])
-        return (*super().optimizers, "adagrad") if 1.5 < last_kind < math.inf else super().optimizers
+        return ("sgd", "rowwise_adagrad", *(["adagrad"] if 1.5 < last_kind < math.inf else []))
 
     @torch.no_grad()
     def initialize(self, train: LabelledSets) -> None:

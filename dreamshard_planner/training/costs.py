@@ -8,7 +8,7 @@ from typing import Any
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.cost.compute import ComputeCost
 from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_network, mape_2, predict_ms
-from dreamshard_planner.cost.network import AnyCostNetwork, CostNetwork, CostNetworkConfig
+from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.support.progress import progress_bar
 
 
@@ -20,9 +20,7 @@ def start_of(start: Checkpoint | None, train_sets: LabelledSets) -> Checkpoint |
     return start if start.cost.config == CostNetworkConfig() else None
 
 
-def fit(
-    config: FitConfig, train_sets: LabelledSets, progress: bool, start: AnyCostNetwork | None = None
-) -> AnyCostNetwork:
+def fit(config: FitConfig, train_sets: LabelledSets, progress: bool, start: CostNetwork | None = None) -> CostNetwork:
     """Fit a cost network; from ``start`` on, if :func:`start_of` found one."""
     with progress_bar("fitting", config.steps(len(train_sets)), progress) as advance:
 

@@ -118,7 +118,7 @@ def test_a_network_goes_on_from_one_of_another_device(split) -> None:
     assert (on.descriptor_high >= start.descriptor_high).all() and torch.equal(
         on.descriptor_mean, start.descriptor_mean
     )
-    with pytest.raises(TaskError, match="another configuration"):
+    with pytest.raises(TaskError, match="its size is another one"):
         fit_cost_network(few, CostNetworkConfig(members=1), FitConfig(epochs=1), start=start)
 
 
