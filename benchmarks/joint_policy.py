@@ -46,11 +46,9 @@ from common.bootstrap import mean_interval
 from common.meta_model import meta_collection
 from common.output import quiet, table_of, wide_console
 from common.provenance import provenance
-from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.joint_plan import fastest_whole
-from dreamshard_planner.planning.placing import wide_units_laid_down
+from dreamshard_planner.planning.search_plan import fastest_whole, wide_units_laid_down
 from dreamshard_planner.policy.joint_environment import JointTask
 from dreamshard_planner.policy.joint_network import (
     RELAID,
@@ -61,12 +59,13 @@ from dreamshard_planner.policy.joint_network import (
     shipped_joint_policy,
 )
 from dreamshard_planner.problem.read_problem import ReadProblem
-from dreamshard_planner.search.joint import DEFAULT_JOINT, joint_search
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import JointOptions, level_starts
 from dreamshard_planner.search_space.usable_options import usable_options
 from dreamshard_planner.workload.pools import meta_like
 from placements.placers import rule_starts
+from placements.placers import searched as placed_by_search
 
 LEAST_SHARE = 0.005
 SHARES = (0.1, 1 / 3, 1.0)
@@ -97,12 +96,6 @@ class Task:
         self.cost = self.context.cost(self.read)
         self.whole: ReadProblem = self.context.read(fastest_whole(options), left)
 
-    def placed(self, cost: Cost, search: SearchConfig, given: torch.Tensor | None) -> torch.Tensor | None:
-        """Search ranks of units of span 1, from heuristics and a given placement."""
-        starts = [*rule_starts(cost), *([] if given is None else [given])]
-        starts.sort(key=lambda rank_S: float(cost.rate(rank_S[None]).overall_ms_B))
-        return local_search(cost, starts[: search.starts], search, torch.Generator().manual_seed(0)).assignment_S
-
 
 def timed(make: Callable[[], Sequence[Sharding]]) -> Timed:
     """What is made, and seconds of processor time."""
@@ -130,31 +123,28 @@ def relaid(task: Task, plans: Sequence[Sharding], policy: JointPolicy) -> list[S
     return sorted((plan for plan in anew if plan is not None), key=task.cost.overall_ms)
 
 
-def whole_tables(task: Task, search: SearchConfig) -> list[Sharding]:
+def whole_tables(task: Task, config: SearchConfig) -> list[Sharding]:
     """Placed by heuristics and search; nothing where they do not fit."""
     cost = task.context.cost(task.whole)
     try:
         chosen = wide_units_laid_down(cost)
     except PlannerError:
         return []
-    rank_S = task.placed(chosen.cost, search, None)
+    rank_S = placed_by_search(chosen.cost, rule_starts(chosen.cost), config)
     return [task.read.sharding(task.whole.assign(chosen.placed(rank_S)))]
+
+
+def shared(share: float) -> SearchConfig:
+    """Settings with so much of the default's candidates."""
+    counts = ("reshards", "reshards_per_table", "last_moves")
+    return replace(DEFAULT_SEARCH, **{name: max(1, round(share * getattr(DEFAULT_SEARCH, name))) for name in counts})
 
 
 def searched(task: Task, whole: Timed, share: float, beside: Timed = ([], 0.0)) -> dict[str, float]:
     """Cost and seconds of a search from level starts, whole tables and, as the planner has the policy's, plans beside
-    them, and of the placing that follows it."""
+    them."""
     start = time.process_time()
-    joint = replace(
-        DEFAULT_JOINT,
-        reshards=round(share * DEFAULT_JOINT.reshards),
-        reshards_per_table=round(share * DEFAULT_JOINT.reshards_per_table),
-    )
-    search = replace(DEFAULT_SEARCH, candidates=max(1, round(share * DEFAULT_SEARCH.candidates)))
-    found = joint_search(task.cost, whole[0], joint, search, further=lambda *_: beside[0]).sharding
-    chosen = task.cost.chosen(found)
-    if len(chosen.assignment_S):
-        found = chosen.placed(task.placed(chosen.cost, search, chosen.assignment_S))
+    found = search(task.cost, whole[0], shared(share), further=lambda *_: beside[0]).sharding
     seconds = time.process_time() - start + whole[1] + beside[1]
     return {"ms": task.cost.overall_ms(found), "seconds": seconds, "share": share}
 
@@ -175,8 +165,7 @@ def row_of(task: Task, trained: JointPolicy, untrained: JointPolicy) -> dict[str
         name: {"ms": task.cost.overall_ms(plans[0]), "seconds": seconds} for name, (plans, seconds) in made.items()
     }
     for share in SHARES:
-        search = replace(DEFAULT_SEARCH, candidates=round(share * DEFAULT_SEARCH.candidates))
-        whole = timed(partial(whole_tables, task, search))
+        whole = timed(partial(whole_tables, task, shared(share)))
         today = searched(task, whole, share)
         best = made["relaid"][0][:1], made["relaid"][1]
         trained_too = searched(task, whole, share, made["trained"])

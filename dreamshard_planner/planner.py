@@ -40,7 +40,6 @@ from dreamshard_planner.planning.collective import check_patience, check_ranks, 
 from dreamshard_planner.planning.explanation import Explanation
 from dreamshard_planner.planning.hardware import RankHardware, gathered, read_topology, told
 from dreamshard_planner.planning.infeasible import reason_first
-from dreamshard_planner.planning.placing import Countdown
 from dreamshard_planner.planning.plan_inputs import PlanRequest
 from dreamshard_planner.planning.replanning import replanned
 from dreamshard_planner.planning.reservation import DefaultReservation
@@ -52,7 +51,7 @@ from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.replan import Moving, Replan
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
-from dreamshard_planner.search.effort import DEFAULT_EFFORT
+from dreamshard_planner.search.effort import DEFAULT_EFFORT, Deadline
 from dreamshard_planner.search_space.constraints import given_constraints
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import by_table
@@ -228,7 +227,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         sharders = list(sharders)
         self._best_plan = None
         try:
-            clock = Countdown(self._request.seconds)
+            clock = Deadline(self._request.seconds)
             loop = self._begin(module, sharders, seconds=clock.left())
             for text in loop.session.doubtful:
                 warnings.warn(text, InputWarning, stacklevel=3)
@@ -291,7 +290,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: list[ModuleSharder[nn.Module]],
         tried: PlanningSession,
-        clock: Countdown,
+        clock: Deadline,
         error: PlannerError,
     ) -> tuple[SearchLoop, ShardingPlan]:
         """The search once more where nothing fits, with modules in blocks of rows whose mean-pooled tables would

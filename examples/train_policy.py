@@ -14,9 +14,9 @@ import torch
 
 from dreamshard_planner import Checkpoint
 from dreamshard_planner.policy.network import greedy_plan
-from dreamshard_planner.policy.place import InfeasibleError, place
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.training import QUICK, TrainingConfig, pool_tables, priced_tasks, rated_ms, train
 
 
@@ -41,12 +41,13 @@ def place_unseen(checkpoint: Checkpoint, config: TrainingConfig) -> None:
         print(f"\n{problem.num_parts} unseen tables on {problem.num_ranks} devices, predicted ms")
         plans = {rule: place_by_heuristic(problem, rule) for rule in HEURISTICS}
         plans["policy, one roll-out"] = greedy_plan(checkpoint.policy, task.cost)
-        try:
-            plans["policy and search"] = place(task.cost, checkpoint.policy, DEFAULT_SEARCH).chosen.assignment_S
-        except InfeasibleError:
-            plans["policy and search"] = None
+        starts = [assignment_S for assignment_S in plans.values() if assignment_S is not None]
+        if starts:
+            best = min(starts, key=lambda assignment_S: rated_ms(task.cost, assignment_S))
+            moved = local_search(task.cost, best, DEFAULT_SEARCH, Deadline(None), torch.Generator().manual_seed(0))
+            plans["the best of these, searched on"] = moved.assignment_S
         for name, assignment_S in plans.items():
-            print(f"  {name:22} {rated_ms(task.cost, assignment_S):8.3f}")
+            print(f"  {name:30} {rated_ms(task.cost, assignment_S):8.3f}")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.policy.tasks import problem_of
-from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.effort import SearchConfig
 from dreamshard_planner.workload.tables import FeatureStatistics, Table, workloads_of
 
 ROOFLINE = RooflineCost(memory_bytes_per_ms=1e6, uvm_bytes_per_ms=1e5)
-SEARCH = SearchConfig(samples=4, candidates=2000)
+SEARCH = SearchConfig(moves=2000, last_moves=2000)
 
 
 def tables(count: int, seed: int = 0) -> list[Table]:

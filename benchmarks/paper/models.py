@@ -20,16 +20,15 @@ from dreamshard_planner.cost.fit import FitConfig, LabelledSets, fit_cost_networ
 from dreamshard_planner.cost.network import CostNetwork, CostNetworkConfig
 from dreamshard_planner.measure.kernels import Arena
 from dreamshard_planner.policy.network import AnyPolicy, Policy, PolicyConfig, greedy_plan
-from dreamshard_planner.policy.place import InfeasibleError, place
 from dreamshard_planner.policy.reinforce import ReinforceConfig, train_policy
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.workload.features import PAPER_FEATURES
 from paper.paper_network import PaperCostConfig, PaperCostNetwork, PaperFit, PaperFitConfig
 from paper.published import PaperPolicy, PaperPolicyConfig, RecurrentPolicy, RecurrentPolicyConfig
 from paper.setting import Half, Setting
 from paper.training import Published, Trained, cost_of, kept, train_on_measured_rewards, train_published
 from placements.contests import BYTES_PER_MS
-from placements.placers import Contest
+from placements.placers import Contest, rule_starts, searched
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,10 @@ class Model:
     def __call__(self, task: Contest) -> Tensor | None:
         """Device of each table, [S]; None at a dead end."""
         cost = cost_of(task, self.compute)
+        drafted = greedy_plan(self.policy, cost)
         if self.search is None:
-            return greedy_plan(self.policy, cost)
-        try:
-            return place(cost, self.policy, self.search).chosen.assignment_S
-        except InfeasibleError:
-            return None
+            return drafted
+        return searched(cost, [*([] if drafted is None else [drafted]), *rule_starts(cost)], self.search)
 
 
 class WithoutCosts(PaperPolicy):

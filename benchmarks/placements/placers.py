@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -35,12 +35,12 @@ from dreamshard_planner.cost.fit import LabelledSets, predict_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.roofline import RooflineCost
 from dreamshard_planner.policy.environment import TaskBatch
-from dreamshard_planner.policy.network import AnyPolicy, roll_out
-from dreamshard_planner.policy.place import InfeasibleError, place
+from dreamshard_planner.policy.network import AnyPolicy, greedy_plan, roll_out
 from dreamshard_planner.policy.tasks import Task
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, Deadline, SearchConfig
 from dreamshard_planner.search.exact import solve
 from dreamshard_planner.search.heuristics import HEURISTICS, greedy_by_score, place_by_heuristic
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig, local_search
+from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.workload.tables import Table
 from placements.torchrec_estimates import TorchRecCost, torchrec_table_ms
 
@@ -116,6 +116,15 @@ def rule_starts(cost: Cost) -> list[Tensor]:
     return [plans[index] for index in order]
 
 
+def searched(cost: Cost, starts: Sequence[Tensor], config: SearchConfig, seed: int = 0) -> Tensor | None:
+    """Where moves and swaps lead from the cheapest of some feasible placements; None without any."""
+    if not starts:
+        return None
+    best = starts[int(cost.rate(torch.stack(list(starts))).overall_ms_B.argmin())]
+    generator = torch.Generator().manual_seed(seed)
+    return local_search(cost, best, config, Deadline(None), generator).assignment_S
+
+
 Placer = Callable[[Contest], Tensor | None]
 
 
@@ -124,7 +133,6 @@ class Field:
 
     def __init__(self, checkpoint: str = "auto", device: str = "cpu", seed: int = 0) -> None:
         self._checkpoint, self._device, self._seed = checkpoint, device, seed
-        bare = replace(DEFAULT_SEARCH, samples=0)
         self.placers: dict[str, Placer] = {
             "random": self._random,
             **{rule: partial(self._rule, rule) for rule in HEURISTICS},
@@ -134,13 +142,13 @@ class Field:
             "torchrec_dynamic": partial(self._torchrec, "dynamic", True),
             "linear_greedy": self._linear_greedy,
             "linear_exact": self._linear_exact,
-            "linear_search": lambda contest: self._search(contest, self.linear, bare),
-            "roofline_search": lambda contest: self._search(contest, self.roofline, bare),
-            "torchrec_search": lambda contest: self._search(contest, self._torchrec_cost(contest), bare),
+            "linear_search": lambda contest: self._search(contest, self.linear, DEFAULT_SEARCH),
+            "roofline_search": lambda contest: self._search(contest, self.roofline, DEFAULT_SEARCH),
+            "torchrec_search": lambda contest: self._search(contest, self._torchrec_cost(contest), DEFAULT_SEARCH),
             "neuroshard": self._neuroshard,
             "policy": lambda contest: self._learned(contest, self.learned, None),
             "policy_best_of_16": self._best_of,
-            "search_alone": lambda contest: self._search(contest, self.network, bare),
+            "search_alone": lambda contest: self._search(contest, self.network, DEFAULT_SEARCH),
             "prior": lambda contest: self._learned(contest, self.prior, DEFAULT_SEARCH),
             "dreamshard": lambda contest: self._learned(contest, self.learned, DEFAULT_SEARCH),
         }
@@ -220,11 +228,7 @@ class Field:
     def _search(self, contest: Contest, compute: ComputeCost, config: SearchConfig) -> Tensor | None:
         """Search without a policy, from what the rules and single-table costs give."""
         cost = self.cost(contest, compute)
-        starts = rule_starts(cost)
-        if not starts:
-            return None
-        generator = torch.Generator().manual_seed(self._seed)
-        return local_search(cost, starts[: config.starts], config, generator).assignment_S
+        return searched(cost, rule_starts(cost), config, self._seed)
 
     def _learned(self, contest: Contest, checkpoint: Checkpoint, config: SearchConfig | None) -> Tensor | None:
         topology = Topology(world_size=contest.task.problem.num_ranks, compute_device=self._device)
@@ -240,10 +244,10 @@ class Field:
         return plans[int(cost.rate(plans).overall_ms_B.argmin())] if len(plans) else None
 
     def _place(self, cost: Cost, policy: AnyPolicy, config: SearchConfig | None) -> Tensor | None:
-        try:
-            return place(cost, policy, config, seed=self._seed).chosen.assignment_S
-        except InfeasibleError:
-            return None
+        drafted = greedy_plan(policy, cost)
+        if config is None:
+            return drafted
+        return searched(cost, [*([] if drafted is None else [drafted]), *rule_starts(cost)], config, self._seed)
 
     @torch.no_grad()
     def _neuroshard(self, contest: Contest) -> Tensor | None:

@@ -17,8 +17,7 @@ from torchrec.distributed.planner.types import PlannerError
 from dreamshard_planner.cost.problem import Sharding
 from dreamshard_planner.planner import DreamShardPlanner
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.search.joint import DEFAULT_JOINT, joint_search
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search_space.sharding_types import TW
 from placements.beam import beam_sharding
 from placements.placers import Field
@@ -91,12 +90,12 @@ class SplitField:
         """Our joint search on the additive cost."""
         context = PlanningContext(task.topology, task.reader, self.field.learned)
         context.compute = self.field.linear
-        found = joint_search(context.cost(task.allowed), [], DEFAULT_JOINT, DEFAULT_SEARCH, self._seed)
+        found = search(context.cost(task.allowed), [], seed=self._seed)
         return None if found is None else task.widened(found.sharding)
 
     def _joint_halvings(self, task: SplitTask) -> Sharding | None:
         """Our joint search on our network, with halvings besides."""
-        found = joint_search(task.cost, [], DEFAULT_JOINT, DEFAULT_SEARCH, self._seed)
+        found = search(task.cost, [], seed=self._seed)
         return None if found is None else found.sharding
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
-import torch
-from torch import Tensor
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
@@ -19,8 +17,8 @@ from torchrec.distributed.planner.types import Perf, PlannerError, Shard, Shardi
 from dreamshard_planner.search.effort import portion
 from dreamshard_planner.search_space.options import counted
 
-BASELINE, WHOLE_BASELINE = "torchrec", "torchrec_whole"
-"""What reports call TorchRec's plan, and its plan of whole tables."""
+BASELINE = "torchrec"
+"""What reports call TorchRec's plan."""
 MAX_PROPOSALS = 64
 SHARDS_PROPOSED = 200_000
 """Tables x ranks x proposals to try: about a second. Counted, and not timed, so that plans repeat."""
@@ -122,23 +120,3 @@ def _rating(proposal: list[ShardingOption], topology: Topology) -> float | None:
         return NoopPerfModel(topology).rate(GreedyPerfPartitioner().partition(proposal, topology))
     except PlannerError:
         return None
-
-
-def torchrec_ranks(
-    proposal: Sequence[ShardingOption],
-    storage_constraint: Topology,
-    estimate: Callable[[list[ShardingOption]], None],
-) -> Tensor | None:
-    """Ranks [S] that TorchRec's default partitioner chooses for the same options, None where it dead-ends."""
-    # On the options themselves, restored afterwards: copies of a thousand take longer than the plan.
-    shards = [option.shards[0] for option in proposal]
-    before = [(shard.perf, shard.rank) for shard in shards]
-    try:
-        estimate(list(proposal))
-        GreedyPerfPartitioner().partition(list(proposal), storage_constraint)
-        return torch.tensor([shard.rank for shard in shards], dtype=torch.int64)
-    except PlannerError:
-        return None
-    finally:
-        for shard, (perf, rank) in zip(shards, before, strict=True):
-            shard.perf, shard.rank = perf, rank

@@ -12,13 +12,13 @@ from torchrec.distributed.planner.types import ShardingOption
 from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.planning.beyond import WiderSpace, counted_types, others
 from dreamshard_planner.plans.notes import Note
-from dreamshard_planner.search.joint import JointConfig, joint_search
-from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.effort import SearchConfig
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search_space.kernels import memory_of
 from dreamshard_planner.search_space.options import by_table, fqn_of, is_torchrecs
 from dreamshard_planner.support.torch_state import neutral, single_thread
 
-QUICK = JointConfig(starts=2, reshards=6_000, candidates=3_000)
+QUICK = SearchConfig(starts=2, reshards=6_000, moves=3_000, last_moves=3_000)
 """Settings of a search for a figure, not for a plan."""
 NOTHING = 1e-3
 """Share of a cost below which a gain is not told."""
@@ -27,7 +27,7 @@ NOTHING = 1e-3
 @neutral()
 @torch.no_grad()
 def forced_out_note(
-    space: WiderSpace, plan: Sequence[ShardingOption], search: SearchConfig, seed: int, seconds: float | None
+    space: WiderSpace, plan: Sequence[ShardingOption], seed: int, seconds: float | None
 ) -> tuple[Note, ...]:
     """Return a note on tables that only exact training keeps out of device memory; none without such tables.
 
@@ -36,7 +36,6 @@ def forced_out_note(
     Args:
         space: the options without exact training.
         plan: the exact plan, with ranks.
-        search: of moves and swaps.
         seed: of the search.
         seconds: cap on the search; None for none.
     """
@@ -50,7 +49,7 @@ def forced_out_note(
     with single_thread():
         read = context.read([*options, *others(plan, options)], space.topology)
         cost, start = context.cost(read), read.sharding(plan)
-        found = joint_search(cost, [start], QUICK, search, seed, seconds)
+        found = search(cost, [start], QUICK, seed, seconds)
         exact_ms = cost.overall_ms(start)
     if found is None or not found.overall_ms < exact_ms * (1 - NOTHING):
         return ()

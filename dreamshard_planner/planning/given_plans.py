@@ -27,7 +27,6 @@ from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan, ShardPlace, TableSharding, check_shards
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.policy.place import Contender, Placement
 from dreamshard_planner.problem.read_problem import ReadProblem
 from dreamshard_planner.search_space.kernels import CACHING, FUSED, is_known
 from dreamshard_planner.search_space.options import (
@@ -70,8 +69,7 @@ class Rated:
             notes: beside those of its cost.
             search: the report on the search that it goes back to, if any.
         """
-        placement = Placement(Contender("chosen", None, self.costs), (), 0, False)
-        report = Report.of(self.cost, self.sharding, placement, notes=notes)
+        report = Report.of(self.cost, self.sharding, notes=notes)
         if search is None:
             return report
         return replace(report, rivals=search.rivals, candidates=search.candidates, reshards=search.reshards)

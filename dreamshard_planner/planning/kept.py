@@ -15,9 +15,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from dreamshard_planner.cost.model import PlacementCosts
 from dreamshard_planner.planning.baseline import BASELINE
-from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.joint_plan import JointPlan
-from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.search_plan import SearchedPlan
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.report import Report, ReportEntry
 from dreamshard_planner.search_space.options import fqn_of, ranks_of, same_options
@@ -70,24 +68,9 @@ class KeptPlan:
         return Note("search", text, {"gain": self.gain, "least_gain": self.least_gain})
 
 
-def baseline_of(
-    context: PlanningContext, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]
-) -> list[ShardingOption] | None:
-    """TorchRec's plan among those that a plan was chosen from, with ranks; None where there is none that fits.
-
-    Args:
-        plan: the one that was chosen.
-        found: by our proposer; None where it proposed whole tables alone.
-        placed: by our partitioner.
-    """
-    if found is not None and found.torchrec is not None:
-        fits = any(rival.name == BASELINE and rival.costs is not None for rival in found.rivals)
-        return copy.deepcopy(found.torchrec.options) if fits else None
-    outcome = next((one for one in placed if one.is_plan(plan)), None)
-    rivals = () if outcome is None else outcome.placement.rivals
-    ranks = next((rival.assignment_S for rival in rivals if rival.name == BASELINE), None)
-    if outcome is None or ranks is None:
+def baseline_of(found: SearchedPlan | None) -> list[ShardingOption] | None:
+    """Return TorchRec's plan among those that a search started from, with ranks; None where there is none that fits."""
+    if found is None or found.torchrec is None:
         return None
-    theirs = copy.deepcopy(list(plan))
-    context.read(theirs, with_storage=False).assign(outcome.chosen.placed(ranks))
-    return theirs
+    fits = any(rival.name == BASELINE and rival.feasible for rival in found.rivals)
+    return copy.deepcopy(found.torchrec.options) if fits else None

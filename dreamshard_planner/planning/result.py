@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from dreamshard_planner.errors import DreamShardError
-from dreamshard_planner.planning.baseline import BASELINE, WHOLE_BASELINE
+from dreamshard_planner.planning.baseline import BASELINE
 from dreamshard_planner.planning.exact_notes import forced_out_note, left_out_note
-from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
-from dreamshard_planner.planning.placing import Outcome
+from dreamshard_planner.planning.search_plan import PlacedProposal, SearchedPlan
 from dreamshard_planner.planning.session import PlanningSession, libraries
 from dreamshard_planner.planning.training_notes import training_notes
 from dreamshard_planner.plans.notes import Note, noted
@@ -34,9 +33,9 @@ class CameTo:
     """The best, after callbacks."""
     made_by: str
     """Who made it where nothing was ``placed``, in words."""
-    found: JointPlan | None
+    found: SearchedPlan | None
     """By our proposer."""
-    placed: Sequence[Outcome]
+    placed: Sequence[PlacedProposal]
     """By our partitioner."""
     kept: KeptPlan | None
     """TorchRec's plan, where it was taken before callbacks."""
@@ -104,27 +103,23 @@ def _report(session: PlanningSession, came_to: CameTo) -> Report:
 def _of_searched(session: PlanningSession, came_to: CameTo) -> Report:
     """On a plan that our partitioner placed, as it is after callbacks."""
     plan, found, placed, kept = came_to.plan, came_to.found, came_to.placed, came_to.kept
-    outcome = next((one for one in placed if one.is_plan(plan)), None)
+    outcome = next((one for one in reversed(placed) if one.is_plan(plan)), None)
     changed = outcome is None
     if outcome is None:  # by callbacks: of what TorchRec chose, if only ranks were changed, else of the cheapest
         alike = [one for one in placed if one.has_options_of(plan)]
-        outcome = min(alike or placed, key=lambda one: one.placement.chosen.total_ms)
+        outcome = min(alike or placed, key=lambda one: one.cost.overall_ms(one.sharding))
     types = ", ".join(f"{kind} of module {path!r}" for path, kind in session.context.left_out)
     left_out = [f"left out, since ranks would have sent outputs of different types: {types}"] if types else []
     report = Report.of(
         outcome.cost,
         outcome.sharding,
-        outcome.placement,
-        rivals=() if found is None else found.rivals,
-        candidates=found.result.candidates if found is not None and found.result else 0,
-        reshards=found.result.reshards if found is not None and found.result else 0,
+        rivals=outcome.rivals if found is None else found.rivals,
+        result=outcome.result if found is None else found.result,
         notes=(*(() if found is None else found.notes()), *noted("search", left_out)),
     )
     ruled = noted("placement_rule", () if session.legal is None else session.legal.notes())
     compared = {report.chosen.name, *(rival.name for rival in report.rivals if rival.feasible)}
     alone = [] if BASELINE in compared else ["no plan of TorchRec's that fits was found to compare with"]
-    if alone and WHOLE_BASELINE in compared:
-        alone = ["of TorchRec's plans, only the one of whole tables was found to fit: the others are not compared with"]
     further = (*session.context.notes(plan), *ruled, *noted("search", alone))
     if not changed:
         return report.noting((*further, *_exact_training(session, plan)))
@@ -149,9 +144,8 @@ def _exact_training(session: PlanningSession, plan: Sequence[ShardingOption]) ->
         return ()
     attached = None if session.wider is space else session.wider
     searched = session.context.searched_options(session.search_space)
-    search = request.settings.search
     return (
-        *forced_out_note(space, plan, search, request.settings.seed, request.seconds),
+        *forced_out_note(space, plan, request.settings.seed, request.seconds),
         left_out_note(space, attached, searched, plan),
     )
 

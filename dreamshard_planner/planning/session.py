@@ -32,10 +32,9 @@ from dreamshard_planner.planning.beyond import WiderSpace, opened_types
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.explanation import Explanation, explain
 from dreamshard_planner.planning.given_plans import GivenPlans, Rated, shardings
-from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import LEAST_GAIN, KeptPlan, baseline_of
-from dreamshard_planner.planning.placing import Outcome
 from dreamshard_planner.planning.plan_inputs import PlanRequest
+from dreamshard_planner.planning.search_plan import SearchedPlan
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import PlanInputs, SavedPlan
 from dreamshard_planner.plans.report import Report
@@ -248,9 +247,7 @@ class PlanningSession:
         notes = (*self.context.notes(rated.options), *self.assumptions(rated.options))
         return explain(self.context, self._given, rated, usable, notes, rank)
 
-    def kept(
-        self, plan: Sequence[ShardingOption], found: JointPlan | None, placed: Sequence[Outcome]
-    ) -> KeptPlan | None:
+    def kept(self, plan: Sequence[ShardingOption], found: SearchedPlan | None) -> KeptPlan | None:
         """TorchRec's plan, where a searched one gains too little over it to be taken, or cannot run and it can; None
         where the searched one is taken."""
         settings, guessed = self.request.settings, False
@@ -261,7 +258,7 @@ class PlanningSession:
             least = LEAST_GAIN if guessed else 0.0
         mixed = bool(self.mixed_exchanges(plan))
         narrowed = bool(self.context.left_out)  # of types that TorchRec's plan may have
-        theirs = baseline_of(self.context, plan, found, placed) if least or mixed or narrowed else None
+        theirs = baseline_of(found) if least or mixed or narrowed else None
         if theirs is None or self.mixed_exchanges(theirs):
             return None
         searched, base = self.rated(plan).costs, self.rated(theirs).costs

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from dreamshard_planner.planning.cost_sources import COST_SOURCES
 from dreamshard_planner.problem.sharding_groups import ShardingGroups
-from dreamshard_planner.search.effort import DEFAULT_EFFORT, EFFORTS
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
+from dreamshard_planner.search.effort import DEFAULT_EFFORT, DEFAULT_SEARCH, EFFORTS, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.placement_rules import PlacementRules
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
@@ -61,7 +60,7 @@ class PlannerSettings:
 
     @property
     def search(self) -> SearchConfig:
-        """Of moves and swaps."""
+        """Counts of candidates of the search."""
         return DEFAULT_SEARCH.times(self.candidates)
 
     @property

@@ -16,7 +16,7 @@ import torch
 from dreamshard_planner.cost.model import Cost, PlacementCosts
 from dreamshard_planner.cost.problem import MEMORY_KINDS, Sharding
 from dreamshard_planner.plans.notes import Note, noted
-from dreamshard_planner.policy.place import Contender, Placement
+from dreamshard_planner.search.search import SearchResult
 from dreamshard_planner.search_space.kernels import sharding_in_words
 from dreamshard_planner.support.documents import STRICT, Amount, Count, Unbounded, document_of
 from dreamshard_planner.support.formatting import short_words
@@ -180,10 +180,8 @@ class Report(Predicted):
         cls,
         cost: Cost,
         sharding: Sharding,
-        placement: Placement,
-        rivals: Sequence[Contender] = (),
-        candidates: int = 0,
-        reshards: int = 0,
+        rivals: Sequence[ReportEntry] = (),
+        result: SearchResult | None = None,
         notes: Sequence[Note] = (),
     ) -> Report:
         """From a finished sharding and the cost by which it was chosen.
@@ -191,27 +189,24 @@ class Report(Predicted):
         Args:
             cost: of shardings.
             sharding: the chosen one.
-            placement: how its units of span 1 were placed.
-            rivals: what the sharding was compared with; the placement's own where there are none.
-            candidates: moves and swaps tried before that placement.
-            reshards: tried before that placement.
-            notes: beside those of cost and placement.
+            rivals: plans that the sharding was compared with.
+            result: of the search that found it; None where there was none.
+            notes: beside those of cost and search.
         """
         cut_short = "the search was cut short (search_seconds, timeout_seconds); more time may give another plan"
         notes = (
             *noted("cost", cost.notes(sharding)),
             *noted("skew", skews(cost, sharding).values()),
             *notes,
-            *noted("search", [cut_short] if placement.cut_short else []),
+            *noted("search", [cut_short] if result is not None and result.cut_short else []),
         )
-        compared = [ReportEntry.of(rival.name, rival.costs) for rival in rivals or placement.rivals]
         return cls(
-            chosen=ReportEntry.of("dreamshard", placement.chosen.costs),
-            rivals=tuple(sorted(compared, key=lambda rival: rival.total_ms)),
+            chosen=ReportEntry.of("dreamshard", cost.rate(sharding)),
+            rivals=tuple(sorted(rivals, key=lambda rival: rival.total_ms)),
             cost_source=str(cost.compute.source),
             collectives_source=cost.problem.collectives.world.source,
-            candidates=placement.candidates + candidates,
-            reshards=reshards,
+            candidates=0 if result is None else result.candidates,
+            reshards=0 if result is None else result.reshards,
             tables=_tables(cost, sharding),
             memory=memory_entries(cost, sharding),
             collectives=each_collective(cost, sharding),

@@ -20,10 +20,9 @@ from torch import Tensor
 from dreamshard_planner.cost.compute import overall_ms
 from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search.joint import DEFAULT_JOINT, descended
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, portion
 from dreamshard_planner.search.reshards import ShardingState
+from dreamshard_planner.search.search import descended
 from dreamshard_planner.search.states import Change
 
 Received = Callable[[int, int], np.ndarray]
@@ -70,7 +69,7 @@ def few_moves(
     walk = _Walk(cost, fresh, kept, received, effort)
     walk.back()
     for start in starts:
-        walk.restart(descended(cost, start, DEFAULT_JOINT.times(effort), DEFAULT_SEARCH.times(effort)))
+        walk.restart(descended(cost, start, DEFAULT_SEARCH.times(effort)))
         walk.back()
     for start in [*starts, *([] if starts else [walk.sharding])]:
         for most in (walk.most_bytes, *([] if limit is None else [limit])):

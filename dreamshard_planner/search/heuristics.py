@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dreamshard_planner.cost.model import Cost
 from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.workload.features import FEATURE_INDEX
 
@@ -33,7 +34,8 @@ HEURISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Scores [S] from features [S, F]. The first four are the baselines of DreamShard's appendix: bytes of the weights,
 dim, dim x pooling factor, and that times the logarithm of the rows. Each is a start and a baseline of every plan;
-heuristics that need more than features are in :func:`~dreamshard_planner.policy.place.place`."""
+heuristics that need
+more than features are in :func:`heuristic_placements`."""
 
 
 def greedy_by_score(
@@ -80,3 +82,10 @@ def place_by_heuristic(problem: Problem, name: str) -> Tensor | None:
     if name not in HEURISTICS:
         raise ValueError(f"unknown heuristic {name!r}; known are {', '.join(HEURISTICS)}")
     return greedy_by_score(problem, HEURISTICS[name](problem.features_PF))
+
+
+def heuristic_placements(cost: Cost) -> dict[str, Tensor | None]:
+    """Return the placements [S] of a placement problem by :data:`HEURISTICS`, and ``cost_greedy`` by predicted cost, on
+    top of what lies on the ranks; None where one dead-ends."""
+    plans = {name: place_by_heuristic(cost.problem, name) for name in HEURISTICS}
+    return plans | {"cost_greedy": greedy_by_score(cost.problem, cost.single_ms_P, cost.preload_ms_D)}

@@ -19,21 +19,20 @@ from torchrec.distributed.planner.types import (
 )
 
 from dreamshard_planner.planning.context import PlanningContext
-from dreamshard_planner.planning.joint_plan import JointPlan
 from dreamshard_planner.planning.kept import KeptPlan
-from dreamshard_planner.planning.placing import Countdown, Outcome
 from dreamshard_planner.planning.result import CameTo, PlanResult
+from dreamshard_planner.planning.search_plan import HowToSearch, PlacedProposal, SearchedPlan
 from dreamshard_planner.planning.session import PlanningSession
 from dreamshard_planner.plans.notes import noted
 from dreamshard_planner.plans.plan_file import SavedPlan
+from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.modules import of_modules
 from dreamshard_planner.search_space.options import counted, set_ranks
 from dreamshard_planner.search_space.sharding_types import MIXED_MEAN
 from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
-from dreamshard_planner.torchrec_components.few_proposals import few_proposals
-from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
 from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
+from dreamshard_planner.torchrec_components.proposer import SearchProposer, few_proposals
 
 
 @dataclass(frozen=True)
@@ -71,26 +70,19 @@ class SearchLoop:
         request, context, settings = session.request, session.context, session.request.settings
         self._session, self._given, self._keeps = session, given, keeps
         self._kept: KeptPlan | None = None
-        self._clock = Countdown(seconds)
-        self._clock.left()  # it runs from now on
+        self._deadline = Deadline(seconds)
         self._loader = plan_loader if isinstance(plan_loader, JsonPlanLoader) else None
         if self._loader is not None:
             self._loader.bind(self._matched)
         self.enumerator = given.enumerator or context.enumerator(request.batch_size, estimator_of(context))
         self.perf_model = given.perf_model or DreamShardPerfModel(request.topology, context=context)
-        self._joint: JointProposer | None = None
+        self._proposer: SearchProposer | None = None
         if given.proposers is None:
-            self._joint = JointProposer(
-                context,
-                session.left,
-                search=settings.search,
-                seed=settings.seed,
-                search_seconds=seconds,
-                effort=settings.candidates,
-            )
+            how = HowToSearch(settings.search, settings.seed, seconds)
+            self._proposer = SearchProposer(context, session.left, how)
             # Ours proposes what costs least by our costs; a model that is given may want something else.
-            others = [] if given.perf_model is None else few_proposals(seconds, settings.candidates)
-            self.proposers = [self._joint, *others]
+            others = [] if given.perf_model is None else few_proposals(self._deadline, settings.candidates)
+            self.proposers = [self._proposer, *others]
         else:
             self.proposers = given.proposers
         many = given.proposers is not None or given.perf_model is not None
@@ -99,7 +91,6 @@ class SearchLoop:
             search=settings.search,
             seed=settings.seed,
             search_seconds=seconds,
-            effort=settings.candidates,
             context=context,
             quickly=self._compares_many,
         )
@@ -127,7 +118,7 @@ class SearchLoop:
         elif self._given == GivenComponents():
             plan = self._exchangeable(plan)
             if self._keeps:
-                self._kept = self.session.kept(plan, self._found, self._placed())
+                self._kept = self.session.kept(plan, self._found)
             if self._kept is not None:
                 plan = copy.deepcopy(list(self._kept.options))
                 self.enumerator.populate_estimates(plan)  # by our costs, as those of other plans are
@@ -171,24 +162,24 @@ class SearchLoop:
         return self.session.matched(saved)
 
     @property
-    def _found(self) -> JointPlan | None:
-        return None if self._joint is None else self._joint.found
+    def _found(self) -> SearchedPlan | None:
+        return None if self._proposer is None else self._proposer.found
 
-    def _placed(self) -> Sequence[Outcome]:
+    def _placed(self) -> Sequence[PlacedProposal]:
         return () if self._ours is None else self._ours.placed
 
     def _exchangeable(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """The plan, searched for again without types whose outputs ranks would send in different types, for as long as
         there are any, within what time is left; as it was, where no other plan is found."""
         again, before = plan, self._found
-        while (mixed := self.session.mixed_exchanges(again)) and self._joint is not None and self._ours is not None:
+        while (mixed := self.session.mixed_exchanges(again)) and self._proposer is not None:
             self._leave_out([(exchange.path, exchange.sharding_type) for exchange in mixed])
             try:
-                proposal = self._joint.propose_again(self._session.left, self._clock.left())
-                placed = self._ours.partition_thoroughly(proposal, self._session.left, self._clock.left())
+                proposal = self._proposer.propose_again(self._deadline.left())
+                placed = self.partitioner.partition(proposal, self._session.left)
             except PlannerError:
                 self._leave_out(())
-                self._joint.found = before
+                self._proposer.found = before
                 return plan
             again = copy.deepcopy(placed)
         return again
@@ -207,8 +198,9 @@ class SearchLoop:
         again = copy.deepcopy(list(plan))
         for option in again:
             set_ranks(option, None)
+        partitioner.quickly = False
         try:
-            partitioner.partition_thoroughly(again, self._session.left, self._session.request.seconds)
+            partitioner.partition(again, self._session.left)
         except PlannerError:  # no room is found without the ranks that it came with
             return plan
         return again if self.perf_model.rate(again) < self.perf_model.rate(plan) else plan

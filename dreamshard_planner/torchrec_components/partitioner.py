@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's ``Partitioner``: where ranks are chosen, by policy and search or by a heuristic."""
+"""TorchRec's ``Partitioner``: where ranks are chosen, by a search or a heuristic."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from torchrec.distributed.planner.types import ParameterConstraints, Partitioner
 from dreamshard_planner.checkpoints.checkpoint import Checkpoint
 from dreamshard_planner.planning.context import PlanningContext
 from dreamshard_planner.planning.infeasible import infeasible
-from dreamshard_planner.planning.placing import Outcome, place_proposal, wide_units_laid_down
+from dreamshard_planner.planning.search_plan import (
+    HowToSearch,
+    PlacedProposal,
+    place_proposal,
+    wide_units_laid_down,
+)
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search.heuristics import HEURISTICS, place_by_heuristic
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH, SearchConfig
 from dreamshard_planner.search_space.input_checks import checked_seed
 from dreamshard_planner.search_space.towers import pin
 from dreamshard_planner.support.torch_state import neutral, single_thread
@@ -21,8 +26,7 @@ from dreamshard_planner.workload.statistics import TableStatistics
 
 
 class DreamShardPartitioner(Partitioner):
-    """Places the shards of any proposal: what spans hosts or the world first, the rest on top with the policy network
-    and search over the cost network.
+    """Keeps the ranks of a proposal that comes with some that fit, and searches for ranks of any other proposal.
 
     Usable alone: ``EmbeddingShardingPlanner(partitioner=DreamShardPartitioner())``.
 
@@ -30,16 +34,14 @@ class DreamShardPartitioner(Partitioner):
         constraints: per table, for ``num_poolings``, ``batch_sizes`` and ``is_weighted``.
         statistics: workload statistics per feature.
         checkpoint: ``"auto"``, a path, or a :class:`~dreamshard_planner.checkpoints.checkpoint.Checkpoint`.
-        search: search settings; None for one policy roll-out alone (the paper's procedure).
-        seed: of the sampled roll-outs and the search.
-        search_seconds: cap on the search, on top of the count of candidates; a third of it for a proposal that comes
-            with ranks. None for no cap.
-        effort: multiple of the default's work on packing tables that hardly fit.
+        search: counts of candidates.
+        seed: of the search.
+        search_seconds: cap on the search, on top of the count of candidates; None for no cap.
         context: shared by the components of one planner; made from the other arguments by default.
-        quickly: :meth:`partition` places each proposal only so far that many can be compared, whatever the search.
+        quickly: whether to place proposals only so far that many can be compared, whatever the search.
 
     Attributes:
-        placed: how each proposal was placed, until that is cleared; thoroughly placed ones first.
+        placed: each placed proposal, until that is cleared.
     """
 
     def __init__(
@@ -48,19 +50,17 @@ class DreamShardPartitioner(Partitioner):
         *,
         statistics: TableStatistics | None = None,
         checkpoint: str | Path | Checkpoint = "auto",
-        search: SearchConfig | None = DEFAULT_SEARCH,
+        search: SearchConfig = DEFAULT_SEARCH,
         seed: int = 0,
         search_seconds: float | None = None,
-        effort: float = 1.0,
         context: PlanningContext | None = None,
         quickly: bool = False,
     ) -> None:
         self._arguments = (constraints, statistics, checkpoint)
-        self._search, self._quickly = search, quickly
-        self._seed = checked_seed(seed)
-        self._seconds, self._effort = search_seconds, effort
+        self._how = HowToSearch(search, checked_seed(seed), search_seconds)
         self._context = context
-        self.placed: list[Outcome] = []
+        self.quickly = quickly
+        self.placed: list[PlacedProposal] = []
 
     @neutral()
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
@@ -69,36 +69,12 @@ class DreamShardPartitioner(Partitioner):
         Raises:
             PlannerError: where the tables do not fit, naming table and missing bytes.
         """
-        outcome = self._place(proposal, storage_constraint, self._quickly, self._seconds)
-        self.placed.append(outcome)
-        return proposal
-
-    @neutral()
-    def partition_thoroughly(
-        self, proposal: list[ShardingOption], storage_constraint: Topology, seconds: float | None
-    ) -> list[ShardingOption]:
-        """:meth:`partition` with all of the search, whatever ``quickly`` says, within other ``seconds``."""
-        outcome = self._place(proposal, storage_constraint, False, seconds)
-        self.placed.insert(0, outcome)
-        return proposal
-
-    def _place(
-        self, proposal: list[ShardingOption], storage_constraint: Topology, quickly: bool, seconds: float | None
-    ) -> Outcome:
         context = self._context or PlanningContext.of(storage_constraint, *self._arguments)
         with single_thread():
-            outcome = place_proposal(
-                context,
-                proposal,
-                storage_constraint,
-                self._search,
-                seed=self._seed,
-                seconds=None if quickly else seconds,
-                packing=self._effort,
-                quickly=quickly,
-            )
-        outcome.read.assign(outcome.sharding)
-        return outcome
+            placed = place_proposal(context, proposal, storage_constraint, self._how, quickly=self.quickly)
+        placed.read.assign(placed.sharding)
+        self.placed.append(placed)
+        return proposal
 
 
 class RulePartitioner(Partitioner):

@@ -1,81 +1,54 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""TorchRec's ``Proposer`` for table-wise placement: which compute kernel each table gets.
-
-Every table starts with its fastest kernel. Where that does not fit into device memory, tables move to kernels that
-need less of it (unified memory), those first that lose least time per byte, and as few of them as possible.
-"""
+"""TorchRec's ``Proposer``: the searched plan, and beside it a few of TorchRec's proposals where a user rates them."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from torchrec.distributed.planner.types import (
-    Enumerator,
-    Proposer,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
+from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
-from dreamshard_planner.search_space.options import by_table, refused
-from dreamshard_planner.search_space.sharding_types import TW
+from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.search_plan import HowToSearch, SearchedPlan, search_plan, with_cache_sizes
+from dreamshard_planner.search.effort import Deadline, portion
+from dreamshard_planner.search_space.options import by_table, refused, set_ranks
 
-PROBES = 16
-"""Numbers of tables outside of device memory that are tried where neither none nor all of them fit."""
+TABLES_PLACED = 1000
+"""Tables x proposals of each of TorchRec's proposers: some seconds for all."""
+LEAST_PROPOSALS = 20
+"""Where there are many tables."""
 
 
-class TableWiseProposer(Proposer):
-    """Proposes table-wise options; a bisection finds the fewest tables that must leave device memory."""
+class SearchProposer(Proposer):
+    """Proposes the plan that a search of all options finds, with its ranks, which
+    :class:`~dreamshard_planner.torchrec_components.partitioner.DreamShardPartitioner` keeps.
 
-    def __init__(self) -> None:
-        self._choices: list[list[ShardingOption]] = []
-        self._demotions: list[int] = []
-        self._pending: int | None = None
-        self._feasible: int | None = None
-        self._infeasible = -1
-        self._failed: list[int] = []
-        self._probes: list[int] = []
+    Args:
+        context: reads and rates options.
+        topology: what the storage reservation leaves.
+        how: settings of the search.
+
+    Attributes:
+        found: the outcome of the last search; None where there was none.
+    """
+
+    def __init__(self, context: PlanningContext, topology: Topology, how: HowToSearch) -> None:
+        self._context, self._topology, self._how = context, topology, how
+        self._pending: list[ShardingOption] | None = None
+        self._options: list[ShardingOption] = []
+        self.found: SearchedPlan | None = None
 
     def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """See ``Proposer.load``; raises ``PlannerError`` where a table has no table-wise option."""
-        self._choices = []
-        for fqn, options in by_table(search_space).items():
-            table_wise = [o for o in options if o.sharding_type == TW]
-            if not table_wise:
-                raise refused(
-                    f"table {fqn!r} may only be sharded "
-                    f"{sorted({option.sharding_type for option in options})}, and TableWiseProposer proposes "
-                    "table-wise options only"
-                )
-            # TorchRec enumerates kernels in the order of a set: sort, or plans would change with the hash seed.
-            table_wise.sort(key=lambda option: (option.total_perf, option.compute_kernel))
-            fastest, *slower = table_wise
-            choices = [fastest]
-            for option in slower:
-                if option.total_storage.hbm < choices[-1].total_storage.hbm:
-                    choices.append(option)
-            self._choices.append(choices)
-        # Each entry moves one table to its next kernel: the first step of all tables, cheapest first, then the next.
-        steps = [
-            (level, _lost_ms_per_byte(before, after), -before.total_storage.hbm, table)
-            for table, choices in enumerate(self._choices)
-            for level, (before, after) in enumerate(itertools.pairwise(choices))
-        ]
-        self._demotions = [table for *_, table in sorted(steps)]
-        self._pending, self._feasible, self._infeasible, self._failed = 0, None, -1, []
-        # All in device memory, then none, then in between: host memory may be scarce as well.
-        last = len(self._demotions)
-        between = {round(last * share / PROBES) for share in range(1, PROBES)}
-        self._probes = [last, *sorted(between - {0, last})] if last else []
+        """See ``Proposer.load``; raises ``PlannerError`` where a table has no option of a type that the context's
+        constraints leave it."""
+        self._options, self.found = self._context.searched_options(search_space), None
+        self._pending = self._searched(self._how)
 
     def propose(self) -> list[ShardingOption] | None:
         """See ``Proposer.propose``; None when done."""
-        if self._pending is None or not self._choices:
-            return None
-        level = [0] * len(self._choices)
-        for table in self._demotions[: self._pending]:
-            level[table] += 1
-        return [choices[chosen] for choices, chosen in zip(self._choices, level, strict=True)]
+        return self._pending
 
     def feedback(
         self,
@@ -84,25 +57,81 @@ class TableWiseProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
+        """See ``Proposer.feedback``: there is one proposal."""
+        self._pending = None
+
+    def propose_again(self, seconds: float | None) -> list[ShardingOption]:
+        """Return the proposal of another search, without the sharding types that the context leaves out by now; rivals
+        are those of the first.
+
+        Args:
+            seconds: cap on the search; None for none.
+
+        Raises:
+            PlannerError: a table has no option left, or nothing fits.
+        """
+        before, everything = self.found, by_table(self._options)
+        self._options = self._context.without_left_out(self._options)
+        if before is None or by_table(self._options).keys() != everything.keys():
+            raise refused("a table has no other sharding type")
+        for option in self._options:
+            set_ranks(option, None)
+        proposal = self._searched(replace(self._how, seconds=seconds))
+        if self.found is None or self.found.result is None:
+            raise refused("nothing fits without what is left out")
+        self.found = replace(self.found, rivals=before.rivals, torchrec=before.torchrec)
+        return proposal
+
+    def _searched(self, how: HowToSearch) -> list[ShardingOption]:
+        """Without options whose cost is a guess, and among all only where nothing fits otherwise."""
+        options = self._context.certain_options(self._options)
+        self.found = search_plan(self._context, options, self._topology, how)
+        if self.found.result is None and len(options) < len(self._options):
+            options = self._options
+            self.found = search_plan(self._context, options, self._topology, how)
+        self.found = with_cache_sizes(self._context, options, self._topology, how, self.found)
+        return self.found.proposal
+
+
+class FewProposals(Proposer):
+    """Another proposer's first proposals, the fewer the more tables there are.
+
+    Args:
+        proposer: the other one.
+        deadline: no more than one proposal after it.
+        effort: multiple of the default's number of proposals.
+    """
+
+    def __init__(self, proposer: Proposer, deadline: Deadline, effort: float) -> None:
+        self._proposer, self._deadline, self._effort = proposer, deadline, effort
+        self._proposed = self._most = 0
+
+    def load(self, search_space: Sequence[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """See ``Proposer.load``."""
+        tables = len({option.fqn for option in search_space})
+        most = max(LEAST_PROPOSALS, TABLES_PLACED // max(1, tables))
+        self._proposed, self._most = 0, portion(most, self._effort)
+        self._proposer.load(search_space=search_space, enumerator=enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """See ``Proposer.propose``."""
+        if self._proposed == self._most or (self._proposed and self._deadline.left() == 0.0):
+            return None
+        self._proposed += 1
+        return self._proposer.propose()
+
+    def feedback(self, *given: Any, **named: Any) -> None:
         """See ``Proposer.feedback``."""
-        if self._pending is None:
-            return
-        if partitionable:
-            self._feasible = self._pending
-            # Known not to fit below, as far as it was tried.
-            self._infeasible = max((n for n in self._failed if n < self._pending), default=-1)
-        else:
-            self._failed.append(self._pending)
-            if self._feasible is not None:
-                self._infeasible = self._pending
-        if self._feasible is None:
-            self._pending = self._probes.pop(0) if self._probes else None
-        elif self._feasible - self._infeasible > 1:
-            self._pending = (self._feasible + self._infeasible) // 2
-        else:
-            self._pending = None
+        self._proposer.feedback(*given, **named)
 
 
-def _lost_ms_per_byte(before: ShardingOption, after: ShardingOption) -> float:
-    """What a table's slower kernel costs for each byte of device memory that it frees."""
-    return (after.total_perf - before.total_perf) / (before.total_storage.hbm - after.total_storage.hbm)
+def few_proposals(deadline: Deadline, effort: float) -> list[Proposer]:
+    """Return TorchRec's proposers by default, but for the grid, for a performance model that may like another plan
+    better than ours; proposals of one kind for all tables come first.
+
+    Args:
+        deadline: which all share.
+        effort: multiple of the default's number of proposals.
+    """
+    theirs = (UniformProposer(), GreedyProposer(), GreedyProposer(use_depth=False))
+    return [FewProposals(proposer, deadline, effort) for proposer in theirs]

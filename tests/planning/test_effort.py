@@ -23,13 +23,10 @@ from dreamshard_planner.planning.baseline import torchrec_plan
 from dreamshard_planner.policy import joint_network
 from dreamshard_planner.policy.joint_network import joint_starts, shipped_joint_policy
 from dreamshard_planner.search import exact
-from dreamshard_planner.search.effort import EFFORTS, portion
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, EFFORTS, Deadline, portion
 from dreamshard_planner.search.few_moves import _Walk
-from dreamshard_planner.search.group_moves import group_moves
-from dreamshard_planner.search.joint import DEFAULT_JOINT
-from dreamshard_planner.search.local_search import DEFAULT_SEARCH
-from dreamshard_planner.search.starts import JointOptions, level_starts
-from dreamshard_planner.torchrec_components.few_proposals import few_proposals
+from dreamshard_planner.search.starts import JointOptions, group_moves, level_starts
+from dreamshard_planner.torchrec_components.proposer import few_proposals
 
 QUICK, THOROUGH = EFFORTS["quick"], EFFORTS["thorough"]
 READ = (40.0, 25.0, 9.0, 4.0, 2.0)
@@ -90,10 +87,9 @@ def test_effort_bounds_moves_reshards_and_torchrecs_proposals() -> None:
 
 
 def test_multiples_of_the_settings() -> None:
-    assert DEFAULT_SEARCH.times(1.0) == DEFAULT_SEARCH and DEFAULT_JOINT.times(1.0) == DEFAULT_JOINT
-    more = DEFAULT_JOINT.times(THOROUGH)
-    assert (more.reshards, more.reshards_per_table, more.effort) == (80_000, 40, 4.0)
-    assert DEFAULT_SEARCH.times(THOROUGH).candidates == 80_000 and DEFAULT_SEARCH.times(QUICK).samples < 2
+    assert DEFAULT_SEARCH.times(1.0) == DEFAULT_SEARCH
+    more = DEFAULT_SEARCH.times(THOROUGH)
+    assert (more.reshards, more.reshards_per_table, more.last_moves, more.effort) == (80_000, 40, 80_000, 4.0)
     assert [portion(count, QUICK) for count in (0, 1, 1000)] == [0, 1, round(1000 * QUICK)]
 
 
@@ -125,7 +121,7 @@ def test_torchrecs_plan_and_other_proposers_propose_as_often_as_effort_says() ->
     assert few is not None and usual is not None and few.proposals < usual.proposals and not few.finished
 
     def proposed(effort: float) -> int:
-        (_, greedy, _) = few_proposals(None, effort)
+        (_, greedy, _) = few_proposals(Deadline(None), effort)
         greedy.load(space)
         count = 0
         while (proposal := greedy.propose()) is not None:

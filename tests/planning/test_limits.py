@@ -19,7 +19,7 @@ from dreamshard_planner import FeatureStatistics, TableStatistics
 from dreamshard_planner.cost.collectives import CollectiveModel, Collectives
 from dreamshard_planner.cost.problem import Problem
 from dreamshard_planner.planning.infeasible import shortage
-from dreamshard_planner.planning.placing import Countdown
+from dreamshard_planner.search.effort import Deadline
 from dreamshard_planner.search_space.input_checks import MAX_BYTES, MAX_PER_SAMPLE, available_bytes, needed_bytes
 from dreamshard_planner.torchrec_components.estimates import DreamShardPerfModel
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner
@@ -144,10 +144,9 @@ def test_seams_alone_refuse_as_well() -> None:
 
 
 def test_the_searches_of_one_plan_share_their_seconds() -> None:
-    clock = Countdown(1000.0)
+    clock = Deadline(1000.0)
     first, second = clock.left(), clock.left()
     assert first is not None and second is not None and 0 < second <= first <= 1000.0
-    spent = Countdown(1e-9)
-    spent.left()
+    spent = Deadline(0.0)
     assert spent.left() == 0.0
-    assert Countdown(None).left() is None
+    assert Deadline(None).left() is None

@@ -23,7 +23,7 @@ from dreamshard_planner import (
     StatisticsError,
     TableStatistics,
 )
-from dreamshard_planner.search import local_search
+from dreamshard_planner.search import effort
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -133,7 +133,7 @@ def test_search_that_is_cut_short_says_so() -> None:
 def test_torchrecs_timeout_cuts_the_search_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which each look takes a second."""
     ticks = itertools.count()
-    monkeypatch.setattr(local_search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(effort, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     chosen = planner(timeout_seconds=1)
     chosen.plan(small_model(), SHARDERS)
     assert any("cut short" in note.text for note in chosen.report().notes)

@@ -28,8 +28,8 @@ from dreamshard_planner.policy.joint_network import (
     shipped_joint_policy,
     subset_types,
 )
-from dreamshard_planner.search.joint import JointConfig, joint_search
-from dreamshard_planner.search.local_search import SearchConfig
+from dreamshard_planner.search.effort import SearchConfig
+from dreamshard_planner.search.search import search
 from dreamshard_planner.search.starts import JointOptions, level_starts
 
 TRAINING = JointReinforceConfig(updates=4, tasks_per_update=2, episodes_per_task=6, looks=2)
@@ -181,7 +181,7 @@ def test_roll_outs_that_would_take_too_long_are_given_up() -> None:
 def test_the_search_is_never_worse_than_a_roll_out() -> None:
     cost = sharding_cost(8, 3)
     starts = starts_of(cost, shipped_joint_policy())
-    found = joint_search(cost, starts, JointConfig(reshards=100), SearchConfig(candidates=100))
+    found = search(cost, starts, SearchConfig(reshards=100, moves=100, last_moves=100))
     costs = [cost.overall_ms(start) for start in starts]
     assert costs == sorted(costs)
     assert found.overall_ms <= costs[0] + 1e-12

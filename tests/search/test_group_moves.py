@@ -11,9 +11,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from dreamshard_planner import DreamShardPlanner
 from dreamshard_planner.devices import Machine
-from dreamshard_planner.search.group_moves import group_moves
 from dreamshard_planner.search.laying import lay
-from dreamshard_planner.search.starts import JointOptions
+from dreamshard_planner.search.starts import JointOptions, group_moves
 from tests.exhaustive import planned_and_best_ms
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

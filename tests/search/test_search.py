@@ -1,109 +1,302 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Local search over placements, and the sums that it keeps."""
+"""Sharding problems of tables, options and units: cost, starts, re-shards, and the search."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from placement_tasks import SEARCH, make_cost
+from sharding_tasks import MEMORY, RANKS, sharding_cost
 
 from dreamshard_planner.cost.collectives import Collective, CollectiveModel, Collectives
-from dreamshard_planner.cost.model import Cost, Preload
-from dreamshard_planner.search import changes
-from dreamshard_planner.search.local_search import local_search
-from dreamshard_planner.search.states import PlacementState
+from dreamshard_planner.cost.compute import CostSource, GivenCost
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Option, Problem, Sharding, Unit
+from dreamshard_planner.search.effort import Deadline, SearchConfig
+from dreamshard_planner.search.laying import lay, packed_start
+from dreamshard_planner.search.moves import local_search
+from dreamshard_planner.search.reshards import ShardingState, wide_swaps
+from dreamshard_planner.search.search import _Descents, prefer_cheaper_kernels, search
+from dreamshard_planner.search.starts import JointOptions, level_choice, level_starts
+from dreamshard_planner.search.states import in_steps
+from tests.exhaustive import optimum_ms
+
+SEARCH = SearchConfig(moves=2000, last_moves=2000)
 
 
-def test_search_finds_the_optimum_of_a_small_task() -> None:
-    cost = make_cost(7, 2, seed=5)
-    every = torch.tensor([[(code >> shard) & 1 for shard in range(7)] for code in range(2**7)])
-    best_ms = float(cost.rate(every).overall_ms_B.min())
-    start = torch.zeros(7, dtype=torch.int64)
-    result = local_search(cost, [start], SEARCH, torch.Generator().manual_seed(0))
-    assert result.overall_ms == pytest.approx(best_ms, rel=1e-4)
-    assert not result.cut_short
-
-
-def preloaded(cost: Cost, collectives: int) -> Cost:
-    """The same shards on two hosts, which send in two of several collectives each, of several kinds, where ranks hold
-    and send something already; and one collective in which only that is sent."""
-    link, slower = CollectiveModel(4, 1e6), CollectiveModel(4, 5e5)
-    host, across = CollectiveModel(2, 2e6), CollectiveModel(2, 3e5, 0.1)
-    kinds = [
-        Collective("all-to-all", "world", link, link),
-        Collective("inside", "host", host, slower),
-        Collective("across", "across", across, across),
-        Collective("gradients", "world", None, slower),
-        Collective("lookups", "world", slower, None, of_lookups=True),
+def shardings(cost: Cost) -> list[Sharding]:
+    """Every sharding that there is."""
+    per_table = []
+    for options in cost.problem.tables:
+        choices = []
+        for index, option in enumerate(options):
+            positions = [range(RANKS // unit.span) for unit in option.units]
+            choices += [(index, places) for places in itertools.product(*positions)]
+        per_table.append(choices)
+    return [
+        Sharding(tuple(option for option, _ in chosen), tuple(places for _, places in chosen))
+        for chosen in itertools.product(*per_table)
     ]
-    part_P, sent_P = torch.arange(cost.problem.num_parts), cost.problem.bytes_PC[:, 0]
-    bytes_PC = torch.zeros(len(part_P), collectives + 1, dtype=torch.float64)
-    bytes_PC[part_P, part_P % collectives] = sent_P
-    bytes_PC[part_P, (part_P + 1) % collectives] += sent_P / 2
-    joined = Collectives([*kinds[:collectives], kinds[0]], 2, link)
-    problem = replace(cost.problem, bytes_PC=bytes_PC, collectives=joined)
-    rank_D = torch.arange(4)
-    bytes_CD = torch.cat([torch.zeros(collectives, 4), 1e4 * rank_D[None]]).double()
-    return Cost(problem, cost.compute, preload=Preload(cost.group_latents(part_P % 3) / 2, bytes_CD))
 
 
-@pytest.mark.parametrize("groups, collectives", [(1, 0), (3, 0), (1, 1), (2, 2), (3, 4), (2, 5)])
-def test_search_keeps_its_sums(groups: int, collectives: int) -> None:
-    """The incremental costs of candidates are those of a rating from scratch, in each of several placements."""
-    cost = make_cost(12, 4, groups=groups)
-    cost = preloaded(cost, collectives) if collectives else cost
-    assignment_BS = torch.stack([torch.arange(12) % 4, torch.arange(12) // 3, torch.arange(12) % 2])
-    states = PlacementState(cost, assignment_BS)
-    row_B, bottleneck_B = torch.tensor([0, 2]), torch.tensor([1, 0])
-    bottlenecks = changes.Bottlenecks.of(states, row_B, bottleneck_B)
-    every = [
-        [
-            (leaving, home if arrival >= 0 else device, arrival)
-            for leaving in (assignment_S == bottleneck).nonzero()[:, 0].tolist()
-            for arrival, home in [(-1, -1), *enumerate(assignment_S.tolist())]
-            for device in range(4)
-            if home != bottleneck and bottleneck != device and (arrival < 0 or device == home)
-        ]
-        for assignment_S, bottleneck in zip(assignment_BS[row_B], bottleneck_B.tolist(), strict=True)
-    ]
-    count = min(map(len, every))
-    assert count >= 3 * 3 + 3 * 9  # moves and swaps
-    leaving_BC, device_BC, arrival_BC = torch.tensor([change[:count] for change in every]).unbind(-1)
-    candidates = changes.Candidates(leaving_BC, device_BC, arrival_BC, torch.ones_like(device_BC, dtype=torch.bool))
-    rated = changes._rate(states, bottlenecks, candidates)
-    overall_BC, _ = changes._scores(states, bottlenecks, candidates, rated, 1.0)
-    for index, row in enumerate(row_B.tolist()):
-        for candidate in range(count):
-            changed_S = assignment_BS[row].clone()
-            changed_S[leaving_BC[index, candidate]] = device_BC[index, candidate]
-            if arrival_BC[index, candidate] >= 0:
-                changed_S[arrival_BC[index, candidate]] = bottleneck_B[index]
-            expected = float(cost.rate(changed_S[None]).overall_ms_B)
-            assert float(overall_BC[index, candidate]) == pytest.approx(expected, abs=2e-5)
-
-
-def test_search_from_a_crowded_device_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All shards on one device: only the heaviest may leave in one step, and still all devices end up in use."""
-    monkeypatch.setattr(changes, "MAX_PAIRS", 600)
-    cost = make_cost(60, 4)
-    start_S = torch.zeros(60, dtype=torch.int64)
-    result = local_search(cost, [start_S], SEARCH, torch.Generator().manual_seed(0))
-    assert result.assignment_S.unique().tolist() == [0, 1, 2, 3]
-    assert result.overall_ms < 0.5 * float(cost.rate(start_S[None]).overall_ms_B)
-
-
-@pytest.mark.parametrize("collectives", [0, 2, 5])
-def test_a_step_improves_every_placement_and_keeps_its_sums(collectives: int) -> None:
-    cost = make_cost(24, 4, groups=2)
-    cost = preloaded(cost, collectives) if collectives else cost
-    states = PlacementState(cost, torch.stack([torch.zeros(24, dtype=torch.int64), torch.arange(24) % 4 // 2]))
-    before_B, row_B = states.overall_ms(), torch.arange(2)
-    rated = [changes.improve(states, row_B, states.device_ms_D.argmax(-1), 16, 1.0)[1] for _ in range(5)]
-    afresh = PlacementState(cost, states.assignment_BP)
-    assert (states.overall_ms() < 0.8 * before_B).all() and all(rated)
-    for name in ("latent_DGH", "group_ms_DG", "approximate_ms_DG", "bytes_CD", "free_DM"):
-        assert torch.allclose(getattr(states, name).double(), getattr(afresh, name).double(), rtol=1e-9, atol=1e-9), (
-            name
+def formula_ms(cost: Cost, sharding: Sharding) -> float:
+    """The formula, spelled out with loops."""
+    problem = cost.problem
+    load = [0.0] * RANKS
+    sent = [[0.0] * RANKS for _ in problem.collectives.collectives]
+    for options, option, places in zip(problem.tables, sharding.options, sharding.positions, strict=True):
+        for unit, place in zip(options[option].units, places, strict=True):
+            for offset, row in enumerate(unit.parts):
+                rank = place * unit.span + offset
+                load[rank] += float(cost.latent_PH[row, 1:].sum())
+                for column, count in enumerate(problem.bytes_PC[row].tolist()):
+                    sent[column][rank] += count
+    total = max(load)
+    for collective, bytes_D in zip(problem.collectives.collectives, sent, strict=True):
+        if collective.over == "world":
+            exchanges = [bytes_D]
+        elif collective.over == "host":
+            exchanges = [bytes_D[:2], bytes_D[2:]]
+        else:
+            exchanges = [bytes_D[0::2], bytes_D[1::2]]
+        slowest = max(
+            max(max(b * (len(group) - 1), sum(group) - b) for b in group) if sum(group) else 0.0 for group in exchanges
         )
+        if slowest > 0:
+            total += sum(model.latency_ms + slowest / model.bytes_per_ms for model in collective.passes)
+    return total
+
+
+def test_rating_is_the_formula() -> None:
+    cost = sharding_cost(2, latency_ms=0.05)
+    for sharding in shardings(cost):
+        assert cost.overall_ms(sharding) == pytest.approx(formula_ms(cost, sharding), rel=1e-9)
+
+
+def test_what_spans_one_rank_is_placed_under_the_rest() -> None:
+    """The placement problem of a sharding rates it as the sharding's own cost does, wherever its free units go."""
+    cost, rng = sharding_cost(4, latency_ms=0.05), random.Random(3)
+    for sharding in rng.sample(shardings(sharding_cost(2)), 40):
+        doubled = Sharding(sharding.options * 2, sharding.positions * 2)
+        chosen = cost.chosen(doubled)
+        assert chosen.placed(chosen.assignment_S) == doubled
+        rated = float(chosen.cost.rate(chosen.assignment_S[None]).overall_ms_B)
+        assert rated == pytest.approx(cost.overall_ms(doubled), rel=1e-9)
+        moved = torch.randint(RANKS, chosen.assignment_S.shape, generator=torch.Generator().manual_seed(1))
+        rated = float(chosen.cost.rate(moved[None]).overall_ms_B)
+        assert rated == pytest.approx(cost.overall_ms(chosen.placed(moved)), rel=1e-9)
+
+
+def test_a_part_that_sends_in_several_collectives_counts_in_each() -> None:
+    """Whole tables that send between all ranks, inside hosts, across them and in the backward alone: search finds a
+    better placement, and says of it what the formula does."""
+    cost = sharding_cost(8, 4, latency_ms=0.05)
+    whole_P = [options[0].parts[0] for options in cost.problem.tables]
+    for column, share in ((3, 20.0), (4, 0.5), (5, 2.0)):
+        cost.problem.bytes_PC[whole_P, column] = share * cost.problem.bytes_PC[whole_P, 0]
+    chosen = cost.chosen(Sharding((0,) * 8, ((0,),) * 8))
+    result = local_search(chosen.cost, chosen.assignment_S, SEARCH, Deadline(None), torch.Generator().manual_seed(0))
+    found, found_ms = (
+        chosen.placed(result.assignment_S),
+        float(chosen.cost.rate(result.assignment_S[None]).overall_ms_B),
+    )
+    assert found_ms == pytest.approx(formula_ms(cost, found), rel=1e-9)
+    assert found_ms < 0.6 * formula_ms(cost, chosen.sharding)
+    for table, rank in itertools.product(range(8), range(RANKS)):  # no move is left that helps
+        assert formula_ms(cost, found.changed(*found.move(table, 0, rank))) >= found_ms * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_search_finds_the_optimum_of_small_problems(seed: int) -> None:
+    cost = sharding_cost(3, seed)
+    best_ms = optimum_ms(cost)
+    result = search(cost, [], SEARCH)
+    assert result.overall_ms == pytest.approx(cost.overall_ms(result.sharding), rel=1e-9)
+    assert result.overall_ms <= best_ms * 1.03
+
+
+@pytest.mark.parametrize("memory", [MEMORY, 400, 300])
+def test_search_keeps_memory_and_beats_every_start(memory: int) -> None:
+    cost = sharding_cost(9, 5, memory)
+    starts = level_starts(cost, JointOptions(cost))
+    assert starts and all(cost.problem.fits(start) for start in starts)
+    result = search(cost, [], SEARCH)
+    assert cost.problem.fits(result.sharding)
+    assert result.overall_ms <= min(cost.overall_ms(start) for start in starts) * (1 + 1e-5)
+    again = search(cost, [], SEARCH)
+    assert again == result
+
+
+def test_no_further_starts_are_made_when_time_is_up() -> None:
+    cost, asked = sharding_cost(9, 5), []
+
+    def further(*arguments):
+        asked.append(arguments[-1])
+        return []
+
+    spent = search(cost, [], SEARCH, seconds=1e-9, further=further)
+    assert asked == [] and spent.cut_short and cost.problem.fits(spent.sharding)
+    unhurried, hurried = (level_starts(cost, JointOptions(cost), lambda has=has: has) for has in (True, False))
+    assert 0 < len(hurried) < len(unhurried) and hurried == unhurried[: len(hurried)]
+    search(cost, [], replace(SEARCH, reshards=1), seconds=1000.0, further=further)
+    search(cost, [], replace(SEARCH, reshards=1), further=further)
+    assert 0 < asked[0] < 1000.0 and asked[1] is None
+
+    def late(*_):
+        raise TimeoutError
+
+    found = search(cost, [], SEARCH, seconds=1000.0, further=late)
+    assert found.cut_short and replace(found, cut_short=False) == search(cost, [], SEARCH)
+
+
+def test_where_nothing_fits_there_is_no_sharding() -> None:
+    cost = sharding_cost(9, 5, 40)
+    assert search(cost, [], SEARCH) is None
+
+
+def test_a_start_is_never_lost() -> None:
+    cost = sharding_cost(5, 7)
+    start = lay(cost, (0,) * 5)
+    alone = search(cost, [start], replace(SEARCH, starts=1, reshards=1))
+    assert alone.overall_ms <= cost.overall_ms(start)
+
+
+def test_reshards_keep_their_sums() -> None:
+    """Sums kept through many changes are those taken afresh, and what was tried is what was got."""
+    cost = sharding_cost(12, 2)
+    everything_on_one = Sharding((0,) * 12, ((0,),) * 12)
+    state = ShardingState(cost, everything_on_one, 1.0)
+    before_ms = state.overall_ms()
+    tried = state.improve(10_000, lambda: True)
+    assert tried > 200 and len(set(state.sharding.options)) > 1 and state.overall_ms() < 0.5 * before_ms
+    assert state.overall_ms() == pytest.approx(cost.overall_ms(state.sharding), rel=1e-9)
+    afresh = ShardingState(cost, state.sharding, 1.0)
+    for name in ("latent_DGH", "group_ms_DG", "bytes_CD", "free_DM"):
+        assert torch.allclose(getattr(state, name).double(), getattr(afresh, name).double(), atol=1e-9), name
+
+
+def over_hosts(cost: Cost) -> Cost:
+    """The same tables, which may only lie over a host."""
+    problem = replace(cost.problem, tables=tuple((options[2],) for options in cost.problem.tables))
+    return Cost(problem, cost.compute, cost.latent_PH)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_swaps_of_wide_units_are_rated_as_what_they_make(tight: bool) -> None:
+    cost = over_hosts(sharding_cost(8, 4, latency_ms=0.1))
+    sharding = Sharding((0,) * 8, tuple((index // 4,) for index in range(8)))
+    if tight:  # the fuller host may only get less
+        cost.problem.limits_DM.fill_(int(cost.problem.taken(*cost.problem.laid(sharding)).max()))
+    state = ShardingState(cost, sharding, 1.0)
+    swaps, changed_ranks = wide_swaps(state, 0, 1.0)
+    assert len(swaps.changes) == 16 and changed_ranks == 16 * RANKS
+    for (here, there), overall in zip(swaps.changes, swaps.overall_Q.tolist(), strict=True):
+        assert here[1:] == (0, (1,)) and there[1:] == (0, (0,))
+        made = sharding.changed(*here).changed(*there)
+        assert math.isinf(overall) != bool(cost.problem.fits(made))
+        assert math.isinf(overall) or overall == pytest.approx(in_steps(cost.overall_ms(made), 1.0), abs=1)
+    assert bool(swaps.overall_Q.isinf().any()) == tight and swaps.overall_Q.isfinite().any()
+
+
+def test_where_hosts_are_full_two_tables_change_places() -> None:
+    """11 against 8: no single table improves that by moving, the second and the third do by changing places."""
+    cost = over_hosts(sharding_cost(4, 0))
+    for (option,), ms in zip(cost.problem.tables, (6, 5, 4, 4), strict=True):
+        cost.latent_PH[option.parts, 1:] = ms / 2
+    state = ShardingState(cost, Sharding((0,) * 4, ((0,), (0,), (1,), (1,))), 1.0)
+    assert float(state.device_ms_D.max()) == 11
+    state.improve(100, lambda: True)
+    assert float(state.device_ms_D.max()) == 10
+    assert float(cost.rate(state.sharding).device_ms_BD.max()) == 10
+
+
+def test_every_start_has_its_turn() -> None:
+    """A budget that the first descent would use up alone is shared, and what was interrupted goes on."""
+    cost = sharding_cost(20, 3)
+    starts = level_starts(cost, JointOptions(cost))[:4]
+    tried: dict[Sharding, int] = {}
+
+    def descend(self: _Descents, start: Sharding, turn: int | None = None) -> None:
+        before = self.budget.used
+        original(self, start, turn)
+        tried[start] = self.budget.used - before
+
+    original = _Descents.descend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Descents, "descend", descend)
+        patch.setattr("dreamshard_planner.search.search.level_starts", lambda *_: [])
+        search(cost, starts, replace(SEARCH, reshards=1000, reshards_per_table=1))
+    assert all(tried[start] > 0 for start in starts)
+
+
+def test_a_level_start_splits_what_would_stick_out() -> None:
+    """One table as heavy as all others together: split, and the others whole."""
+    cost = sharding_cost(9, 1)
+    parts = [part for option in cost.problem.tables[0] for part in option.parts]
+    cost.latent_PH[parts, 1:] *= 8
+    asked = JointOptions(cost)
+    chosen_T = level_choice(RANKS, asked, np.full((9, 5), True), 1.0, np.zeros(1))
+    assert chosen_T[0] != 0
+    each_T = np.arange(9)
+    level = asked.total_ms_TO[each_T, chosen_T].sum() / RANKS
+    assert asked.largest_ms_TO[each_T, chosen_T].max() <= level * (1 + 1e-6)
+    assert level >= asked.least_ms / RANKS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_alone_find_a_start(seed: int) -> None:
+    """In memory that is nearly full when all ranks are level; and none where it cannot hold the tables."""
+    total = int(sharding_cost(12, seed).problem.needs_PM[::10].sum())  # of whole tables: the first of ten parts each
+    cost = sharding_cost(12, seed, memory=int(1.08 * total / RANKS))
+    start = packed_start(cost.problem)
+    assert start is not None and cost.problem.fits(start)
+    assert packed_start(sharding_cost(12, seed, memory=int(0.9 * total / RANKS)).problem) is None
+
+
+DEVICE_MS = (5.0, 1.0, 2.0, 0.5)
+"""Of each table in device memory; over the link to the host it takes twice as long."""
+
+
+def in_two_memories(device_memory: int) -> Cost:
+    """Tables of ten bytes, each whole, in device (option 0) or host memory (option 1), on two ranks."""
+    world = CollectiveModel(2, 1e3, 0.0)
+    ms_P = [ms for one in DEVICE_MS for ms in (one, 2 * one)]
+    problem = Problem(
+        num_ranks=2,
+        tables=tuple(
+            (Option((Unit((2 * t,)),), "table_wise"), Option((Unit((2 * t + 1,)),), "table_wise", "fused_uvm"))
+            for t in range(len(DEVICE_MS))
+        ),
+        names=tuple(f"t{t}" for t in range(len(DEVICE_MS))),
+        features_PF=torch.zeros(len(ms_P), 1),
+        group_P=torch.zeros(len(ms_P), dtype=torch.int64),
+        num_groups=1,
+        needs_PM=torch.tensor([[10, 0], [0, 10]] * len(DEVICE_MS)),
+        limits_DM=torch.tensor([[device_memory, 100]] * 2),
+        bytes_PC=torch.zeros(len(ms_P), 1, dtype=torch.float64),
+        collectives=Collectives([Collective("none", "world", world, world)], 2, world),
+    )
+    latent_PH = torch.tensor([[1.0, ms / 3, 2 * ms / 3] for ms in ms_P], dtype=torch.float64)
+    return Cost(problem, GivenCost(CostSource("given", "by hand")), latent_PH)
+
+
+@pytest.mark.parametrize(
+    ("device_memory", "options"),
+    [(100, (0, 0, 0, 0)), (20, (0, 0, 0, 1)), (10, (0, 1, 0, 1)), (0, (0, 1, 1, 1))],
+    ids=["room for all", "for two", "for one", "for none"],
+)
+def test_tables_move_into_device_memory_those_that_gain_most_first(
+    device_memory: int, options: tuple[int, ...]
+) -> None:
+    cost = in_two_memories(device_memory)
+    # The first table alone is the bottleneck: all else is on the other rank, in host memory.
+    before = Sharding((0, 1, 1, 1), ((0,), (1,), (1,), (1,)))
+    after = prefer_cheaper_kernels(cost, before)
+    assert after.options == options and after.positions == before.positions
+    assert cost.overall_ms(after) <= cost.overall_ms(before)
+    assert prefer_cheaper_kernels(cost, after) == after

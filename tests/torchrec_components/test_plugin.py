@@ -21,16 +21,17 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dreamshard_planner import DreamShardPlanner, FeatureStatistics, TableStatistics
 from dreamshard_planner.planning.context import PlanningContext
+from dreamshard_planner.planning.search_plan import HowToSearch
+from dreamshard_planner.search.effort import DEFAULT_SEARCH
 from dreamshard_planner.torchrec_components import partitioner as partitioner_module
 from dreamshard_planner.torchrec_components.estimates import DreamShardEstimator, DreamShardPerfModel
-from dreamshard_planner.torchrec_components.joint_proposer import JointProposer
 from dreamshard_planner.torchrec_components.partitioner import DreamShardPartitioner, RulePartitioner
-from dreamshard_planner.torchrec_components.proposer import TableWiseProposer
+from dreamshard_planner.torchrec_components.proposer import SearchProposer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model", "rule", "proposer", "joint"])
+@pytest.mark.parametrize("seam", ["partitioner", "estimator", "perf_model", "rule", "proposer"])
 def test_each_seam_works_alone(seam: str) -> None:
     model, devices = small_model(), topology()
     constraints = {f"t{i}": ParameterConstraints(**TABLE_WISE) for i in range(6)}
@@ -38,8 +39,9 @@ def test_each_seam_works_alone(seam: str) -> None:
         "partitioner": lambda: {"partitioner": DreamShardPartitioner()},
         "rule": lambda: {"partitioner": RulePartitioner("lookup_greedy")},
         "perf_model": lambda: {"performance_model": DreamShardPerfModel(devices)},
-        "proposer": lambda: {"proposer": TableWiseProposer()},
-        "joint": lambda: {"proposer": JointProposer(PlanningContext.of(devices))},
+        "proposer": lambda: {
+            "proposer": SearchProposer(PlanningContext.of(devices), devices, HowToSearch(DEFAULT_SEARCH))
+        },
         "estimator": lambda: {
             "enumerator": EmbeddingEnumerator(
                 devices,

@@ -1,10 +1,11 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Joint search: how each table is split, and where its shards go.
+"""The search: how each table is split, and where its shards go.
 
 Descents start from several shardings (:mod:`dreamshard_planner.search.starts`). Tables that burden the bottleneck
 rank change their option (:mod:`dreamshard_planner.search.reshards`); where none helps, units of span 1 move
-and swap (:mod:`dreamshard_planner.search.local_search`) under what spans hosts and world, and so in turns until neither
-helps.
+and swap (:mod:`dreamshard_planner.search.moves`) under what spans hosts and world, and so in turns until neither
+helps. The best plan is perturbed, first by re-shards, at last by moves. Where every table has one option, only moves
+and swaps are left.
 
 The budget is counted in re-shards, moves and swaps; costs are compared after rounding and ties go to the lowest index,
 so the same inputs give the same sharding.
@@ -13,19 +14,17 @@ so the same inputs give the same sharding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from dreamshard_planner.cost.model import Cost
-from dreamshard_planner.cost.problem import Sharding
-from dreamshard_planner.search.effort import portion
-from dreamshard_planner.search.group_moves import group_moves
+from dreamshard_planner.cost.problem import Option, Sharding
+from dreamshard_planner.search.effort import DEFAULT_SEARCH, Budget, Deadline, SearchConfig
 from dreamshard_planner.search.laying import packed_start
-from dreamshard_planner.search.local_search import Budget, SearchConfig, local_search
+from dreamshard_planner.search.moves import local_search
 from dreamshard_planner.search.reshards import ShardingState
-from dreamshard_planner.search.settling import settled
-from dreamshard_planner.search.starts import JointOptions, level_starts
+from dreamshard_planner.search.starts import JointOptions, group_moves, level_starts
 from dreamshard_planner.search.states import in_steps
 from dreamshard_planner.search_space.sharding_types import SHARDING_TYPES
 
@@ -40,47 +39,13 @@ BESIDE = 0.85
 than these are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JointConfig:
-    """How long and how widely to search."""
-
-    starts: int = 4
-    """Starting shardings to descend from: the cheapest."""
-    reshards: int = 20_000
-    """Re-shards that the whole search may try, besides :attr:`reshards_per_table`."""
-    reshards_per_table: int = 10
-    """Re-shards that it may try more for each table of the model."""
-    tables_per_step: int = 24
-    """Tables of the bottleneck rank that one step tries to re-shard: the heaviest."""
-    rated_exactly: int = 8
-    """Re-shards of one step that are rated exactly: the most promising by the approximate cost."""
-    candidates: int = 6_000
-    """Moves and swaps of one descent between re-shards."""
-    patience: int = 8
-    """Perturbations without a gain worth having, one after the other, at which the search ends."""
-    perturbed_tables: int = 3
-    """Tables that a perturbation shards another way at random."""
-    effort: float = 1.0
-    """Share of the level starts, roll-outs and group moves to make; all of them from 1 on."""
-
-    def times(self, effort: float) -> JointConfig:
-        """Return the same settings with this multiple of starts, re-shards, moves and patience."""
-        return replace(
-            self,
-            starts=portion(self.starts, effort),
-            reshards=portion(self.reshards, effort),
-            reshards_per_table=portion(self.reshards_per_table, effort),
-            candidates=portion(self.candidates, effort),
-            patience=portion(self.patience, effort),
-            effort=self.effort * effort,
-        )
-
-
-DEFAULT_JOINT = JointConfig()
+Further = Callable[[Cost, JointOptions, Sequence[Sharding], float | None], Iterable[Sharding]]
+"""Makes feasible starts from a cost, what its options ask, and level starts, within some seconds; raises TimeoutError
+where that takes more."""
 
 
 @dataclass(frozen=True)
-class JointResult:
+class SearchResult:
     """The best sharding found."""
 
     sharding: Sharding
@@ -89,34 +54,31 @@ class JointResult:
     """Tried."""
     candidates: int
     """Moves and swaps rated."""
-    cut_short: bool = False
-    """Whether the time cap ended the search before its budget."""
+    cut_short: bool
+    """Whether the deadline ended the search before its budget."""
 
 
 @torch.inference_mode()
-def joint_search(
+def search(
     cost: Cost,
     starts: Iterable[Sharding],
-    config: JointConfig,
-    search: SearchConfig,
+    config: SearchConfig = DEFAULT_SEARCH,
     seed: int = 0,
     seconds: float | None = None,
-    further: Callable[[Cost, JointOptions, Sequence[Sharding], float | None], Iterable[Sharding]] | None = None,
-) -> JointResult | None:
+    further: Further | None = None,
+) -> SearchResult | None:
     """Descend from the cheapest of some feasible shardings, then from perturbed copies of the best; never worse
     than the best start. None where there is no start.
 
     Args:
         cost: the problem and its cost.
         starts: feasible shardings; others are made by :func:`level_starts`.
-        config: of the re-shards.
-        search: of the moves and swaps.
+        config: how long to search.
         seed: of perturbations.
         seconds: cap on the search, its starts included, on top of its budget of candidates.
-        further: makes feasible starts from these level starts, few, from all of which there are descents as well, in so
-            many seconds; TimeoutError where that takes more.
+        further: makes a few starts more, from all of which there are descents as well.
     """
-    budget = _budget(cost, config, seconds)
+    budget = _budget(cost, config, Deadline(seconds))
     asked = JointOptions(cost)
     if not asked.may_fit:
         return None
@@ -124,7 +86,7 @@ def joint_search(
     beside: list[Sharding] = []
     in_time = True
     if further is not None and budget.left():
-        left = budget.seconds_left()
+        left = budget.deadline.left()
         try:
             beside += further(cost, asked, level, None if left is None else BESIDE * left)
         except TimeoutError:
@@ -139,7 +101,7 @@ def joint_search(
     # Those beside take no other's place: what a start costs says little of where it leads.
     cheapest = [start for start in order if start not in beside][: config.starts]
     first = sorted([*cheapest, *beside], key=overall.__getitem__)
-    descents = _Descents(cost, order[0], config, search, seed, budget)
+    descents = _Descents(cost, order[0], config, seed, budget)
     # For the same reason each has its turn before the best may use up the budget.
     turn = int(TURNS * budget.limit / (2 * len(first)))
     for start in first:
@@ -149,7 +111,7 @@ def joint_search(
             descents.descend(min(variants, key=cost.overall_ms), turn)
     for sharding in sorted(descents.unfinished, key=cost.overall_ms)[:CONTINUED]:
         descents.descend(sharding)
-    fruitless = 0
+    fruitless = 0 if any(len(options) > 1 for options in cost.problem.tables) else config.patience
     while budget.left() and fruitless < config.patience:
         worth_it = descents.best_ms * (1 - WORTH)
         descents.descend(descents.perturbed())
@@ -159,12 +121,11 @@ def joint_search(
         unreplicated = [start for start in order if kind not in _types(cost, start)]
         if 0 < len(unreplicated) < len(order) and budget.left():
             descents.descend(descents.descend(unreplicated[0], without=kind))
-    found = descents.result()
-    return found if in_time else replace(found, cut_short=True)
+    return descents.result(in_time)
 
 
-def _budget(cost: Cost, config: JointConfig, seconds: float | None) -> Budget:
-    return Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, seconds)
+def _budget(cost: Cost, config: SearchConfig, deadline: Deadline) -> Budget:
+    return Budget(config.reshards + config.reshards_per_table * cost.problem.num_tables, deadline)
 
 
 def _types(cost: Cost, sharding: Sharding) -> set[str]:
@@ -174,24 +135,21 @@ def _types(cost: Cost, sharding: Sharding) -> set[str]:
 
 
 @torch.inference_mode()
-def descended(cost: Cost, start: Sharding, config: JointConfig, search: SearchConfig) -> Sharding:
-    """Where one descent from a feasible sharding ends: near it, as such searches go."""
-    descents = _Descents(cost, start, config, search, 0, _budget(cost, config, None))
+def descended(cost: Cost, start: Sharding, config: SearchConfig) -> Sharding:
+    """Return where one descent from a feasible sharding ends: near it, as such searches go."""
+    descents = _Descents(cost, start, config, 0, _budget(cost, config, Deadline(None)))
     descents.descend(start)
-    return descents.result().sharding
+    return prefer_cheaper_kernels(cost, descents.best)
 
 
 class _Descents:
     """Descents one after the other, and the best that they came to."""
 
-    def __init__(
-        self, cost: Cost, best: Sharding, config: JointConfig, search: SearchConfig, seed: int, budget: Budget
-    ) -> None:
+    def __init__(self, cost: Cost, best: Sharding, config: SearchConfig, seed: int, budget: Budget) -> None:
         self._cost, self._config = cost, config
-        self._best, self.best_ms = best, cost.overall_ms(best)
+        self.best, self.best_ms = best, cost.overall_ms(best)
         self._unit = max(1e-9, self.best_ms)
         self._generator = torch.Generator().manual_seed(seed)
-        self._quiet = replace(search, starts=1, candidates=config.candidates, perturbed=0)
         self._candidates = 0
         self.budget = budget
         self.unfinished: dict[Sharding, None] = {}
@@ -199,14 +157,23 @@ class _Descents:
         self._turns: dict[Sharding, int] = {}
         """What a turn from each start took of the budget."""
 
-    def result(self) -> JointResult:
-        """The best, in the cheapest kernels that there is room for."""
-        best, budget = settled(self._cost, self._best), self.budget
-        return JointResult(best, self._cost.overall_ms(best), budget.used, self._candidates, budget.cut_short)
+    def result(self, in_time: bool) -> SearchResult:
+        """Return the best after perturbed moves, in the cheapest kernels that there is room for; ``in_time`` says
+        whether all starts were made."""
+        chosen = self._cost.chosen(self.best)
+        last = local_search(chosen.cost, chosen.assignment_S, self._config, self.budget.deadline, self._generator)
+        best = prefer_cheaper_kernels(self._cost, chosen.placed(last.assignment_S))
+        return SearchResult(
+            best,
+            self._cost.overall_ms(best),
+            self.budget.used,
+            self._candidates + last.candidates,
+            self.budget.cut_short or last.cut_short or not in_time,
+        )
 
     def _state(self, sharding: Sharding, without: str | None = None) -> ShardingState:
         config = self._config
-        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.rated_exactly, without)
+        return ShardingState(self._cost, sharding, self._unit, config.tables_per_step, config.reshards_rated, without)
 
     def descend(self, start: Sharding, turn: int | None = None, without: str | None = None) -> Sharding:
         """Re-shards, then moves and swaps, in turns until neither helps, or so many re-shards are tried; where that
@@ -228,7 +195,7 @@ class _Descents:
             state = self._state(moved, without)
             after = in_steps(float(state.overall_ms()), unit)
             if after < in_steps(self.best_ms, unit):
-                self._best, self.best_ms = state.sharding, float(state.overall_ms())
+                self.best, self.best_ms = state.sharding, float(state.overall_ms())
             if after >= before:
                 break
             if budget.used >= end:
@@ -243,14 +210,13 @@ class _Descents:
         chosen = self._cost.chosen(sharding)
         if not len(chosen.assignment_S):
             return sharding, True
-        seconds = self.budget.seconds_left()
-        result = local_search(chosen.cost, [chosen.assignment_S], self._quiet, self._generator, seconds)
-        self._candidates += result.candidates
-        return chosen.placed(result.assignment_S), result.candidates < self._quiet.candidates
+        moved = local_search(chosen.cost, chosen.assignment_S, self._config, self.budget.deadline)
+        self._candidates += moved.candidates
+        return chosen.placed(moved.assignment_S), moved.candidates < self._config.moves
 
     def perturbed(self) -> Sharding:
         """The best with a few random tables sharded another way, each where it leaves the lowest peak."""
-        state = self._state(self._best)
+        state = self._state(self.best)
         tables = self._cost.problem.tables
         changeable = [table for table in range(len(tables)) if len(tables[table]) > 1]
         for _ in range(min(len(changeable), self._config.perturbed_tables)):
@@ -260,3 +226,42 @@ class _Descents:
 
     def _draw(self, count: int) -> int:
         return int(torch.randint(count, (1,), generator=self._generator))
+
+
+def prefer_cheaper_kernels(cost: Cost, sharding: Sharding) -> Sharding:
+    """Give tables the kernel whose shards cost least alone, those that gain most first, as far as every rank keeps
+    within its memory; the sharding as it was where that would cost more.
+
+    On ranks that are not the bottleneck a search is indifferent between a table in device memory and one that is read
+    over the link to the host, and a user is not. Shapes: M limits, D ranks.
+    """
+    problem, new = cost.problem, sharding
+    alone_P = cost.single_ms_P.tolist()
+
+    def alone_ms(option: Option) -> float:
+        return sum(alone_P[part] for part in option.parts)
+
+    gains = []
+    for table, (options, chosen) in enumerate(zip(problem.tables, sharding.options, strict=True)):
+        now = options[chosen]
+        alike = [index for index, option in enumerate(options) if _same_shards(option, now)]
+        cheapest = chosen if len(alike) == 1 else min(alike, key=lambda index: alone_ms(options[index]))
+        if cheapest != chosen and alone_ms(options[cheapest]) < alone_ms(now):
+            gains.append((alone_ms(options[cheapest]) - alone_ms(now), table, cheapest))
+    used_DM = problem.taken(*problem.laid(sharding))
+    for _, table, option in sorted(gains):
+        changed = new.changed(table, option, new.positions[table])
+        with_it_DM = (
+            used_DM - problem.taken(*problem.laid(new, [table])) + problem.taken(*problem.laid(changed, [table]))
+        )
+        if bool(((with_it_DM <= problem.limits_DM) | (with_it_DM <= used_DM)).all()):
+            new, used_DM = changed, with_it_DM
+    return new if new is sharding or cost.overall_ms(new) <= cost.overall_ms(sharding) else sharding
+
+
+def _same_shards(one: Option, other: Option) -> bool:
+    return (
+        one.sharding_type == other.sharding_type
+        and one.pinned == other.pinned
+        and [unit.span for unit in one.units] == [unit.span for unit in other.units]
+    )

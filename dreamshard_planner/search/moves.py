@@ -1,17 +1,21 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Moves and swaps on the bottleneck device: what each would cost, from sums that are there, and the best one applied.
+"""Moves and swaps on the bottleneck rank: the cost of each, from sums that are there, and descents by the best ones.
 
-A candidate changes two devices by one or two shards, so it costs a few additions of latents and one evaluation of the
+A candidate changes two ranks by one or two shards, so it costs a few additions of latents and one evaluation of the
 head, however many shards there are. All candidates are rated approximately (moves one by one, swaps as the sum of two
-single effects), and the most promising ones exactly.
+single effects), and the most promising ones exactly. Perturbed copies of a placement descend side by side, because one
+alone would spend its time on calls and not on arithmetic.
 
-Shapes: P parts, D ranks, G fused groups, H latent channels, M limits, B placements side by side,
-N shards on the bottleneck device (padded), A arrivals (D times nothing: a move; and every shard: a swap),
-C candidates rated exactly.
+Scores are compared after rounding and ties go to the lowest index, so the same inputs give the same plan.
+
+Shapes: P parts, S shards, which are the parts of a placement problem, D ranks, G fused groups, H latent channels,
+M limits, B placements side by side, N shards on the bottleneck rank (padded), A arrivals (D times nothing: a move; and
+every shard: a swap), C candidates rated exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +23,131 @@ from torch import Tensor
 
 from dreamshard_planner.cost.collectives import CollectiveModel
 from dreamshard_planner.cost.compute import both_passes, overall_ms
+from dreamshard_planner.cost.model import Cost
+from dreamshard_planner.cost.problem import Problem, has_room
+from dreamshard_planner.search.effort import Budget, Deadline, SearchConfig
 from dreamshard_planner.search.states import DIGITS, PlacementState, rounded
 
+MAX_APPROXIMATED = 20_000
+"""Candidates of one step, over all placements side by side, whose cost is approximated. With more of them, the overhead
+of calls no longer matters, and one descent that ends is worth more than several that do not."""
+MAX_COPIES = 8
+"""Perturbed copies of a placement that descend side by side."""
 MAX_PAIRS = 2_000_000
 """Candidates of one step at the very most: of thousands of shards on one device, only the heaviest leave. Bounds
 memory."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where moves and swaps led."""
+
+    assignment_S: Tensor
+    candidates: int
+    """Moves, and swaps rated exactly."""
+    cut_short: bool
+    """Whether the deadline ended it."""
+
+
+@torch.inference_mode()
+def local_search(
+    cost: Cost, start_S: Tensor, config: SearchConfig, deadline: Deadline, generator: torch.Generator | None = None
+) -> Moved:
+    """Descend from a feasible placement; never worse than it.
+
+    Args:
+        cost: the problem, whose parts are placed one by one, and its cost.
+        start_S: rank of each part.
+        config: how long to search.
+        deadline: when to stop, however much is left of that.
+        generator: draws perturbed copies of the best placement, from which descents go on; None for one descent.
+    """
+    budget = Budget(config.moves if generator is None else config.last_moves, deadline)
+    if cost.problem.num_ranks == 1 or not len(start_S):
+        return Moved(start_S, 0, False)
+    start_ms = float(cost.rate(start_S[None]).overall_ms_B)
+    best = _Best(start_S, max(1e-9, start_ms))
+    _descend(PlacementState(cost, start_S[None]), best, config, budget)
+    if generator is not None and budget.left():
+
+        def perturbed(copies: int) -> Tensor:
+            return _perturbed(cost.problem, best.assignment_S, copies, config.perturbed_units, generator)
+
+        copies = PlacementState(cost, perturbed(_side_by_side(cost.problem)))
+        _descend(copies, best, config, budget, perturbed)
+    return Moved(best.assignment_S, budget.used, budget.cut_short)
+
+
+def _side_by_side(problem: Problem) -> int:
+    """Return how many copies may advance together."""
+    shards, ranks = problem.num_parts, problem.num_ranks
+    candidates = (shards // ranks + 1) * (shards + ranks)
+    return max(1, min(MAX_COPIES, MAX_APPROXIMATED // candidates))
+
+
+def _perturbed(problem: Problem, assignment_S: Tensor, copies: int, shards: int, generator: torch.Generator) -> Tensor:
+    """Copies [B, S] of a placement with a few random shards moved to random ranks that can store them."""
+    perturbed_BP = assignment_S.repeat(copies, 1)
+    free_BDM = problem.limits_DM - problem.taken(perturbed_BP)
+    for copied_S, free_DM in zip(perturbed_BP, free_BDM, strict=True):
+        for shard in torch.randint(problem.num_parts, (shards,), generator=generator).tolist():
+            need_M, home = problem.needs_PM[shard], int(copied_S[shard])
+            fits_D = has_room(need_M, free_DM)
+            fits_D[home] = False
+            if fits_D.any():
+                options = fits_D.nonzero()[:, 0]
+                rank = int(options[int(torch.randint(len(options), (1,), generator=generator))])
+                copied_S[shard] = rank
+                free_DM[home] += need_M
+                free_DM[rank] -= need_M
+    return perturbed_BP
+
+
+class _Best:
+    """The best placement so far."""
+
+    def __init__(self, assignment_S: Tensor, unit: float) -> None:
+        self.assignment_S, self.unit, self.cost = assignment_S, unit, float("inf")
+
+    def challenge(self, states: PlacementState, row_B: Tensor) -> bool:
+        """Whether the best of some placements is better, and so takes its place."""
+        cost_B = rounded(states.overall_ms()[row_B], self.unit)
+        index = int(cost_B.argmin())
+        if not float(cost_B[index]) < self.cost:
+            return False
+        self.assignment_S, self.cost = states.assignment_BP[row_B[index]].clone(), float(cost_B[index])
+        return True
+
+
+def _descend(
+    states: PlacementState,
+    best: _Best,
+    config: SearchConfig,
+    budget: Budget,
+    perturbed: Callable[[int], Tensor] | None = None,
+) -> None:
+    """Steepest descent of every placement on the rank with the largest cost, then on the one that exchanges most. Where
+    one can get no further, one of ``perturbed`` takes its place, if given, until patience ends."""
+    every_B = row_B = torch.arange(len(states.assignment_BP))
+    by_bytes_B = torch.zeros(len(row_B), dtype=torch.bool)
+    fruitless = 0
+    while len(row_B) and budget.left() and (perturbed is None or fruitless < config.last_patience):
+        slowest_B = rounded(states.device_ms_D[row_B], best.unit).argmax(-1)
+        busiest_B = (states.byte_weight_C1 * states.bytes_CD[row_B]).sum(1).argmax(-1)
+        bottleneck_B = torch.where(by_bytes_B, busiest_B, slowest_B)
+        improved_B, candidates = improve(states, row_B, bottleneck_B, config.moves_rated, best.unit)
+        budget.spend(candidates)
+        stuck_B = ~improved_B & (by_bytes_B | (slowest_B == busiest_B))
+        by_bytes_B = ~improved_B & ~stuck_B
+        if not stuck_B.any():
+            continue
+        ended_X = row_B[stuck_B]
+        fruitless = 0 if best.challenge(states, ended_X) else fruitless + len(ended_X)
+        if perturbed is None:
+            row_B, by_bytes_B = row_B[~stuck_B], by_bytes_B[~stuck_B]
+        else:
+            states.replace(ended_X, perturbed(len(ended_X)))
+    best.challenge(states, every_B)
 
 
 @dataclass(frozen=True)
