@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import load_plan
 from dreamshard_planner.cli.options import (
     SECONDS,
     SEED,
@@ -22,6 +21,7 @@ from dreamshard_planner.cli.options import (
     QuickOption,
     ThreadsOption,
     UpdatesOption,
+    load_plan,
     output,
 )
 from dreamshard_planner.cli.output import Format, FormatOption, facts, show

@@ -11,8 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import JobOptions, PlanOrJobOptions, load_plan, tell_other_statistics
-from dreamshard_planner.cli.options import output, takes
+from dreamshard_planner.cli.options import JobOptions, PlanOrJobOptions, load_plan, output, takes, tell_other_statistics
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.support.formatting import ranges, short
 from dreamshard_planner.support.progress import working

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import TABLES, load_plan
-from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, EffortOption, output, ranks_of
+from dreamshard_planner.cli.options import COUNT, RATE, SECONDS, SIZE, TABLES, EffortOption, load_plan, output, ranks_of
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.cli.place import HtmlOption, PlanArgument, save_page
 from dreamshard_planner.cli.stats import PLAN_AGAIN

@@ -11,8 +11,17 @@ import typer
 from rich.table import Table
 
 from dreamshard_planner.cli.app import Commands, app, command
-from dreamshard_planner.cli.job import BATCH_SIZE, RANKS, PlanningOptions, flag, load_plan
-from dreamshard_planner.cli.options import COUNT, listed, output, takes
+from dreamshard_planner.cli.options import (
+    BATCH_SIZE,
+    COUNT,
+    RANKS,
+    PlanningOptions,
+    flag,
+    listed,
+    load_plan,
+    output,
+    takes,
+)
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 from dreamshard_planner.errors import StatisticsError
 from dreamshard_planner.support.formatting import first_of

@@ -10,8 +10,16 @@ import typer
 from rich.console import RenderableType
 
 from dreamshard_planner.cli.app import command
-from dreamshard_planner.cli.job import PlanOrJobOptions, load_plan, tell_other_statistics
-from dreamshard_planner.cli.options import bytes_per_s, gpu, listed, takes, whole
+from dreamshard_planner.cli.options import (
+    PlanOrJobOptions,
+    bytes_per_s,
+    gpu,
+    listed,
+    load_plan,
+    takes,
+    tell_other_statistics,
+    whole,
+)
 from dreamshard_planner.cli.output import Format, FormatOption, grid, show
 
 if TYPE_CHECKING:
@@ -48,7 +56,7 @@ def what_if(
     ] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Sweep over GPUs, their kind, batch size and bandwidths; each line is a plan of its own."""
+    """Sweep over GPUs, their kind, batch size and bandwidths; each line is a plan of its own, of a quick search."""
     varied: dict[str, list[Any]] = {}
     for axis, values in map(_axis, vary or ()):
         varied[axis] = list(dict.fromkeys([*varied.get(axis, ()), *values]))
@@ -58,9 +66,10 @@ def what_if(
     from dreamshard_planner.offline.what_if import what_if
     from dreamshard_planner.support.progress import working
 
+    effort = "quick" if options.effort is None else options.effort.value
     with working("planning"):
-        found = what_if(job, varied or _around(job), options.plan)
-    show(found.to_dict(), format, *_tables(found))
+        found = what_if(job, varied or _around(job), options.plan, effort)
+    show(found.to_dict(), format, *_tables(found, effort))
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -90,11 +99,12 @@ def _around(job: Job) -> dict[str, list[Any]]:
     return around
 
 
-def _tables(found: WhatIf) -> list[RenderableType]:
+def _tables(found: WhatIf, effort: str) -> list[RenderableType]:
     columns = ("", "machine", "batch size", "total ms", "vs now", "compute", "collectives", "us per sample", "memory")
     points = [("now", found.base), *((_label(p), p) for sweep in found.sweeps.values() for p in sweep)]
     told: list[RenderableType] = [
-        f"Predicted milliseconds of embedding work per training step. Compute: {found.cost_source}.",
+        f"Predicted milliseconds of embedding work per training step, of plans searched with --effort {effort}. "
+        f"Compute: {found.cost_source}.",
         "",
         grid(columns, [_row(label, point, found.base) for label, point in points]),
     ]
@@ -114,7 +124,7 @@ def _row(label: str, point: Point, base: Point) -> tuple[Any, ...]:
         point.compute_ms,
         point.collectives_ms,
         point.us_per_sample,
-        f"{point.fullest:.0%}" + (f", {point.outside} table(s) in host memory" if point.outside else ""),
+        f"{point.fullest:.0%}",
     )
 
 

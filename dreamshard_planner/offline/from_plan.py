@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -65,13 +65,12 @@ def job_of(saved: SavedPlan, statistics: TableStatistics | None = None) -> Job:
         TableStatistics(inputs.features) if inputs.features else None,
         saved.name,
     )
-    rules = {"placement_rules": _rules(saved)} if inputs.placement_rules else {}
     return Job(
         model=model if statistics is None else model.with_statistics(statistics),
         machine=_machine(saved),
         batch_size=inputs.batch_size,
         reserve=_reserve(saved),
-        settings={**_planners(saved), **_groups(saved), **rules},
+        settings=_settings(saved),
     )
 
 
@@ -206,36 +205,29 @@ def _reserve(saved: SavedPlan) -> float | None:
     return 1 - min(left / size for left, size in zip(limits[0], sizes, strict=True))
 
 
-def _planners(saved: SavedPlan) -> dict[str, Any]:
-    """Settings that the planner takes; PlanError for one that it does not."""
-    given = {name: saved.inputs.settings[name] for name in PLANNERS if name in saved.inputs.settings}
-    for name, value in given.items():
-        try:
-            if isinstance(getattr(PlannerSettings(), name), bool) and not isinstance(value, bool):
-                raise TypeError(f"{name} must be true or false, got {brief(value)}")
-            PlannerSettings(**{name: value})
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"{saved.name}: settings: {name} {brief(value)} cannot be: {brief(error)}") from error
-    return given
+def _settings(saved: SavedPlan) -> dict[str, Any]:
+    """Return the planner's arguments that a file has; PlanError for a value that the planner does not take."""
+    told, rules = saved.inputs.settings, saved.inputs.placement_rules
+    found = {name: _checked(saved, name, told[name], _check_setting) for name in PLANNERS if name in told}
+    if (groups := told.get("sharding_groups")) is not None:
+        found["sharding_groups"] = _checked(saved, "sharding_groups", groups, lambda _, given: ShardingGroups(**given))
+    if rules:
+        found["placement_rules"] = _checked(saved, "placement_rules", rules, lambda _, given: PlacementRules(**given))
+    return found
 
 
-def _groups(saved: SavedPlan) -> dict[str, ShardingGroups]:
-    """Of 2D parallelism, as the planner takes them."""
-    given = saved.inputs.settings.get("sharding_groups")
-    if given is None:
-        return {}
+def _checked(saved: SavedPlan, name: str, value: Any, make: Callable[[str, Any], Any]) -> Any:
     try:
-        groups = ShardingGroups(**given)
+        return make(name, value)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"{saved.name}: settings: sharding_groups {brief(given)} cannot be: {brief(error)}") from error
-    return {"sharding_groups": groups}
+        raise PlanError(f"{saved.name}: settings: {name} {brief(value)} cannot be: {brief(error)}") from error
 
 
-def _rules(saved: SavedPlan) -> PlacementRules:
-    try:
-        return PlacementRules(**saved.inputs.placement_rules)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"{saved.name}: placement_rules: {brief(error)}") from error
+def _check_setting(name: str, value: Any) -> Any:
+    if isinstance(getattr(PlannerSettings(), name), bool) and not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {brief(value)}")
+    PlannerSettings(**{name: value})
+    return value
 
 
 def _constraint(saved: SavedPlan, table: str, changed: Mapping[str, Any]) -> ParameterConstraints:

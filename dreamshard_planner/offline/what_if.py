@@ -1,5 +1,5 @@
 # Copyright (c) the dreamshard_planner authors. BSD-3-Clause licence, see LICENSE.
-"""Sweeps over GPUs, their kind, batch size and bandwidths, offline: each point is a plan of its own.
+"""Sweeps over GPUs, their kind, batch size and bandwidths, offline: each point is a quickly searched plan of its own.
 
 job = Job(model=read_model("tables.json"), machine=Machine(ranks_per_host=8, gpu="h100"), batch_size=8192)
 print(what_if(job, {"ranks": [4, 8, 16], "batch_size": [4096, 8192]}))
@@ -10,21 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from operator import sub
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
 
 from dreamshard_planner.devices import Machine
 from dreamshard_planner.errors import DreamShardError, TaskError
-from dreamshard_planner.offline.jobs import Job, PlannedJob
+from dreamshard_planner.offline.jobs import Job
 from dreamshard_planner.plans.notes import Note
 from dreamshard_planner.plans.plan_file import SavedPlan
 from dreamshard_planner.plans.report import Report
-from dreamshard_planner.search_space.kernels import memory_of
-from dreamshard_planner.torchrec_components.plan_loader import JsonPlanLoader
 from dreamshard_planner.workload.statistics import TableStatistics
 
 AXES: dict[str, Callable[[Job, Any], Job]] = {
@@ -40,7 +37,7 @@ AXES: dict[str, Callable[[Job, Any], Job]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """What one plan costs."""
+    """Cost of one plan."""
 
     axis: str
     value: float | str
@@ -48,15 +45,13 @@ class Point:
     ranks: int
     batch_size: int
     """Of one rank."""
-    total_ms: float
-    """Of one step; infinite where nothing fits."""
-    compute_ms: float
+    total_ms: float = math.inf
+    """Of one step; infinite if nothing fits."""
+    compute_ms: float = math.inf
     """Of the slowest rank."""
-    collectives_ms: float
-    fullest: float
+    collectives_ms: float = math.inf
+    fullest: float = 0.0
     """Share of the memory left for tables that they take on the fullest rank."""
-    outside: int = 0
-    """Tables whose weights are not all in device memory, but in the host's."""
     reason: str = ""
     """Why nothing fits."""
 
@@ -66,28 +61,22 @@ class Point:
 
     @property
     def us_per_sample(self) -> float:
-        """Microseconds per sample of all ranks: what scaling gains."""
+        """Microseconds per sample of all ranks: the gain of scaling."""
         return self.total_ms * 1e3 / (self.ranks * self.batch_size)
 
     @classmethod
     def of(cls, axis: str, value: float | str, job: Job, found: Report | str) -> Point:
-        """From a report, or from why nothing fits."""
-        of_job = partial(cls, axis, value, job.machine.title, job.machine.ranks, job.batch_size)
+        """Make it from a report, or from the reason why nothing fits."""
+        point = cls(axis, value, job.machine.title, job.machine.ranks, job.batch_size)
         if isinstance(found, str):
-            return of_job(math.inf, math.inf, math.inf, fullest=0.0, reason=found)
+            return replace(point, reason=found)
         chosen = found.chosen
-        filled = [
-            used / limit
-            for entry in found.memory
-            for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
-            if limit > 0
-        ]
-        return of_job(
-            chosen.total_ms,
-            max(chosen.rank_ms),
-            chosen.collectives_ms,
-            fullest=max(filled, default=0.0),
-            outside=sum(memory_of(entry.kernel) != "device" for entry in found.tables),
+        return replace(
+            point,
+            total_ms=chosen.total_ms,
+            compute_ms=max(chosen.rank_ms),
+            collectives_ms=chosen.collectives_ms,
+            fullest=max(_filled(found), default=0.0),
         )
 
 
@@ -102,18 +91,18 @@ class WhatIf:
     notes: tuple[Note, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Replanning:
-    """What planning again for newer statistics would gain."""
+    """Gain of planning again for newer statistics."""
 
     keep_ms: float
-    """Of the plan that was made with the older ones, as the newer ones have it."""
+    """Cost of the plan made with the older statistics, by the newer ones."""
     again_ms: float
-    """Of a plan made with the newer ones."""
+    """Cost of a plan made with the newer ones."""
 
     @property
     def gain(self) -> float:
@@ -121,74 +110,66 @@ class Replanning:
         return max(0.0, 1 - self.again_ms / self.keep_ms) if self.keep_ms > 0 else 0.0
 
 
-def what_if(job: Job, vary: Mapping[str, Sequence[Any]], plan_file: Path | None = None) -> WhatIf:
+def what_if(
+    job: Job, vary: Mapping[str, Sequence[Any]], plan_file: Path | None = None, effort: str = "quick"
+) -> WhatIf:
     """Plan a job, and its variations one by one.
 
     Args:
         job: the present job.
         vary: values by a name of :data:`AXES`.
         plan_file: the job's present plan; without it, one is made.
+        effort: of each search.
 
     Raises:
-        PlannerError: the job's own tables do not fit.
+        PlannerError: the job's own tables do not fit, or the plan of the file is not of its tables and ranks.
         TaskError: an unknown axis.
     """
     unknown = sorted(set(vary) - AXES.keys())
     if unknown:
         raise TaskError(f"nothing called {unknown[0]!r} varies; {', '.join(AXES)} do")
-    present, refused = (job.plan(), ()) if plan_file is None else _as_filed(job, plan_file)
-    report = present.report
-    made: list[tuple[Job, Report | str]] = [(present.job, report)]
-    sweeps = {axis: tuple(_point(axis, value, present, made) for value in values) for axis, values in vary.items()}
-    return WhatIf(
-        base=Point.of("", 0.0, job, report),
-        cost_source=report.cost_source,
-        sweeps=sweeps,
-        notes=(*refused, *(note for note in report.notes if note.code != "stale")),  # of how files are read offline
-    )
+    job = replace(job, settings={**job.settings, "effort": effort})
+    plan: ShardingPlan | SavedPlan
+    if plan_file is None:
+        planned = job.plan()
+        plan, report = planned.plan, planned.report
+    else:
+        plan = SavedPlan.load(plan_file)
+        report = job.read().saved_plan(plan).report()
+    sweeps = {axis: tuple(_point(axis, value, job, plan) for value in values) for axis, values in vary.items()}
+    return WhatIf(Point.of("", 0.0, job, report), report.cost_source, sweeps, report.notes)
 
 
-def _as_filed(job: Job, path: Path) -> tuple[PlannedJob, tuple[Note, ...]]:
-    """A job with the plan of a file; with one made anew, and a note why, where that does not fit the job."""
+def _point(axis: str, value: Any, present: Job, plan: ShardingPlan | SavedPlan) -> Point:
+    """Plan the present job at another value; keep the present plan if that fits and a new one costs no less."""
     try:
-        filed = replace(job, settings={**job.settings, "plan_loader": JsonPlanLoader(path)}).plan()
-    except PlannerError as error:
-        told = f"{path.name} is not the plan of the first line, which was made anew: {error}"
-        return job.plan(), (Note("loaded", told),)
-    return replace(filed, job=job), ()
-
-
-def _point(axis: str, value: Any, present: PlannedJob, made: list[tuple[Job, Report | str]]) -> Point:
-    """Plan the present job at another value, unless that job was made before; say why if nothing fits."""
-    try:
-        job = AXES[axis](present.job, value)
+        job = AXES[axis](present, value)
     except DreamShardError as error:
-        return Point.of(axis, value, present.job, str(error))
-    found = next((report for known, report in made if known == job), None)
-    if found is None:
-        try:
-            found = _cheaper(job.plan(), present)
-        except (PlannerError, DreamShardError) as error:
-            found = " ".join(str(error).split())
-        made.append((job, found))
-    return Point.of(axis, value, job, found)
+        return Point.of(axis, value, present, str(error))
+    try:
+        planned = job.plan()
+        report = planned.report
+        if _ranks(job) == _ranks(present):
+            kept = planned.planner.saved_plan(plan).report()
+            if kept.chosen.total_ms < report.chosen.total_ms and max(_filled(kept), default=0.0) <= 1:
+                report = kept
+    except (PlannerError, DreamShardError) as error:
+        return Point.of(axis, value, job, " ".join(str(error).split()))
+    return Point.of(axis, value, job, report)
 
 
-def _cheaper(planned: PlannedJob, present: PlannedJob) -> Report:
-    """Return the report of the new plan, or of the present one if that fits and costs less: a search may miss it."""
-    report = planned.report
-    if _ranks(planned.job) != _ranks(present.job):
-        return report
-    if planned.planner.predict(present.plan).total_ms >= report.chosen.total_ms:
-        return report
-    kept = planned.planner.saved_plan(present.plan).report()
-    fits = all(max(map(sub, entry.used_bytes, entry.limit_bytes)) <= 0 for entry in kept.memory)
-    return kept if fits else report
+def _filled(report: Report) -> list[float]:
+    """Return the used share of each rank's memory, of each kind."""
+    return [
+        used / max(1, limit)
+        for entry in report.memory
+        for used, limit in zip(entry.used_bytes, entry.limit_bytes, strict=True)
+    ]
 
 
 def _ranks(job: Job) -> tuple[Any, ...]:
-    """Fields that must match for one job to take the other's plan."""
-    return job.model, job.settings, job.machine.device, job.machine.ranks_per_host, job.machine.hosts
+    """Return what must match for one job to take the other's plan."""
+    return job.machine.device, job.machine.ranks_per_host, job.machine.hosts
 
 
 def _with_gpu(machine: Machine, gpu: str) -> Machine:
@@ -198,7 +179,7 @@ def _with_gpu(machine: Machine, gpu: str) -> Machine:
 
 
 def replanning(job: Job, before: TableStatistics | SavedPlan, after: TableStatistics) -> Replanning:
-    """What a plan, or one made with the statistics ``before``, costs by those ``after``, and what a new one would.
+    """Compare the cost of a plan, or of one made with the statistics ``before``, with a new one's by those ``after``.
 
     Raises:
         PlannerError: the tables do not fit.

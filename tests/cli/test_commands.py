@@ -499,21 +499,19 @@ def test_ranks_that_there_are_not_are_not_lost(folder: Path) -> None:
 
 
 def test_what_if_varies_what_is_asked(folder: Path) -> None:
-    arguments = ("what-if", *SMALL, "--effort", "quick", "--hbm", "12GB", "--host-memory", "1GB")
+    arguments = ("what-if", *SMALL, "--hbm", "12GB", "--host-memory", "1GB")
     document = json.loads(run(*arguments, "--vary", "gpus=1,4", "--format", "json").stdout)
     tight, wide = document["sweeps"]["ranks"]
     assert (tight["ranks"], wide["ranks"]) == (1, 4) and wide["total_ms"] > 0
     assert tight["total_ms"] is None and "do not fit" in tight["reason"]
     shown = run(*arguments, "--vary", "gpus=1", "--vary", "gpu=h200", "--vary", "intra-bandwidth=100GB/s")
-    assert all(words in shown.stdout for words in ("does not fit", "gpu h200", "intra-bandwidth 100.0 GB/s"))
-    several = ("--vary", "gpus=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--effort", "quick", "--format", "json")
+    assert all(words in shown.stdout for words in ("effort quick", "not fit", "gpu h200", "intra-bandwidth 100.0 GB/s"))
+    several = ("--vary", "gpus=1", "--vary", "ranks=4,1", "--vary", "nodes=2", "--format", "json")
     sweeps = json.loads(run("what-if", *SMALL, *several).stdout)["sweeps"]
     values = {axis: [point["value"] for point in points] for axis, points in sweeps.items()}
     assert values == {"ranks": [1, 4], "hosts": [2]}
     wrong = run("what-if", *SMALL, "--vary", "gpu=h20", status=2).stderr
     assert "unknown GPU 'h20' (did you mean 'h200'?)" in " ".join(wrong.replace("│", "").split())
-    told = run("what-if", *SMALL, "--effort", "quick", "--hbm", "8GB", "--reserve", "0", "--vary", "gpus=1").stdout
-    assert "in host memory" in told
 
 
 def test_drift_and_what_planning_again_gains(folder: Path) -> None:
